@@ -1,0 +1,1 @@
+"""Penstock's stages, one package each, and the programs around them (the command line, the launcher)."""

@@ -1,0 +1,100 @@
+"""`penstock`: the command line. A stage's code is imported only when that stage is asked for."""
+
+import argparse
+import importlib
+import sys
+from pathlib import Path
+
+from shared.errors import StartupError
+from shared.settings import DEFAULT_REDIS_URL, StageSettings, UpSettings, load_settings
+from shared.telemetry import setup_logging
+
+STAGES = ("gateway", "tokenizer", "compute", "sampler")
+SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "tiny")
+
+EXAMPLES = """examples:
+  penstock up                                   the demo model on http://127.0.0.1:8000
+  penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2
+  penstock chat                                 talk to it
+  penstock status                               replicas, queues, tokens/s
+  penstock serve sampler --redis-url redis://10.0.0.5:6379/0     one more sampler, on any host
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="penstock",
+        description="Serve large language models as a durable pipeline. Every flag can also be set as PENSTOCK_<FLAG> in the environment.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands.add_parser("up", add_help=False, help="start everything on this machine (penstock up --help lists the flags)")
+    serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)")
+    serve.add_argument("stage", choices=STAGES)
+    commands.add_parser("status", add_help=False, help="replicas, queues, running requests, tokens/s")
+    chat = commands.add_parser("chat", help="a chat in the terminal")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    chat.add_argument("--model", help="default: the first that the gateway serves")
+    chat.add_argument("--system", help="a system prompt")
+    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
+    make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
+    make.add_argument("out", type=Path, help="folder to write")
+    make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
+    make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    make.add_argument("--seed", type=int, default=0)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command. Errors are one line on standard error and exit code 2."""
+    args, rest = build_parser().parse_known_args(argv)
+    if rest and args.command in ("chat", "make-model"):
+        print(f"penstock: unknown arguments: {' '.join(rest)}", file=sys.stderr)
+        return 2
+    try:
+        return run(args, rest)
+    except StartupError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    match args.command:
+        case "up":
+            from services.launcher import up
+
+            settings = load_settings(UpSettings, rest)
+            setup_logging(settings.log_level)
+            return up(settings)
+        case "serve":
+            from shared.stage import run_stage
+
+            sys.argv = [f"penstock serve {args.stage}", *rest]
+            run_stage(importlib.import_module(f"services.{args.stage}.__main__").main)
+        case "status":
+            from services.status import show_status
+
+            show_status(default_redis(load_settings(StageSettings, rest)))
+        case "chat":
+            from services.chat import chat
+
+            chat(args.url, args.model, args.system, args.temperature)
+        case "make-model":
+            from services.compute.make_model import make_model
+
+            make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed)
+    return 0
+
+
+def default_redis(settings: StageSettings) -> StageSettings:
+    """The settings as they are, once it is clear that their Redis can exist."""
+    if settings.redis_url == DEFAULT_REDIS_URL and not Path(DEFAULT_REDIS_URL.removeprefix("unix://")).exists():
+        raise StartupError(f"no Redis at {DEFAULT_REDIS_URL}: is Penstock up? With a --data-dir of your own, give --redis-url unix://DIR/redis.sock")
+    return settings
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,199 @@
+"""Logits to exact candidate sets: what decides each token, in a few bytes instead of the whole vocabulary.
+
+A row is first edited as its request asks (penalties, bias, banned tokens). Then its largest logits are listed in order, and for rows that
+are drawn at random, the mass W of all tokens that top-k, top-p and min-p keep, and the token on which the draw falls if it falls
+beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. Why this is exact stands in the
+header of shared/decision.py. The list's length follows from the request's own parameters alone, never from the batch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.compute.sequence import Sequence
+from shared.decision import GREEDY, cumulative_mass, falls_beyond, kept_count, uniform
+from shared.messages import SequenceIntro, StepCandidates
+from shared.sampling_params import SamplingParams
+
+Array = np.ndarray[Any, Any]
+
+LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
+MAX_LISTED = 256  # of a row with a large top-k
+CHUNK = 64  # logits that share a maximum in the search for the largest
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRows:
+    """The undecided rows of one step, all sequences together; `for_sampler` makes the message for some of them."""
+
+    sequences: list[Sequence]
+    counts: Array  # [R] int32
+    token_ids: Array  # [R, K] int32, K = max(counts)
+    logits: Array  # [R, K] float32
+    logsumexp: Array  # [R] float32
+    kept_mass: Array  # [R] float64
+    tail_token_ids: Array  # [R] int32
+    tail_logits: Array  # [R] float32
+
+    def for_sampler(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
+        """The message with these rows."""
+        counts = self.counts[rows]
+        is_listed = np.arange(self.token_ids.shape[1]) < counts[:, None]
+        return StepCandidates(
+            compute_id=compute_id,
+            step=step,
+            intros=intros,
+            forget=np.array(forget, np.int32),
+            handles=np.array([self.sequences[row].handle for row in rows], np.int32),
+            positions=np.array([self.sequences[row].next_position for row in rows], np.int32),
+            counts=counts,
+            token_ids=self.token_ids[rows][is_listed],
+            logits=self.logits[rows][is_listed],
+            logsumexp=self.logsumexp[rows],
+            kept_mass=self.kept_mass[rows],
+            tail_token_ids=self.tail_token_ids[rows],
+            tail_logits=self.tail_logits[rows],
+        )
+
+
+def num_listed(params: SamplingParams, vocab_size: int) -> int:
+    """How many candidates a request's rows list."""
+    wanted = params.logprobs or 0
+    if params.is_greedy:
+        return min(max(1, wanted), vocab_size)
+    return min(max(min(params.top_k or LISTED, MAX_LISTED), wanted), vocab_size)
+
+
+@torch.inference_mode()
+def reduce(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
+    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners."""
+    num_rows, vocab_size = logits.shape
+    for row, sequence in enumerate(sequences):
+        edit(logits[row], sequence)
+    params = [sequence.params for sequence in sequences]
+    counts = np.array([num_listed(each, vocab_size) for each in params], np.int32)
+    width = int(counts.max(initial=1))
+    token_ids, values = np.zeros((num_rows, width), np.int32), np.full((num_rows, width), -np.inf, np.float32)
+    for is_single in (True, False):
+        rows = np.flatnonzero((counts == 1) == is_single)
+        if len(rows):
+            k = int(counts[rows].max())
+            some = logits if len(rows) == num_rows else logits[torch.from_numpy(rows).to(logits.device)]
+            largest, ids = find_largest(some, k)
+            token_ids[rows, :k], values[rows, :k] = ids.cpu().numpy(), largest.cpu().numpy()
+    values[np.arange(width) >= counts[:, None]] = -np.inf
+    logsumexp = np.zeros(num_rows, np.float32)
+    for row in (row for row, each in enumerate(params) if each.logprobs is not None):
+        logsumexp[row] = torch.logsumexp(logits[row], dim=-1).item()
+    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts)
+    return CandidateRows(sequences, counts, token_ids, values, logsumexp, kept_mass, tail_token_ids, tail_logits)
+
+
+def edit(row: torch.Tensor, sequence: Sequence) -> None:
+    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then banned tokens.
+
+    Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence: over the output, as OpenAI defines them.
+    """
+    params = sequence.params
+    if params.edits_logits:
+        if params.repetition_penalty != 1.0:
+            seen = torch.tensor(sorted(set(sequence.token_ids)), device=row.device)
+            values = row[seen]
+            row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        if (params.frequency_penalty or params.presence_penalty) and (counted := sequence.output_counts()):
+            used = torch.tensor(list(counted), device=row.device)
+            times = torch.tensor(list(counted.values()), dtype=torch.float32, device=row.device)
+            row[used] -= params.frequency_penalty * times + params.presence_penalty
+        if params.logit_bias:
+            row[torch.tensor(list(params.logit_bias), device=row.device)] += torch.tensor(list(params.logit_bias.values()), device=row.device)
+    if sequence.next_position <= params.min_tokens and (enders := [*sequence.eos_token_ids, *params.stop_token_ids]):
+        row[torch.tensor(enders, device=row.device)] = -torch.inf
+
+
+def find_largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The k largest of each row, by falling value, ties by rising token id. logits: [R, vocab]. Returns values and ids, [R, k].
+
+    One pass takes each chunk's maximum; the k largest lie in the k chunks with the largest maxima, and only those are sorted.
+    """
+    num_rows, vocab_size = logits.shape
+    if k == 1:
+        ids = logits.argmax(dim=-1, keepdim=True)  # the first of several equal ones
+        return logits.gather(1, ids), ids
+    num_chunks = vocab_size // CHUNK
+    if num_chunks <= k + 1:
+        values, ids = logits.sort(dim=-1, descending=True, stable=True)
+        return values[:, :k], ids[:, :k]
+    maxima, chunks = logits[:, : num_chunks * CHUNK].view(num_rows, num_chunks, CHUNK).amax(dim=-1).topk(k + 1, dim=-1)
+    chosen = chunks[:, :k].sort(dim=-1).values
+    offsets = torch.arange(CHUNK, device=logits.device)
+    ids = (chosen[:, :, None] * CHUNK + offsets).flatten(1)
+    if num_chunks * CHUNK < vocab_size:
+        rest = torch.arange(num_chunks * CHUNK, vocab_size, device=logits.device)
+        ids = torch.cat((ids, rest.expand(num_rows, -1)), dim=1)
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    values, ids = values[:, :k].clone(), ids.gather(1, order[:, :k])
+    for row in (maxima[:, k] >= values[:, k - 1]).nonzero().flatten().tolist():  # a tie at the border: perhaps in a chunk left out
+        tied = (logits[row] >= values[row, -1]).nonzero().flatten()
+        best, order = logits[row, tied].sort(descending=True, stable=True)
+        values[row], ids[row] = best[:k], tied[order[:k]]
+    return values, ids
+
+
+def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array) -> tuple[Array, Array, Array]:
+    """For the rows that are drawn at random, the kept mass and the tail. Returns kept_mass, tail_token_ids, tail_logits, each [R]."""
+    num_rows = len(sequences)
+    kept_mass = np.full(num_rows, GREEDY)
+    tail_token_ids, tail_logits = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.float32)
+    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    if not rows:
+        return kept_mass, tail_token_ids, tail_logits
+    params = [sequences[row].params for row in rows]
+    u = uniform(np.array([each.seed for each in params], np.uint64), np.array([sequences[row].next_position for row in rows], np.int32))
+    mass = cumulative_mass(values[rows], np.array([each.temperature for each in params]))
+    sorted_rows: dict[int, tuple[Array, Array, Array]] = {}
+    for at, (row, each) in enumerate(zip(rows, params, strict=True)):
+        count = int(counts[row])
+        kept = kept_mass_of(logits[row], each, mass[at, :count], values[row, :count])
+        if kept is None:
+            ids, sorted_logits, sorted_mass = sorted_rows[at] = sort_row(logits[row], each.temperature)
+            kept = float(sorted_mass[_count(sorted_mass, each, sorted_logits, float(sorted_mass[-1])) - 1])
+        kept_mass[row] = kept
+    for at in np.flatnonzero(falls_beyond(mass, counts[rows], kept_mass[rows], u)).tolist():
+        row = rows[at]
+        ids, sorted_logits, sorted_mass = sorted_rows.get(at) or sort_row(logits[row], params[at].temperature)
+        place = min(int(np.searchsorted(sorted_mass, u[at] * kept_mass[row], side="right")), len(ids) - 1)
+        tail_token_ids[row], tail_logits[row] = ids[place], sorted_logits[place]
+    return kept_mass, tail_token_ids, tail_logits
+
+
+def kept_mass_of(row: torch.Tensor, params: SamplingParams, mass: Array, values: Array) -> float | None:
+    """The mass of a row's kept tokens as far as the list tells; None: the whole row must be sorted.
+
+    mass, values: [count] of the listed candidates.
+    """
+    is_whole = len(mass) == len(row)
+    if is_whole or 0 < params.top_k <= len(mass):
+        return float(mass[_count(mass, params, values, float(mass[-1])) - 1])
+    if params.top_k > 0:
+        return None
+    total = float(mass[-1])
+    if params.top_p < 1.0 or params.min_p == 0.0:
+        total = max(total, torch.exp((row - float(values[0])) / params.temperature).sum(dtype=torch.float32).item())
+    if params.top_p == 1.0 and params.min_p == 0.0:
+        return total
+    count = _count(mass, params, values, total)
+    is_bounded = count < len(mass) or (params.top_p < 1.0 and mass[-1] >= params.top_p * total)
+    return float(mass[count - 1]) if is_bounded else None
+
+
+def sort_row(row: torch.Tensor, temperature: float) -> tuple[Array, Array, Array]:
+    """A whole row in order: token ids, logits, cumulative mass, each [vocab]."""
+    values, ids = row.sort(descending=True, stable=True)
+    logits = values.cpu().numpy()
+    return ids.cpu().numpy(), logits, cumulative_mass(logits[None, :], np.array([temperature]))[0]
+
+
+def _count(mass: Array, params: SamplingParams, values: Array, total: float) -> int:
+    return kept_count(mass, params.top_k, params.top_p, params.min_p, params.temperature, values, total)

@@ -1,0 +1,72 @@
+"""The operations of a layer in plain torch: their definition, and what runs where no faster kernel is built.
+
+T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and dtypes are part of the contract.
+"""
+
+import torch
+import torch.nn.functional as F
+
+Tensor = torch.Tensor
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x: [T, in]; weight: [out, in]; bias: [out]. Returns [T, out]."""
+    return F.linear(x, weight, bias)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019). x: [..., hidden]."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns [T, intermediate]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + head_dim / 2). x: [T, heads, head_dim]; cos, sin: [T, 1, head_dim / 2] float32. Computed in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+    """Scatter new keys and values into a layer's cache. kv: [2, blocks, block_size, kv_heads, head_dim]; k, v: [T, kv_heads, head_dim]."""
+    slots = kv.flatten(1, 2)
+    slots[0].index_copy_(0, slot_mapping, k)
+    slots[1].index_copy_(0, slot_mapping, v)
+
+
+def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor) -> Tensor:
+    """Attention of one query a sequence over the paged cache.
+
+    q: [n, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64, padded with any valid block; mask: [n, blocks * block_size] bool,
+    True where the position is seen. Returns [n, heads, head_dim]. The query heads that share a KV head are its queries, so K and V are read once.
+    """
+    n, num_heads, head_dim = q.shape
+    num_kv_heads = kv.shape[3]
+    k, v = (kv[which][block_tables].flatten(1, 2).transpose(1, 2) for which in (0, 1))  # [n, kv_heads, positions, head_dim]
+    grouped = q.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None, :]).reshape(n, num_heads, head_dim)
+
+
+def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: int, window: int | None) -> Tensor:
+    """Causal attention of one sequence's chunk, its last len(q) tokens, over its num_context tokens.
+
+    q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each sees, itself included. Returns q's shape.
+    """
+    k, v = (kv[which][block_table].flatten(0, 1)[:num_context].transpose(0, 1)[None] for which in (0, 1))  # [1, kv_heads, context, head_dim]
+    queries = q.transpose(0, 1)[None]
+    is_whole = len(q) == num_context and (window is None or window >= num_context)
+    mask = None
+    if not is_whole:
+        query_positions = torch.arange(num_context - len(q), num_context, device=q.device)[:, None]
+        key_positions = torch.arange(num_context, device=q.device)[None, :]
+        mask = key_positions <= query_positions
+        if window is not None:
+            mask &= key_positions > query_positions - window
+    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=is_whole, enable_gqa=k.shape[1] != queries.shape[1])
+    return out[0].transpose(0, 1)

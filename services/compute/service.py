@@ -1,0 +1,211 @@
+"""THE LOOP: schedule, run, reduce, exchange, apply. What it does not do itself is one call away."""
+
+import itertools
+import time
+from dataclasses import dataclass
+
+import torch
+
+from services.compute.candidates import reduce
+from services.compute.exchange import Exchange, Inbox
+from services.compute.model_runner import ModelRunner
+from services.compute.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.messages import Control, RequestError, TokenEvent, TokenizedRequest
+from shared.stage import Stage
+from shared.streams import reader_key, tombstone_key
+from shared.telemetry import get_logger
+from shared.token_log import end_request, read_log
+from shared.transport import Delivery, Pipeline
+
+log = get_logger("penstock.compute")
+
+CLAIM_IDLE_MS = 5000  # entries are renewed every second: idle for longer, their replica is dead
+CLAIM_EVERY_S = 2.0
+ABANDONED_AFTER_S = 60.0  # a request whose gateway has been gone for this long has no reader
+
+
+@dataclass(slots=True)
+class Running:
+    """A sequence and what it answers to."""
+
+    sequence: Sequence
+    request: TokenizedRequest
+    entry_id: bytes
+
+
+class ComputeService:
+    def __init__(self, stage: Stage, scheduler: Scheduler, runner: ModelRunner, exchange: Exchange) -> None:
+        self.stage = stage
+        self.scheduler = scheduler
+        self.runner = runner
+        self.exchange = exchange
+        self.running: dict[int, Running] = {}  # by handle
+        self.handle_by_request: dict[str, int] = {}
+        self.handles = itertools.count(1)
+        self.upkept_at = 0.0
+        self.gateway_seen_at: dict[str, float] = {}
+        self.num_prompt_tokens = self.num_output_tokens = self.num_steps = 0
+        stage.upkeep = self.renew
+
+    def run(self) -> None:
+        self.stage.catch_signals()
+        self.stage.transport.wait_until_up(self.stage.settings.redis_timeout_s)
+        self.exchange.start()
+        self.stage.join()
+        while not self.stage.stopping.is_set():
+            self.step()
+            self.stage.turn()
+            if time.monotonic() - self.upkept_at > CLAIM_EVERY_S:
+                self.upkeep()
+        self.stage.leave()
+        self.exchange.leave([running.entry_id for running in self.running.values()])
+
+    def step(self) -> None:
+        """One step. What was decided is applied before anything is scheduled: a sequence that has ended must not run again."""
+        batch = self.scheduler.schedule()
+        if batch is None:
+            inbox = self.exchange.wait(self.scheduler.room)
+        else:
+            logits = self.runner.forward(batch)
+            sampled = batch.sampled
+            self.scheduler.advance(batch)
+            inbox = self.exchange.decide(reduce(logits, sampled), self.scheduler.room) if sampled else self.exchange.poll(self.scheduler.room)
+            self.num_steps += 1
+            self.num_prompt_tokens += batch.num_tokens - len(sampled)
+        self.apply(inbox)
+        self.obey(inbox.control)
+        self.admit(inbox)
+        self.report()
+
+    def apply(self, inbox: Inbox) -> None:
+        """Append the decided tokens; take out what has ended."""
+        for handle, (token_id, is_finished) in inbox.token_by_handle.items():
+            self.num_output_tokens += 1
+            if is_finished:
+                self.end(self.running[handle], tell_sampler=False)
+            else:
+                self.scheduler.append(self.running[handle].sequence, token_id)
+
+    def admit(self, inbox: Inbox) -> None:
+        """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or are here already."""
+        for letter in inbox.dead:
+            error = RequestError(f"this request could not be handled: {letter.reason}")
+            self.stage.transport.run(lambda pipe, letter=letter, error=error: end_request(pipe, letter.request_id, letter.gateway_id, error=error))
+            self.exchange.acknowledge(letter.entry_id)
+        if not inbox.prompts:
+            return
+        ids = [delivery.message.request_id for delivery in inbox.prompts]
+        keys = [tombstone_key(request_id) for request_id in ids] + [reader_key(request_id) for request_id in ids]
+        values = self.stage.transport.persist(lambda: self.stage.transport.client.mget(keys))
+        for delivery, tombstone, reader in zip(inbox.prompts, values[: len(ids)], values[len(ids) :], strict=True):
+            if delivery.message.request_id in self.handle_by_request:
+                self.take_over_entry(delivery)
+            elif tombstone is not None:
+                self.refuse(delivery, None)
+            else:
+                self.begin(delivery, reader.decode() if reader is not None else delivery.message.gateway_id)
+
+    def begin(self, delivery: Delivery, gateway_id: str | None) -> None:
+        """A sequence, with the tokens its log already holds if another replica had it before."""
+        request: TokenizedRequest = delivery.message
+        blocks = self.scheduler.block_manager
+        num_tokens = len(request.prompt_token_ids) + (request.params.max_tokens or 0)
+        longest = min(self.stage.max_model_len or num_tokens, blocks.num_blocks * blocks.block_size)
+        if num_tokens > longest:
+            self.refuse(delivery, RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"))
+            return
+        logged: list[TokenEvent] = []
+        if delivery.was_claimed:
+            logged = self.stage.transport.persist(lambda: read_log(self.stage.transport.client, request.request_id))
+            if logged and logged[-1].finish_reason is not None:
+                self.exchange.acknowledge(delivery.entry_id)
+                return
+            log.info("request claimed", request_id=request.request_id, num_logged_tokens=len(logged))
+        prompt = request.prompt_token_ids.tolist()
+        tokens = prompt + [event.token_id for event in logged if event.token_id is not None]
+        sequence = Sequence(next(self.handles), request.request_id, tokens, len(prompt), request.params, request.eos_token_ids)
+        self.running[sequence.handle] = Running(sequence, request, delivery.entry_id)
+        self.handle_by_request[request.request_id] = sequence.handle
+        self.exchange.introduce(sequence, request)
+        self.exchange.gateway_by_handle[sequence.handle] = gateway_id
+        self.scheduler.add(sequence)
+
+    def take_over_entry(self, delivery: Delivery) -> None:
+        """A second copy of a request that is here: keep one entry for it."""
+        running = self.running[self.handle_by_request[delivery.message.request_id]]
+        if delivery.entry_id != running.entry_id:
+            self.exchange.acknowledge(delivery.entry_id)
+
+    def refuse(self, delivery: Delivery, error: RequestError | None) -> None:
+        """A request that will not run: cancelled, or with an error."""
+        request = delivery.message
+        self.stage.transport.run(lambda pipe: end_request(pipe, request.request_id, request.gateway_id, error=error))
+        self.exchange.acknowledge(delivery.entry_id)
+
+    def obey(self, control: list[Control]) -> None:
+        for message in control:
+            handles = [self.handle_by_request[each] for each in message.request_ids if each in self.handle_by_request]
+            if message.action == "cancel":
+                for handle in handles:
+                    self.cancel(self.running[handle])
+            elif message.action == "attach":
+                for handle in handles:
+                    self.exchange.gateway_by_handle[handle] = message.gateway_id
+            elif message.action == "refresh":
+                self.stage.refresh()
+
+    def cancel(self, running: Running) -> None:
+        """End a sequence before its time. Its blocks are free before the next step."""
+        sequence, gateway_id = running.sequence, self.exchange.gateway_by_handle[running.sequence.handle]
+        self.stage.transport.run(
+            lambda pipe: end_request(pipe, sequence.request_id, gateway_id, position=sequence.num_output_tokens, num_prompt_tokens=sequence.num_prompt_tokens)
+        )
+        self.end(running, tell_sampler=True)
+        log.info("request cancelled", request_id=sequence.request_id, num_output_tokens=sequence.num_output_tokens)
+
+    def end(self, running: Running, *, tell_sampler: bool) -> None:
+        self.scheduler.finish(running.sequence)
+        self.exchange.forget(running.sequence, running.entry_id, tell_sampler=tell_sampler)
+        del self.running[running.sequence.handle], self.handle_by_request[running.sequence.request_id]
+
+    def upkeep(self) -> None:
+        """Every few seconds: take over what dead replicas left, and end what nobody reads any more."""
+        self.upkept_at = now = time.monotonic()
+        if self.scheduler.room > 0:
+            prompts, dead = self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=self.scheduler.room)
+            self.admit(Inbox(prompts=prompts, dead=dead))
+        live = self.stage.registry.ids("gateway")
+        self.gateway_seen_at.update(dict.fromkeys(live, now))
+        gateways = {handle: gateway for handle, gateway in self.exchange.gateway_by_handle.items() if gateway is not None}
+        for gateway_id in gateways.values():
+            self.gateway_seen_at.setdefault(gateway_id, now)
+        for handle, gateway_id in gateways.items():
+            age_s = time.time() - self.running[handle].request.created_at
+            if gateway_id not in live and min(now - self.gateway_seen_at[gateway_id], age_s) > ABANDONED_AFTER_S:
+                log.info("nobody reads this request", request_id=self.running[handle].request.request_id, gateway_id=gateway_id)
+                self.cancel(self.running[handle])
+        wanted = set(gateways.values()) | live
+        self.gateway_seen_at = {gateway: seen for gateway, seen in self.gateway_seen_at.items() if gateway in wanted}
+
+    def renew(self, pipe: Pipeline) -> None:
+        """From the heartbeat's thread: keep the entries of what runs here."""
+        self.exchange.prompts.renew(pipe, [running.entry_id for running in list(self.running.values())])
+
+    def report(self) -> None:
+        """What the registry shows of this replica."""
+        blocks = self.scheduler.block_manager
+        self.stage.load = {
+            "running": len(self.scheduler.running),
+            "waiting": len(self.scheduler.waiting),
+            "preemptions": self.scheduler.num_preemptions,
+            "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
+            "steps": self.num_steps,
+            "prompt_tokens": self.num_prompt_tokens,
+            "output_tokens": self.num_output_tokens,
+        }
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one."""
+    return torch.device("cuda" if name == "auto" and torch.cuda.is_available() else "cpu" if name == "auto" else name)

@@ -1,0 +1,31 @@
+"""Context: the objects that a gateway's routes work with, built once at the start."""
+
+from dataclasses import dataclass
+
+import redis
+import redis.asyncio
+
+from services.gateway.admission import Admission
+from services.gateway.generation import Pipeline, ResponseRecord
+from services.gateway.metrics import Metrics
+from shared.settings import GatewaySettings
+from shared.stage import Stage
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.gateway")
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    settings: GatewaySettings
+    stage: Stage
+    client: "redis.asyncio.Redis"
+    admission: Admission
+    pipeline: Pipeline
+    metrics: Metrics
+
+    def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
+        log.info(
+            "request submitted", response_id=record.response_id, kind=record.kind, num_sequences=record.num_prompts * record.n,
+            x_request_id=request_id, user=user or "-",
+        )  # fmt: skip

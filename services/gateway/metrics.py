@@ -1,0 +1,105 @@
+"""What /metrics shows: this gateway's own counts and times, and the pipeline's state as Redis and the registry tell it.
+
+Names are vLLM's where the meaning is the same, with our prefix. Every gateway shows the whole pipeline, so one scrape is enough; the
+figures of one gateway alone carry its replica id.
+"""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.gateway.openai.formats import Choice
+from shared.messages import Replica, TokenEvent
+from shared.stage import Stage
+from shared.streams import DEAD_LETTER, REQUESTS, prompts
+
+TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
+ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
+E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+
+
+class Metrics:
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.registry = CollectorRegistry()
+        self.requests = Counter("penstock_request_success", "Sequences that ended, by reason", ["finished_reason"], registry=self.registry)
+        self.cancelled = Counter("penstock_requests_cancelled", "Sequences whose client went away", registry=self.registry)
+        self.rejected = Counter("penstock_requests_rejected", "Requests refused with 429 or 503", registry=self.registry)
+        self.prompt_tokens = Counter("penstock_prompt_tokens", "Prompt tokens of ended responses", registry=self.registry)
+        self.output_tokens = Counter("penstock_generation_tokens", "Tokens generated", registry=self.registry)
+        self.ttft = Histogram(
+            "penstock_time_to_first_token_seconds", "From submission to a response's first token", buckets=TTFT_BUCKETS, registry=self.registry
+        )
+        self.itl = Histogram(
+            "penstock_inter_token_latency_seconds", "Between a response's events, single-sequence responses", buckets=ITL_BUCKETS, registry=self.registry
+        )
+        self.e2e = Histogram("penstock_e2e_request_latency_seconds", "From submission to the end of a response", buckets=E2E_BUCKETS, registry=self.registry)
+
+    async def render(self, client: Any) -> bytes:
+        """The Prometheus text format."""
+        models = sorted({replica.model for replica in self.stage.registry.of("compute") if replica.model})
+        keys = [REQUESTS.key, *(prompts(model).key for model in models), DEAD_LETTER]
+        async with client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.xlen(key)
+            lengths = dict(zip(keys, await pipe.execute(), strict=True))
+        snapshot = CollectorRegistry()
+        snapshot.register(PipelineState(self.stage.registry.replicas, lengths))
+        return generate_latest(self.registry) + generate_latest(snapshot)
+
+
+class PipelineState(Collector):
+    """Queue lengths and replicas at the moment of a scrape."""
+
+    def __init__(self, replicas: tuple[Replica, ...], lengths: dict[str, int]) -> None:
+        self.replicas = replicas
+        self.lengths = lengths
+
+    def collect(self) -> Iterator[Metric]:
+        queue = GaugeMetricFamily("penstock_stage_queue_depth", "Entries of a stream, waiting or being worked on", labels=["stream"])
+        for key, length in self.lengths.items():
+            queue.add_metric([key], length)
+        yield queue
+        alive = GaugeMetricFamily("penstock_replicas", "Live replicas of a stage", labels=["stage"])
+        for stage in ("gateway", "tokenizer", "compute", "sampler"):
+            alive.add_metric([stage], sum(replica.stage == stage for replica in self.replicas))
+        yield alive
+        names = {"running": "penstock_num_requests_running", "waiting": "penstock_num_requests_waiting", "kv_cache_usage": "penstock_kv_cache_usage_perc"}
+        for load, name in names.items():
+            gauge = GaugeMetricFamily(name, f"Compute's {load.replace('_', ' ')}", labels=["replica"])
+            for replica in self.replicas:
+                if replica.stage == "compute" and load in replica.load:
+                    gauge.add_metric([replica.replica_id], replica.load[load])
+            yield gauge
+
+
+class Measured:
+    """The clock of one response."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.metrics = metrics
+        self.started_at = time.monotonic()
+        self.event_at: float | None = None
+
+    def token(self, event: TokenEvent) -> None:
+        now = time.monotonic()
+        if self.event_at is None:
+            self.metrics.ttft.observe(now - self.started_at)
+        else:
+            self.metrics.itl.observe(now - self.event_at)
+        self.event_at = now
+        if event.token_id is not None:
+            self.metrics.output_tokens.inc()
+
+    def finish(self, choices: list[Choice]) -> None:
+        self.metrics.e2e.observe(time.monotonic() - self.started_at)
+        for choice in choices:
+            if choice.finish_reason is None:
+                self.metrics.cancelled.inc()
+            else:
+                self.metrics.requests.labels(choice.finish_reason).inc()
+        self.metrics.prompt_tokens.inc(sum(choice.num_prompt_tokens for choice in choices))

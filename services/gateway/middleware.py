@@ -1,0 +1,67 @@
+"""What wraps every request: its X-Request-Id, and a bound on its body. Plain ASGI, so that streams pass untouched."""
+
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.errors import error_body
+
+ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Echo the client's X-Request-Id, or make one up."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class BodyTooLong(Exception):
+    """More came than Content-Length said, or than is allowed without one."""
+
+
+class BodyLimit:
+    """413 for a body above the bound, before it is in memory."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        num_bytes = 0
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self.max_bytes:
+                raise BodyTooLong
+            return message
+
+        length = Headers(scope=scope).get("content-length", "0")
+        try:
+            if length.isdigit() and int(length) > self.max_bytes:
+                raise BodyTooLong
+            await self.app(scope, receive_bounded, send)
+        except BodyTooLong:
+            body = error_body(413, f"the body is longer than {self.max_bytes} bytes")
+            await JSONResponse(body, 413, headers={"Connection": "close"})(scope, receive, send)

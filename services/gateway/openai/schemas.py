@@ -1,0 +1,128 @@
+"""The bodies that clients send, as pydantic models. What is not named here is refused, never ignored; bounds are SamplingParams'."""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shared.errors import Invalid
+from shared.sampling_params import SamplingParams
+
+MAX_SEQUENCES = 128  # prompts times n, in one request
+
+TokenIds = list[int]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class TextPart(Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    role: str = Field(min_length=1, max_length=64)
+    content: str | list[TextPart]
+    name: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class GenerateBody(Body):
+    """The fields that both endpoints share."""
+
+    model: str
+    n: int = Field(1, ge=1, le=MAX_SEQUENCES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool = False
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    user: str | None = Field(None, description="goes into the log, for whoever looks for abuse")
+
+    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The parameters, checked. Fields left out or null take their defaults. The seed is set for each choice later."""
+        if self.stream_options is not None and not self.stream:
+            raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
+        given = {
+            "max_tokens": max_tokens,
+            "min_tokens": self.min_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": 0 if self.top_k == -1 else self.top_k,  # -1 is vLLM's way to say "off"
+            "min_p": self.min_p,
+            "stop": (self.stop,) if isinstance(self.stop, str) else tuple(self.stop) if self.stop else None,
+            "stop_token_ids": tuple(self.stop_token_ids) if self.stop_token_ids else None,
+            "ignore_eos": self.ignore_eos,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+            "repetition_penalty": self.repetition_penalty,
+            "logit_bias": self._token_bias(),
+            "logprobs": logprobs,
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    @property
+    def has_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def _token_bias(self) -> dict[int, float] | None:
+        try:
+            return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
+        except ValueError:
+            raise Invalid("logit_bias takes token ids as keys", param="logit_bias") from None
+
+
+class ChatCompletionBody(GenerateBody):
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    def params(self) -> SamplingParams:
+        if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
+            raise Invalid("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise Invalid("top_logprobs needs logprobs to be true", param="top_logprobs")
+        max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+        return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+
+
+class CompletionBody(GenerateBody):
+    prompt: str | list[str] | TokenIds | list[TokenIds]
+    logprobs: int | None = None
+    echo: bool = False
+
+    def params(self) -> SamplingParams:
+        if self.echo and self.logprobs is not None:
+            raise Invalid("logprobs of the prompt are not computed: echo and logprobs can't be asked together", param="echo")
+        return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs)
+
+    def prompts(self) -> list[str | TokenIds]:
+        """The prompt field's four forms as a list of texts or of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise Invalid("prompt is empty", param="prompt")
+        if isinstance(prompt[0], int):
+            return [[token for token in prompt if isinstance(token, int)]]
+        return [each for each in prompt if not isinstance(each, int)]

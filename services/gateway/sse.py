@@ -1,0 +1,34 @@
+"""Server-sent events: bytes of a chunk, of a ping, of the end; and the event id, which is a place in the token logs.
+
+The id of an event is the position of each of the response's sequences after it, joined by commas: `17`, or `17,12` with n=2. A client
+that reconnects sends it back as Last-Event-ID.
+"""
+
+from typing import Any
+
+import orjson
+
+from shared.errors import Invalid
+
+DONE = b"data: [DONE]\n\n"
+PING = b": waiting\n\n"
+
+
+def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:
+    head = b"" if event_id is None else b"id: " + event_id.encode() + b"\n"
+    return head + b"data: " + orjson.dumps(payload) + b"\n\n"
+
+
+def format_id(positions: list[int]) -> str:
+    return ",".join(map(str, positions))
+
+
+def parse_id(text: str, num_sequences: int) -> list[int]:
+    """The positions in a Last-Event-ID. Raises Invalid."""
+    try:
+        positions = [int(part) for part in text.split(",")]
+    except ValueError:
+        positions = []
+    if len(positions) != num_sequences or min(positions) < 0:
+        raise Invalid(f"Last-Event-ID must be {num_sequences} positions joined by commas, got {text!r}", param="Last-Event-ID")
+    return positions

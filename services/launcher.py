@@ -1,0 +1,172 @@
+"""`penstock up`: every process of the pipeline on this machine, restarted when it dies, stopped together.
+
+Runs `python -m services.<stage>` for each replica: the same command lines as docker-compose. Settings travel in the environment.
+"""
+
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import IO
+
+import httpx
+
+from services.redis_server import socket_path, start_server
+from shared.errors import StartupError
+from shared.model_files import open_model
+from shared.settings import DEFAULT_REDIS_URL, UpSettings
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.launcher")
+
+STOP_TIMEOUT_S = 10.0
+FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
+STABLE_AFTER_S = 30.0  # a process that lived this long starts its backoff anew
+STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help
+COMPUTE_NICENESS = 5  # below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
+
+
+@dataclass(slots=True)
+class Child:
+    """A process to be kept alive."""
+
+    name: str
+    start: Callable[[], "subprocess.Popen[bytes]"]
+    process: "subprocess.Popen[bytes] | None" = None
+    started_at: float = 0.0
+    restart_at: float = 0.0
+    delay_s: float = FIRST_RESTART_S
+
+
+@dataclass(slots=True)
+class Launcher:
+    settings: UpSettings
+    redis: Child | None = None
+    stages: list[Child] = field(default_factory=list)
+    is_stopping: bool = False
+
+    def run(self) -> int:
+        """Until a signal. Returns the exit code."""
+        lock = self._prepare()
+        signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop())
+        signal.signal(signal.SIGINT, lambda *_: self._ask_to_stop())
+        is_announced = False
+        started_at = time.monotonic()
+        try:
+            while not self.is_stopping:
+                self._keep_alive()
+                if not is_announced and self._is_ready():
+                    is_announced = True
+                    self._announce(time.monotonic() - started_at)
+                time.sleep(0.1)
+        finally:
+            self._stop()
+            lock.close()
+        return 0
+
+    def _prepare(self) -> IO[str]:
+        """Check what can be checked before anything starts; then list the processes. Returns the data folder's lock, held while open."""
+        settings = self.settings
+        files = open_model(settings.model, settings.served_model_name, weights=True)  # fails here, once, not in three processes
+        try:
+            settings.data_dir.mkdir(parents=True, exist_ok=True)
+            lock = (settings.data_dir / "lock").open("w")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise StartupError(f"another penstock up uses {settings.data_dir}; give this one its own --data-dir") from None
+        except OSError as error:
+            raise StartupError(f"--data-dir {settings.data_dir}: {error}") from None
+        environment = self._environment(str(files.folder), files.name)
+        if settings.redis_url == DEFAULT_REDIS_URL:
+            self.redis = Child("redis", lambda: start_server(settings.data_dir, port=settings.redis_port))
+            environment["PENSTOCK_REDIS_URL"] = f"unix://{socket_path(settings.data_dir)}"
+        for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1), ("gateway", settings.gateways)):
+            for number in range(count):
+                self.stages.append(self._child(stage, number, environment))
+        return lock
+
+    def _environment(self, folder: str, name: str) -> dict[str, str]:
+        """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
+        values = self.settings.model_dump(exclude={"replica_id", "gateways", "tokenizers", "samplers", "data_dir", "redis_port", "model", "served_model_name"})
+        environment = {f"PENSTOCK_{key.upper()}": str(value) for key, value in values.items() if value is not None}
+        return {**os.environ, **environment, "PENSTOCK_MODEL": folder, "PENSTOCK_SERVED_MODEL_NAME": name}
+
+    def _child(self, stage: str, number: int, environment: dict[str, str]) -> Child:
+        own = dict(environment)
+        own.pop("PENSTOCK_REPLICA_ID", None)
+        if stage == "gateway":
+            own["PENSTOCK_PORT"] = str(self.settings.port + number)
+        if stage != "compute":
+            own |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+        def start() -> "subprocess.Popen[bytes]":
+            command = [sys.executable, "-m", f"services.{stage}"]
+            niceness = COMPUTE_NICENESS if stage == "compute" else 0
+            return subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=lambda: os.nice(niceness) and None)
+
+        return Child(stage if number == 0 else f"{stage}-{number + 1}", start)
+
+    def _keep_alive(self) -> None:
+        """Start what is not running, Redis first; a dead process comes back after a growing pause."""
+        now = time.monotonic()
+        for child in ([self.redis] if self.redis else []) + self.stages:
+            if child.process is not None and (code := child.process.poll()) is not None:
+                if code == STARTUP_ERROR:
+                    raise StartupError(f"the {child.name} can't run as configured (see above)")
+                if now - child.started_at > STABLE_AFTER_S:
+                    child.delay_s = FIRST_RESTART_S
+                log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)
+                child.restart_at, child.delay_s, child.process = now + child.delay_s, min(child.delay_s * 2, LONGEST_RESTART_S), None
+            if child.process is None and now >= child.restart_at:
+                child.process, child.started_at = child.start(), now
+
+    @property
+    def _url(self) -> str:
+        host = "127.0.0.1" if self.settings.host in ("0.0.0.0", "::") else self.settings.host
+        return f"http://{host}:{self.settings.port}"
+
+    def _is_ready(self) -> bool:
+        try:
+            return httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _announce(self, seconds: float) -> None:
+        name = open_model(self.settings.model, self.settings.served_model_name).name
+        print(f"\nPenstock serves {name} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True)
+        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is Penstock?"}}]}}'
+        print(f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
+
+    def _ask_to_stop(self) -> None:
+        if not self.is_stopping:
+            print("\nstopping …", file=sys.stderr, flush=True)
+        self.is_stopping = True
+
+    def _stop(self) -> None:
+        """All stages at once, then Redis: whatever they still hand over is written before it goes."""
+        terminate([child for child in self.stages if child.process is not None])
+        if self.redis is not None and self.redis.process is not None:
+            terminate([self.redis])
+
+
+def terminate(children: list[Child]) -> None:
+    """SIGTERM, and SIGKILL for what is still there after STOP_TIMEOUT_S."""
+    processes = [child.process for child in children if child.process is not None and child.process.poll() is None]
+    for process in processes:
+        process.terminate()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    for process in processes:
+        try:
+            process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def up(settings: UpSettings) -> int:
+    """Run the launcher. Raises StartupError."""
+    return Launcher(settings).run()

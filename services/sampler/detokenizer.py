@@ -1,0 +1,79 @@
+"""Token ids to text as they come, never half a character."""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from shared.errors import StartupError
+
+MAX_PENDING = 8  # tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one: decode them as they are
+
+
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """The fast tokenizer of a checkpoint folder. Raises StartupError."""
+    try:
+        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+    except Exception as error:  # the Rust library raises bare Exception
+        raise StartupError(f"{folder / 'tokenizer.json'}: {error}") from None
+
+
+class Detokenizer:
+    """One sequence's text. Seeded with the last prompt tokens: some decoders treat the first token of a text differently."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=True)
+        self._pending: list[int] = []
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; empty while a character is incomplete."""
+        self._pending.append(token_id)
+        try:
+            text = self._stream.step(self._tokenizer, token_id)
+        except Exception:  # bare, from Rust: "invalid prefix", when a later token changes the text of earlier ones
+            return self._restart()
+        if text is not None:
+            self._pending.clear()
+            return str(text)
+        return self._restart() if len(self._pending) >= MAX_PENDING else ""
+
+    def flush(self) -> str:
+        """The text of the tokens that still wait for more; incomplete bytes become U+FFFD."""
+        return self._restart() if self._pending else ""
+
+    def _restart(self) -> str:
+        text = str(self._tokenizer.decode(self._pending, skip_special_tokens=True))
+        self._stream = DecodeStream(ids=self._pending, skip_special_tokens=True)
+        self._pending = []
+        return text
+
+
+class TokenTable:
+    """The text and the bytes of single tokens, for logprobs."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+        self.describe = cache(self._describe)  # bounded by the vocabulary
+
+    def _describe(self, token_id: int) -> tuple[str, bytes]:
+        """A token as text, and its bytes, which may be a part of a character only."""
+        text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        if "\ufffd" in text and self._is_byte_level:
+            token: Any = self._tokenizer.id_to_token(token_id)
+            alphabet = byte_of_character()
+            if token is not None and all(character in alphabet for character in token):
+                return text, bytes(alphabet[character] for character in token)
+        return text, text.encode()
+
+
+@cache
+def byte_of_character() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2's tokenizer (Radford et al. 2019): each byte as a printable character."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {**{chr(byte): byte for byte in printable}, **{chr(256 + number): byte for number, byte in enumerate(others)}}

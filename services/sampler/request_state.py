@@ -1,0 +1,105 @@
+"""What the sampler keeps of a request: its text so far, its stop strings, its logprobs. All of it a function of the token log.
+
+`append` is the one way forward, for a token just decided and for one replayed from the log alike, so a replica that takes a request
+over ends up in the very state of the one that lost it.
+"""
+
+from dataclasses import dataclass, field
+
+from tokenizers import Tokenizer
+
+from services.sampler.detokenizer import Detokenizer
+from services.sampler.stop import StopMatcher
+from shared.messages import FinishReason, SequenceIntro, TokenEvent, TokenLogprob
+
+
+@dataclass(slots=True)
+class RequestState:
+    """One request. Only SamplerService changes it."""
+
+    intro: SequenceIntro
+    detokenizer: Detokenizer
+    matcher: StopMatcher
+    gateway_id: str | None  # where events go: the gateway that asked, or the one that resumed
+    touched_at: float
+    position: int = 0  # tokens decided
+    num_chars: int = 0  # of text that came out of the detokenizer
+    num_released: int = 0  # of those, released to the client
+    unreleased: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)  # first and last character, logprob
+    last_event: TokenEvent | None = None
+
+    @classmethod
+    def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, now: float) -> "RequestState":
+        detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist())
+        return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now)
+
+    @property
+    def is_finished(self) -> bool:
+        return self.last_event is not None and self.last_event.finish_reason is not None
+
+    def append(self, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
+        """The next token was decided: its event, with the text that may go to the client."""
+        self.position += 1
+        params = self.intro.params
+        finish_reason: FinishReason | None = None
+        stop_reason: str | int | None = None
+        released = ""
+        if token_id in self.intro.eos_token_ids or token_id in params.stop_token_ids:
+            finish_reason = "stop"
+            stop_reason = None if token_id in self.intro.eos_token_ids else token_id
+            logprob = None  # the token that ends an answer is no part of it
+        else:
+            start = self.num_chars
+            released, stop_reason = self._feed(self.detokenizer.add(token_id))
+            if logprob is not None:
+                self.unreleased.append((start, self.num_chars, logprob))
+            if stop_reason is not None:
+                finish_reason = "stop"
+            elif self.position >= (params.max_tokens or 1):
+                finish_reason = "length"
+        if finish_reason is not None and not isinstance(stop_reason, str):  # the end: nothing can complete what is held back
+            rest, matched = self._feed(self.detokenizer.flush())
+            released += rest
+            if matched is not None:
+                finish_reason, stop_reason = "stop", matched
+            else:
+                released += self.matcher.flush()
+        self.num_released += len(released)
+        ready = self._release_logprobs(at_end=finish_reason is not None) if params.logprobs is not None else None
+        event = TokenEvent(
+            request_id=self.intro.request_id,
+            position=self.position,
+            token_id=token_id,
+            text=self._with_echo(released),
+            num_prompt_tokens=self.intro.num_prompt_tokens,
+            num_cached_tokens=self.intro.num_cached_tokens,
+            logprobs=ready,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            withheld=logprob if self.unreleased else None,
+        )
+        self.last_event = event
+        return event
+
+    def replay(self, event: TokenEvent) -> None:
+        """Catch up with one entry of the log."""
+        if event.token_id is not None:
+            own = event.withheld or (event.logprobs[-1] if event.logprobs else None)
+            self.append(event.token_id, own)
+        self.last_event = event
+
+    def _feed(self, text: str) -> tuple[str, str | None]:
+        """Text through the stop matcher, which sleeps until min_tokens are there."""
+        self.num_chars += len(text)
+        if not self.intro.params.stop or self.position < self.intro.params.min_tokens:
+            return text, None
+        return self.matcher.feed(text)
+
+    def _with_echo(self, released: str) -> str:
+        return (self.intro.echo_text or "") + released if self.position == 1 else released
+
+    def _release_logprobs(self, *, at_end: bool) -> tuple[TokenLogprob, ...]:
+        """The logprobs of the tokens whose text is out. At the end, those that begin in the cut-off stop string are dropped."""
+        ready = [entry for entry in self.unreleased if entry[1] <= self.num_released or (at_end and entry[0] < self.num_released)]
+        self.unreleased = [] if at_end else self.unreleased[len(ready) :]
+        return tuple(logprob for _, _, logprob in ready)

@@ -1,0 +1,37 @@
+"""`python -m services.tokenizer`: settings, objects, run."""
+
+import os
+import sys
+from typing import Any
+
+from services.tokenizer.encoder import Encoder
+from services.tokenizer.service import TokenizerService
+from shared.errors import StartupError
+from shared.model_files import ModelFiles, open_model
+from shared.settings import TokenizerSettings, load_settings
+from shared.stage import Stage, run_stage, start_logging
+
+
+def load_tokenizer(files: ModelFiles) -> Any:
+    """The model's fast tokenizer, without torch: where torch is installed transformers would import it (2 s, 200 MiB) for nothing."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make an import fail
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(files.folder)
+    except Exception as error:  # transformers raises many kinds for files it can't use
+        raise StartupError(f"{files.folder}: the tokenizer can't be loaded: {error}") from None
+
+
+def main() -> None:
+    settings = load_settings(TokenizerSettings)
+    start_logging(settings)
+    files = open_model(settings.model, settings.served_model_name)
+    encoder = Encoder(load_tokenizer(files), files)
+    stage = Stage("tokenizer", settings, model=files.name)
+    TokenizerService(stage, settings, encoder, files.max_model_len).run()
+
+
+if __name__ == "__main__":
+    run_stage(main)

@@ -1,0 +1,92 @@
+"""Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or the length."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from services.tokenizer.chat_template import render
+from shared.errors import Invalid
+from shared.messages import GenerateRequest, TokenizedRequest
+from shared.model_files import ModelFiles
+
+
+class Encoder:
+    """A transformers fast tokenizer and what its model allows."""
+
+    def __init__(self, tokenizer: Any, files: ModelFiles) -> None:
+        self.tokenizer = tokenizer
+        self.model = files.name
+        self.vocab_size = int(files.config["vocab_size"])
+        self.eos_token_ids = files.eos_token_ids
+
+    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Invalid]:
+        """For each request its tokens, or why there are none."""
+        texts = [self._text_or_error(request) for request in requests]
+        token_ids = self._encode_texts(requests, texts)
+        return [
+            text if isinstance(text, Invalid) else self._finish(request, text, ids, max_model_len)
+            for request, text, ids in zip(requests, texts, token_ids, strict=True)
+        ]
+
+    def _text_or_error(self, request: GenerateRequest) -> str | None | Invalid:
+        """The text to encode; None: the request brought token ids."""
+        try:
+            if request.model != self.model:
+                raise Invalid(f"the model {request.model!r} does not exist", param="model", code="model_not_found", status=404)
+            return render(self.tokenizer, request.messages) if request.messages is not None else request.prompt
+        except Invalid as error:
+            return error
+
+    def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any]]:
+        """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""
+        token_ids = [np.zeros(0, np.int32) if request.prompt_token_ids is None else request.prompt_token_ids for request in requests]
+        for is_chat in (True, False):
+            rows = [row for row, text in enumerate(texts) if isinstance(text, str) and (requests[row].messages is not None) == is_chat]
+            if rows:
+                encoded = self.tokenizer([texts[row] for row in rows], add_special_tokens=not is_chat, verbose=False)["input_ids"]
+                for row, ids in zip(rows, encoded, strict=True):
+                    token_ids[row] = np.asarray(ids, np.int32)
+        return token_ids
+
+    def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Invalid:
+        try:
+            max_tokens = self._check(request, token_ids, max_model_len)
+        except Invalid as error:
+            return error
+        echo_text = None
+        if request.echo:
+            echo_text = text if text is not None else str(self.tokenizer.decode(token_ids.tolist()))
+        return TokenizedRequest(
+            request_id=request.request_id,
+            gateway_id=request.gateway_id,
+            model=request.model,
+            params=dataclasses.replace(request.params, max_tokens=max_tokens),
+            prompt_token_ids=token_ids,
+            eos_token_ids=() if request.params.ignore_eos else self.eos_token_ids,
+            echo_text=echo_text,
+            created_at=request.created_at,
+        )
+
+    def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
+        """The request's max_tokens, bounded by what the prompt leaves of the model's length."""
+        params, n = request.params, len(token_ids)
+        field = "messages" if request.messages is not None else "prompt"
+        if n == 0:
+            raise Invalid("the prompt is empty: it has no tokens", param=field)
+        if request.prompt_token_ids is not None and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
+            raise Invalid(f"prompt holds token ids outside the vocabulary, [0, {self.vocab_size})", param=field)
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+            if any(token >= self.vocab_size for token in ids):
+                raise Invalid(f"{name} names a token outside the vocabulary, [0, {self.vocab_size})", param=name)
+        room = max_model_len - n
+        if room < 1 or (params.max_tokens is not None and params.max_tokens > room):
+            asked = f" and max_tokens is {params.max_tokens}" if params.max_tokens is not None else ""
+            raise Invalid(
+                f"the prompt has {n} tokens{asked}; this model takes {max_model_len} in all: shorten one of them",
+                param=field,
+                code="context_length_exceeded",
+            )
+        if params.min_tokens > (max_tokens := params.max_tokens or room):
+            raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
+        return max_tokens

@@ -1,0 +1,81 @@
+"""The tokenizer's loop: read what is waiting, encode it as one batch, hand it on, acknowledge."""
+
+import time
+
+from services.tokenizer.encoder import Encoder
+from shared.errors import Invalid
+from shared.messages import RequestError
+from shared.settings import TokenizerSettings
+from shared.stage import Stage
+from shared.streams import REQUESTS, prompts, tombstone_key
+from shared.telemetry import get_logger
+from shared.token_log import end_request
+from shared.transport import DeadLetter, Delivery, GroupReader, Pipeline, append_to_group
+
+log = get_logger("penstock.tokenizer")
+
+CLAIM_IDLE_MS = 5000  # encoding a batch takes far less: an entry idle for longer belongs to a dead replica
+CLAIM_EVERY_S = 1.0
+BLOCK_MS = 500
+
+
+class TokenizerService:
+    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int) -> None:
+        self.stage = stage
+        self.settings = settings
+        self.encoder = encoder
+        self.max_model_len = max_model_len
+        self.reader = GroupReader(stage.transport, REQUESTS, stage.replica_id)
+        self.num_requests = 0
+
+    def run(self) -> None:
+        self.stage.catch_signals()
+        self.stage.transport.wait_until_up(self.settings.redis_timeout_s)
+        self.reader.ensure_group()
+        self.stage.join()
+        claimed_at = time.monotonic()
+        while not self.stage.stopping.is_set():
+            self.handle(*self.reader.read(count=self.settings.max_batch, block_ms=BLOCK_MS))
+            if time.monotonic() - claimed_at > CLAIM_EVERY_S:
+                self.handle(*self.reader.claim(idle_ms=CLAIM_IDLE_MS, count=self.settings.max_batch))
+                claimed_at = time.monotonic()
+            self.stage.turn()
+        self.stage.leave()
+        self.stage.transport.run(self.reader.leave)
+
+    def handle(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
+        """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly one stream."""
+        if not deliveries and not dead:
+            return
+        requests = [delivery.message for delivery in deliveries]
+        tombstones = self.stage.transport.persist(
+            lambda: self.stage.transport.client.mget([tombstone_key(request.request_id) for request in requests]) if requests else []
+        )
+        live = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is None]
+        cancelled = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is not None]
+        results = self.encoder.encode(live, self.longest_sequence())
+
+        def write(pipe: Pipeline) -> None:
+            for request, result in zip(live, results, strict=True):
+                if isinstance(result, Invalid):
+                    error = RequestError(str(result), result.status, result.param, result.code)
+                    end_request(pipe, request.request_id, request.gateway_id, error=error)
+                else:
+                    append_to_group(pipe, prompts(request.model), result)
+            for request in cancelled:
+                end_request(pipe, request.request_id, request.gateway_id)
+            for letter in dead:
+                end_request(pipe, letter.request_id, letter.gateway_id, error=RequestError(f"this request could not be handled: {letter.reason}"))
+            self.reader.finish(pipe, [each.entry_id for each in (*deliveries, *dead)])
+
+        self.stage.transport.run(write, atomic=True)
+        self.num_requests += len(requests)
+        self.stage.load["requests"] = self.num_requests
+        for request, result in zip(live, results, strict=True):
+            if isinstance(result, Invalid):
+                log.info("request refused", request_id=request.request_id, error=result)
+
+    def longest_sequence(self) -> int:
+        """What the model was made for, or less where a live compute replica has been given less."""
+        limits = [replica.max_model_len for replica in self.stage.registry.of("compute", self.encoder.model)]
+        return min([self.max_model_len, *(limit for limit in limits if limit is not None)])

@@ -1,0 +1,1 @@
+"""What two or more stages must agree on. Imports no stage, and never torch."""

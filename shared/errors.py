@@ -1,0 +1,39 @@
+"""What can go wrong, in three kinds. The `except` clauses of a service loop are its whole failure policy.
+
+PenstockError
+├── Rejected      come again: the server is full or a stage is missing (429, 503, with Retry-After)
+├── Invalid       never valid: the request or the message is wrong (400, or the dead-letter stream)
+├── Recoverable   try again: Redis is away, a replica has gone
+└── StartupError  this process can't run as configured: one line, exit code 2
+"""
+
+
+class PenstockError(Exception):
+    """The root of the tree."""
+
+
+class Rejected(PenstockError):
+    """The request is fine, the moment is not."""
+
+    def __init__(self, message: str, *, status: int, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after_s = retry_after_s
+
+
+class Invalid(PenstockError):
+    """What was sent can't be right, however often it is sent. `param` names the field of the API at fault."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+class Recoverable(PenstockError):
+    """The same call may succeed later."""
+
+
+class StartupError(PenstockError):
+    """The process can't start: a missing model, an unreachable Redis, a setting out of range."""

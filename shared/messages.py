@@ -1,0 +1,335 @@
+"""Every message that crosses a process, and the one codec: `encode` and `decode`.
+
+A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array `[tag, version, field, …]` in the
+order of its fields; arrays travel as raw little-endian bytes. A field is only ever appended, with a default: an older message
+then decodes with the default. `decode` checks every field's type and says which one was wrong. docs/protocol.md says who sends what.
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgpack
+import numpy as np
+
+from shared.errors import Invalid
+from shared.sampling_params import SamplingParams
+
+Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
+Float32Array = Annotated[np.ndarray[Any, np.dtype[np.float32]], "<f4"]
+Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
+UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A client asked for one continuation. Exactly one of messages, prompt and prompt_token_ids is set."""
+
+    request_id: str
+    gateway_id: str | None  # whose events stream; None: nobody reads, the log is enough
+    model: str
+    params: SamplingParams
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt: str | None = None
+    prompt_token_ids: Int32Array | None = None
+    echo: bool = False
+    created_at: float = 0.0  # wall clock, s
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRequest:
+    """The prompt is token ids that fit the model, and params.max_tokens is set."""
+
+    request_id: str
+    gateway_id: str | None
+    model: str
+    params: SamplingParams
+    prompt_token_ids: Int32Array
+    eos_token_ids: tuple[int, ...]  # empty with ignore_eos
+    echo_text: str | None = None
+    created_at: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceIntro:
+    """What a sampler must know of a sequence; sent with its first candidates to that sampler."""
+
+    handle: int  # the sequence's number at its compute replica
+    request_id: str
+    gateway_id: str | None
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    prompt_tail: Int32Array  # the last prompt tokens: they seed the detokenizer
+    echo_text: str | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepCandidates:
+    """One step's undecided rows for one sampler. Row r has counts[r] candidates, by falling logit, ties by token id."""
+
+    compute_id: str
+    step: int
+    intros: tuple[SequenceIntro, ...]
+    forget: Int32Array  # handles whose sequences ended or moved without this sampler's doing
+    handles: Int32Array  # [R]
+    positions: Int32Array  # [R] num_output_tokens after this decision; 1 is the first token
+    counts: Int32Array  # [R]
+    token_ids: Int32Array  # [sum(counts)]
+    logits: Float32Array  # [sum(counts)]
+    logsumexp: Float32Array  # [R] of the whole row at temperature 1; 0 where no logprobs are asked
+    kept_mass: Float64Array  # [R] sum over the kept tokens of exp((logit - largest) / temperature); 0: greedy
+    tail_token_ids: Int32Array  # [R] the token beyond the candidates on which the draw falls, or -1
+    tail_logits: Float32Array  # [R]
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecisions:
+    """The tokens decided for rows of one step. The log already holds them."""
+
+    sampler_id: str
+    step: int
+    handles: Int32Array
+    positions: Int32Array
+    token_ids: Int32Array
+    is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token: str
+    raw: bytes
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A released token's logprob, and the likeliest alternatives'."""
+
+    token: str
+    raw: bytes
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """Why a request failed, in the API's terms."""
+
+    message: str
+    status: int = 500
+    param: str | None = None
+    code: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One entry of the token log: a token was decided, or the request ended without one."""
+
+    request_id: str
+    position: int  # num_output_tokens so far, this one included
+    token_id: int | None
+    text: str
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of the tokens whose text is out, this one's last
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that matched
+    error: RequestError | None = None
+    withheld: TokenLogprob | None = None  # this token's own logprob while its text is held back; for replay, never for the client
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """The encoded TokenEvents of one step for one gateway."""
+
+    events: tuple[bytes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """To every replica: cancel requests, send a request's events elsewhere, or look at the registry again."""
+
+    action: Literal["cancel", "attach", "refresh"]
+    request_ids: tuple[str, ...] = ()
+    gateway_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A live process, as it announces itself in the registry."""
+
+    stage: str
+    replica_id: str
+    host: str
+    pid: int
+    started_at: float
+    model: str | None = None
+    max_model_len: int | None = None
+    idle_s: float = 0.0  # since its loop last came round: large means stuck
+    load: dict[str, float] = field(default_factory=dict)
+
+
+TAGS: dict[type, tuple[str, int]] = {
+    GenerateRequest: ("generate", 1),
+    TokenizedRequest: ("tokenized", 1),
+    StepCandidates: ("candidates", 1),
+    StepDecisions: ("decisions", 1),
+    TokenEvent: ("token", 1),
+    StepEvents: ("events", 1),
+    Control: ("control", 1),
+    Replica: ("replica", 1),
+}
+
+M = TypeVar("M")
+_Converter = Callable[[Any, str], Any]
+
+
+def encode(message: Any) -> bytes:
+    """The message as bytes."""
+    tag, version = TAGS[type(message)]
+    packed: bytes = msgpack.packb([tag, version, *_packer(type(message))(message)])
+    return packed
+
+
+def decode(message_type: type[M], data: bytes) -> M:
+    """The message in `data`. Raises Invalid, naming the field, if it is not one of that type."""
+    tag, version = TAGS[message_type]
+    try:
+        values = msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # msgpack raises a dozen kinds, ValueError and its own among them
+        raise Invalid(f"not msgpack: {error}") from None
+    if not isinstance(values, list) or len(values) < 2 or values[0] != tag:
+        raise Invalid(f"not a {tag} message")
+    if not isinstance(values[1], int) or values[1] > version:
+        raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
+    message: M = _unpacker(message_type)(values[2:], tag)
+    return message
+
+
+@cache
+def _packer(cls: type) -> Callable[[Any], list[Any]]:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    getters = [(f.name, _field_packer(hints[f.name])) for f in fields(cls)]
+
+    def pack(message: Any) -> list[Any]:
+        return [getattr(message, name) if convert is None else convert(getattr(message, name)) for name, convert in getters]
+
+    return pack
+
+
+def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
+    """How a field of this type becomes msgpack; None: as it is."""
+    if typing.get_origin(hint) is Annotated:
+        dtype = np.dtype(hint.__metadata__[0])
+        return lambda array: np.ascontiguousarray(array, dtype).tobytes()
+    if is_dataclass(hint):
+        return _packer(typing.cast(type, hint))
+    options = _union(hint)
+    if options:
+        inner = [p for p in map(_field_packer, options) if p is not None]
+        return (lambda value: None if value is None else inner[0](value)) if inner else None
+    if typing.get_origin(hint) is tuple and (item := _field_packer(typing.get_args(hint)[0])):
+        return lambda values: [item(value) for value in values]
+    return None
+
+
+@cache
+def _unpacker(cls: type) -> _Converter:
+    hints = typing.get_type_hints(cls, include_extras=True)
+    plan = [(f.name, _field_unpacker(hints[f.name])) for f in fields(cls)]
+    required = sum(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
+
+    def unpack(values: Any, path: str) -> Any:
+        if not isinstance(values, list) or not required <= len(values) <= len(plan):
+            raise Invalid(f"{path}: expected {required} to {len(plan)} fields")
+        return cls(**{name: convert(value, f"{path}.{name}") for (name, convert), value in zip(plan, values, strict=False)})
+
+    return unpack
+
+
+def _field_unpacker(hint: Any) -> _Converter:  # noqa: C901 - one branch a kind of type
+    if typing.get_origin(hint) is Annotated:
+        dtype = np.dtype(hint.__metadata__[0])
+
+        def array(value: Any, path: str) -> Any:
+            if not isinstance(value, bytes) or len(value) % dtype.itemsize:
+                raise Invalid(f"{path}: expected the bytes of an array of {dtype}")
+            return np.frombuffer(value, dtype)
+
+        return array
+    if is_dataclass(hint):
+        return _unpacker(typing.cast(type, hint))
+    if typing.get_origin(hint) is Literal:
+        return _checked(lambda value, allowed=typing.get_args(hint): value in allowed, f"one of {typing.get_args(hint)}")
+    options = _union(hint)
+    if options:
+        return _any_of([_field_unpacker(option) for option in options])
+    if typing.get_origin(hint) is tuple:
+        item = _field_unpacker(typing.get_args(hint)[0])
+
+        def items(value: Any, path: str) -> Any:
+            if not isinstance(value, list):
+                raise Invalid(f"{path}: expected an array")
+            return tuple(item(each, path) for each in value)
+
+        return items
+    if typing.get_origin(hint) is dict:
+        key, entry = map(_field_unpacker, typing.get_args(hint))
+
+        def mapping(value: Any, path: str) -> Any:
+            if not isinstance(value, dict):
+                raise Invalid(f"{path}: expected a map")
+            return {key(k, path): entry(v, path) for k, v in value.items()}
+
+        return mapping
+    if hint is float:
+        return _checked(lambda value: type(value) in (float, int), "float")
+    return _checked(lambda value: type(value) is hint, getattr(hint, "__name__", str(hint)))
+
+
+def _union(hint: Any) -> list[Any]:
+    """The options of `A | B | None` without None; empty for any other type."""
+    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+        return []
+    return [option for option in typing.get_args(hint) if option is not type(None)]
+
+
+def _any_of(converters: list[_Converter]) -> _Converter:
+    def convert(value: Any, path: str) -> Any:
+        if value is None:
+            return None
+        for attempt in converters[:-1]:
+            try:
+                return attempt(value, path)
+            except Invalid:
+                continue
+        return converters[-1](value, path)
+
+    return convert
+
+
+def _checked(holds: Callable[[Any], bool], expected: str) -> _Converter:
+    def convert(value: Any, path: str) -> Any:
+        if not holds(value):
+            raise Invalid(f"{path}: expected {expected}, got {type(value).__name__}")
+        return value
+
+    return convert

@@ -1,0 +1,149 @@
+"""Who is alive: replicas announce themselves in Redis, renew every second, and are dead once their lease has run out.
+
+Expiry is Redis's own, so the replicas' clocks need not agree. A sequence's sampler is chosen by rendezvous hashing over the live
+ones: every process that looks at the same replicas chooses the same, and a replica that leaves moves only its own sequences.
+"""
+
+import hashlib
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from redis.exceptions import RedisError
+
+from shared.errors import Invalid
+from shared.messages import Control, Replica, decode, encode
+from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, replica_key
+from shared.telemetry import get_logger
+from shared.transport import Pipeline, Transport
+
+log = get_logger("penstock.registry")
+
+RENEW_EVERY_S = 1.0
+LEASE_S = 4.0
+STUCK_AFTER_S = 120.0  # a loop that has not come round for this long is not alive, whatever its threads say
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """The live replicas, as of one look."""
+
+    replicas: tuple[Replica, ...] = ()
+
+    def of(self, stage: str, model: str | None = None) -> list[Replica]:
+        return [r for r in self.replicas if r.stage == stage and (model is None or r.model == model)]
+
+    def ids(self, stage: str) -> set[str]:
+        return {replica.replica_id for replica in self.of(stage)}
+
+
+def choose_replica(request_id: str, replica_ids: Iterable[str]) -> str | None:
+    """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998: the live replica with the highest hash."""
+    return max(replica_ids, key=lambda replica_id: hashlib.blake2b(f"{replica_id}/{request_id}".encode(), digest_size=8).digest(), default=None)
+
+
+def look(client: Any) -> Registry:
+    """The replicas whose lease runs, by one SMEMBERS and one MGET; forgets the names of the dead."""
+    names = sorted(name.decode() for name in client.smembers(REPLICAS))
+    values = client.mget([f"replica:{name}" for name in names]) if names else []
+    dead = [name for name, value in zip(names, values, strict=True) if value is None]
+    if dead:
+        client.srem(REPLICAS, *dead)
+    return Registry(decode_replicas(values))
+
+
+def decode_replicas(values: Iterable[bytes | None]) -> tuple[Replica, ...]:
+    """The announcements that decode; one of a newer version is as good as not there."""
+    replicas = []
+    for value in values:
+        try:
+            if value is not None:
+                replicas.append(decode(Replica, value))
+        except Invalid as error:
+            log.warning("an announcement does not decode", error=error)
+    return tuple(replicas)
+
+
+def announce(pipe: Pipeline, replica: Replica) -> None:
+    """Say once that this replica is alive."""
+    name = f"{replica.stage}:{replica.replica_id}"
+    pipe.set(replica_key(replica.stage, replica.replica_id), encode(replica), px=int(LEASE_S * 1000))
+    pipe.sadd(REPLICAS, name)
+
+
+def withdraw(pipe: Pipeline, replica: Replica) -> None:
+    """Leave the registry now, and have everybody look again."""
+    pipe.delete(replica_key(replica.stage, replica.replica_id))
+    pipe.srem(REPLICAS, f"{replica.stage}:{replica.replica_id}")
+    broadcast(pipe, Control("refresh"))
+
+
+def broadcast(pipe: Pipeline, message: Control) -> None:
+    """Append to the control stream, dropping what every replica has long had the chance to read. Never by length: by age."""
+    pipe.eval(BROADCAST, 1, CONTROL.key, encode(message), CONTROL_WINDOW_S)
+
+
+BROADCAST = f"""
+local now = redis.call('TIME')
+redis.call('XADD', KEYS[1], '*', '{MESSAGE.decode()}', ARGV[1])
+redis.call('XTRIM', KEYS[1], 'MINID', (tonumber(now[1]) - tonumber(ARGV[2])) * 1000)
+redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
+"""
+
+
+class Heartbeat(threading.Thread):
+    """Once a second, in the background: announces this replica, runs its upkeep, and looks who else is alive.
+
+    Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck.
+    """
+
+    def __init__(self, transport: Transport, describe: Callable[[], Replica], upkeep: Callable[[Pipeline], None]) -> None:
+        super().__init__(name="heartbeat", daemon=True)
+        self.transport = transport
+        self.describe = describe
+        self.upkeep = upkeep
+        self.registry = Registry()
+        self._wake = threading.Event()
+        self._lock = threading.Lock()  # a renewal must not land after the withdrawal
+        self._has_left = False
+
+    def run(self) -> None:
+        while not self.transport.stopping.is_set() or not self._has_left:
+            self._wake.wait(RENEW_EVERY_S)
+            self._wake.clear()
+            try:
+                self.beat()
+            except RedisError as error:
+                log.warning("could not renew", error=error)
+
+    def beat(self) -> None:
+        """One renewal and one look."""
+        replica = self.describe()
+        if replica.idle_s > STUCK_AFTER_S:
+            log.error("the loop is stuck, not renewing", idle_s=replica.idle_s)
+            return
+        pipe = self.transport.client.pipeline(transaction=False)
+        self.upkeep(pipe)
+        with self._lock:
+            if not self._has_left:
+                announce(pipe, replica)
+            pipe.execute()
+        self.registry = look(self.transport.client)
+
+    def refresh(self) -> None:
+        """Look again now."""
+        self._wake.set()
+
+    def leave(self) -> None:
+        """Leave the registry; the replica may go on working, and its upkeep goes on with it."""
+        with self._lock:
+            if self._has_left:
+                return
+            self._has_left = True
+            pipe = self.transport.client.pipeline(transaction=False)
+            withdraw(pipe, self.describe())
+            try:
+                pipe.execute()
+            except RedisError as error:
+                log.warning("could not leave the registry, the lease will run out", error=error)

@@ -1,0 +1,77 @@
+"""SamplingParams: everything about a request that changes which tokens come out, and its validation.
+
+A new parameter is added here (the field and its bounds), in decision.py or in compute's candidates.py (its effect), and in the
+gateway's schema (its name in the API).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from shared.errors import Invalid
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256  # characters
+MAX_LOGIT_BIAS = 1024
+MAX_TOKENS = 1 << 24  # beyond any model: keeps counts within int32
+SEEDS = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence is sampled. Temperature 0 is greedy decoding."""
+
+    max_tokens: int | None = None  # None until the tokenizer fills in what the model's length leaves
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # [0, 2^64); the gateway draws one for a request that names none
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # None: off; 0: of the chosen token only; n: the n likeliest beside it
+
+    def __post_init__(self) -> None:
+        _between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else MAX_TOKENS)
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_k", self.top_k, 0, MAX_TOKENS)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _between("seed", self.seed, 0, SEEDS - 1)
+        if not 0.0 < self.top_p <= 1.0:
+            raise Invalid(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
+        if not 0.0 < self.repetition_penalty <= 100.0:
+            raise Invalid(f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}", param="repetition_penalty")
+        if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
+            raise Invalid(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop")
+        if len(self.stop_token_ids) > MAX_LOGIT_BIAS or any(not 0 <= token < 1 << 31 for token in self.stop_token_ids):
+            raise Invalid(f"stop_token_ids takes at most {MAX_LOGIT_BIAS} token ids of at least 0", param="stop_token_ids")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise Invalid(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < 1 << 31:
+                raise Invalid(f"logit_bias names token {token}, which no vocabulary has", param="logit_bias")
+            _between("logit_bias", bias, -100.0, 100.0)
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything changes the row of logits before the candidates are taken (min_tokens aside)."""
+        return bool(self.logit_bias) or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _between(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not (math.isfinite(value) and low <= value <= high):
+        raise Invalid(f"{name} must be between {low} and {high}, got {value}", param=name)

@@ -1,0 +1,93 @@
+"""Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made from the descriptions here."""
+
+import sys
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+
+from shared.errors import StartupError
+
+DEFAULT_REDIS_URL = f"unix://{Path.home()}/.penstock/redis.sock"
+
+
+class StageSettings(BaseSettings):
+    """What every stage takes."""
+
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True)
+
+    redis_url: str = Field(DEFAULT_REDIS_URL, description="Redis or Valkey, 6.2 or newer: redis://host:port/0 or unix:///path")
+    redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
+    replica_id: str = Field("", description="this replica's name in the registry; made up by default", pattern=r"^[A-Za-z0-9._-]*$")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
+
+
+class ModelSettings(StageSettings):
+    """What the stages that read the model's files take."""
+
+    model: str = Field("demo", description="a Hugging Face checkpoint folder, a hub id when online, or demo")
+    served_model_name: str = Field("", description="the name clients use; the folder's name by default")
+
+
+class GatewaySettings(StageSettings):
+    """The front door: OpenAI's API over HTTP."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    max_requests: int = Field(1024, gt=0, description="requests in the pipeline, over all gateways; beyond: 429")
+    max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
+    max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body")
+    ping_interval_s: float = Field(5.0, gt=0, description="between the comments that keep a waiting stream open")
+    stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
+
+
+class TokenizerSettings(ModelSettings):
+    """Text to token ids."""
+
+    max_batch: int = Field(64, gt=0, description="requests encoded together")
+
+
+class SamplerSettings(ModelSettings):
+    """Candidates to tokens and text."""
+
+    drain_s: float = Field(2.5, ge=0, description="after SIGTERM, how long no candidates must have come before it exits")
+
+
+class ComputeSettings(ModelSettings):
+    """The model."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
+    max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
+    max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
+    max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
+    block_size: int = Field(16, gt=0, description="tokens in a KV cache block")
+    kv_cache_memory_gib: float = Field(1.0, gt=0, description="size of the KV cache, GiB")
+    num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
+
+
+class UpSettings(GatewaySettings, ComputeSettings):
+    """`penstock up`: everything on this machine."""
+
+    gateways: int = Field(1, gt=0, description="gateway replicas, on ports from --port upwards")
+    tokenizers: int = Field(1, gt=0, description="tokenizer replicas")
+    samplers: int = Field(1, gt=0, description="sampler replicas")
+    data_dir: Path = Field(Path.home() / ".penstock", description="where the embedded Redis keeps its data and socket")
+    redis_port: int = Field(0, ge=0, le=65535, description="loopback TCP port of the embedded Redis; 0: Unix socket only")
+
+
+S = TypeVar("S", bound=BaseSettings)
+
+
+def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed: Any) -> S:
+    """Settings from flags (argv, by default the command line's) over the environment. Raises StartupError in one line."""
+    arguments = sys.argv[1:] if argv is None else argv
+    try:
+        return settings_type(_cli_parse_args=arguments, _cli_prog_name=f"penstock {settings_type.__name__.removesuffix('Settings').lower()}", **fixed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        raise StartupError(f"--{name.replace('_', '-')}: {first['msg']}, got {first['input']!r}") from None
+    except SettingsError as error:
+        raise StartupError(str(error)) from None

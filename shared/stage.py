@@ -1,0 +1,105 @@
+"""What every process of the pipeline does: settings to objects, logging, signals, the registry, draining. A library: it calls no stage.
+
+A stage's `__main__` is its composition root:
+
+    settings = load_settings(SamplerSettings)
+    stage = Stage("sampler", settings)
+    SamplerService(stage, …).run()
+"""
+
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import NoReturn
+
+from shared.errors import Recoverable, StartupError
+from shared.messages import Replica
+from shared.registry import Heartbeat, Registry
+from shared.settings import StageSettings
+from shared.telemetry import get_logger, setup_logging
+from shared.transport import Pipeline, Transport
+
+log = get_logger("penstock.stage")
+
+
+class Stage:
+    """One replica of one stage: its id, its connections, and whether it has been told to stop."""
+
+    def __init__(self, name: str, settings: StageSettings, *, model: str | None = None, max_model_len: int | None = None) -> None:
+        self.name = name
+        self.settings = settings
+        self.model = model
+        self.max_model_len = max_model_len
+        self.replica_id = settings.replica_id or f"{name}-{uuid.uuid4().hex[:12]}"
+        self.stopping = threading.Event()
+        self.transport = Transport(settings.redis_url, self.stopping)
+        self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
+        self._started_at = time.time()
+        self._turned_at = time.monotonic()
+        self.upkeep: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
+        self._heartbeat = Heartbeat(Transport(settings.redis_url, self.stopping), self.describe, lambda pipe: self.upkeep(pipe))
+
+    def turn(self) -> None:
+        """The loop came round: the sign of life that /health shows."""
+        self._turned_at = time.monotonic()
+
+    @property
+    def registry(self) -> Registry:
+        """Who is alive, as of the last second."""
+        return self._heartbeat.registry
+
+    def refresh(self) -> None:
+        """Have the registry looked at again, soon."""
+        self._heartbeat.refresh()
+
+    def describe(self) -> Replica:
+        return Replica(
+            stage=self.name,
+            replica_id=self.replica_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_at=self._started_at,
+            model=self.model,
+            max_model_len=self.max_model_len,
+            idle_s=time.monotonic() - self._turned_at,
+            load=dict(self.load),
+        )
+
+    def catch_signals(self) -> None:
+        """SIGTERM and SIGINT ask the loop to leave."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.stopping.set())
+
+    def join(self) -> None:
+        """Enter the registry: from now on work may arrive."""
+        self.transport.wait_until_up(self.settings.redis_timeout_s)
+        self.turn()
+        self._heartbeat.beat()
+        self._heartbeat.start()
+        log.info("ready", stage=self.name, replica_id=self.replica_id, model=self.model or "-")
+
+    def leave(self) -> None:
+        """Leave the registry; safe to call twice."""
+        self._heartbeat.leave()
+
+
+def run_stage(main: Callable[[], None]) -> NoReturn:
+    """Run a stage's main. A failure exits non-zero, so that whoever watches the process replaces it; a bad setting is one line."""
+    try:
+        main()
+    except StartupError as error:
+        sys.stderr.write(f"penstock: {error}\n")
+        sys.exit(2)
+    except (Recoverable, KeyboardInterrupt):
+        log.warning("stopped in the middle of something; its work will be claimed by another")
+        sys.exit(0)
+    sys.exit(0)
+
+
+def start_logging(settings: StageSettings) -> None:
+    setup_logging(settings.log_level)

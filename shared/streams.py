@@ -1,0 +1,86 @@
+"""The wiring: every stream and key this system uses, who writes it, who reads it, what it carries.
+
+Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they say is messages.py.
+"""
+
+from dataclasses import dataclass
+
+from shared.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
+
+LOG_TTL_S = 3600  # of a finished request's token log: how long a client may still read it
+RUNNING_LOG_TTL_S = 24 * 3600  # of a running request's: a backstop, far beyond any generation
+REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
+CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
+MAX_DEAD_LETTERS = 10_000
+
+# The one field of a stream entry; group entries also carry the request's id and gateway in the clear, so that a message that
+# does not decode can still fail its request.
+MESSAGE, REQUEST_ID, GATEWAY_ID = b"m", b"r", b"g"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStream:
+    """Shared by the replicas of one stage: each entry goes to one of them and stays pending until its work is done."""
+
+    key: str
+    message_type: type
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class DirectStream:
+    """Read by one replica, which trims it behind itself."""
+
+    key: str
+    message_type: type
+
+
+REQUESTS = GroupStream("requests", GenerateRequest, group="tokenizer")  # gateway → any tokenizer
+CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
+DEAD_LETTER = "dead-letter"  # anyone → an operator
+REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
+
+
+def prompts(model: str) -> GroupStream:
+    """tokenizer → any compute of that model"""
+    return GroupStream(f"prompts:{model}", TokenizedRequest, group="compute")
+
+
+def candidates(sampler_id: str) -> DirectStream:
+    """compute → that sampler"""
+    return DirectStream(f"candidates:{sampler_id}", StepCandidates)
+
+
+def decisions(compute_id: str) -> DirectStream:
+    """sampler → that compute"""
+    return DirectStream(f"decisions:{compute_id}", StepDecisions)
+
+
+def events(gateway_id: str) -> DirectStream:
+    """sampler, or whoever fails a request → that gateway"""
+    return DirectStream(f"events:{gateway_id}", StepEvents)
+
+
+def log_key(request_id: str) -> str:
+    """The token log: sampler, or whoever fails the request → anyone. Entry IDs are `<position>-0`; see token_log.py."""
+    return f"log:{request_id}"
+
+
+def response_key(response_id: str) -> str:
+    """What a gateway needs to stream a response again: gateway → any gateway."""
+    return f"response:{response_id}"
+
+
+def tombstone_key(request_id: str) -> str:
+    """Set when a request is cancelled: gateway, compute → whoever is about to take up work for it."""
+    return f"cancelled:{request_id}"
+
+
+def reader_key(request_id: str) -> str:
+    """The gateway that has resumed a request: gateway → whoever takes up work for it."""
+    return f"reader:{request_id}"
+
+
+def replica_key(stage: str, replica_id: str) -> str:
+    """A live replica's announcement; expires with its lease."""
+    return f"replica:{stage}:{replica_id}"
