@@ -64,6 +64,7 @@ class ComputeSettings(ModelSettings):
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
     block_size: int = Field(16, gt=0, description="tokens in a KV cache block")
     kv_cache_memory_gib: float = Field(1.0, gt=0, description="size of the KV cache, GiB")
+    reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
 
 

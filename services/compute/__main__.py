@@ -59,7 +59,7 @@ def main() -> None:
     files = open_model(settings.model, settings.served_model_name, weights=True)
     scheduler, runner, longest = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, max_model_len=longest)
-    ComputeService(stage, scheduler, runner, Exchange(stage, prompts(files.name))).run()
+    ComputeService(stage, settings, scheduler, runner, Exchange(stage, prompts(files.name))).run()
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@ decisions are missing it waits on, and sends the undecided rows again, elsewhere
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
+
+import redis
 
 from services.compute.candidates import CandidateRows
 from services.compute.sequence import Sequence
@@ -171,7 +174,7 @@ class Exchange:
             block = WAIT_MS if expected else (IDLE_WAIT_MS if room == 0 and expected is None and block_prompts else None)
             pipe.xread({self.decisions.stream.key: self.decisions.last_id, CONTROL.key: self.control.last_id}, block=block)
 
-        replies = self.stage.transport.run(fill)
+        replies = self._run(fill)
         del self._done[: len(done)]
         if room > 0:
             prompts, dead = self.prompts.take(replies[-2])
@@ -180,6 +183,18 @@ class Exchange:
         inbox.control.extend(self.control.take(replies[-1]))
         for message in self.decisions.take(replies[-1]):
             self._apply(message, inbox, expected or {})
+
+    def _run(self, fill: Callable[[Pipeline], None]) -> list[Any]:
+        """One pipeline; where Redis has come back empty, once more with a new group. Sending twice is harmless."""
+        try:
+            return self.stage.transport.run(fill)
+        except redis.ResponseError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            log.warning("redis has lost its data", error=str(error)[-120:])
+            self.prompts.ensure_group()
+            self.decisions.last_id = self.control.last_id = "0-0"
+            return self.stage.transport.run(fill)
 
     def _apply(self, message: StepDecisions, inbox: Inbox, expected: dict[int, int]) -> None:
         """Take the decisions that are awaited; a repeated one, or one of an earlier step, is nobody's."""

@@ -12,6 +12,7 @@ from services.compute.model_runner import ModelRunner
 from services.compute.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.messages import Control, RequestError, TokenEvent, TokenizedRequest
+from shared.settings import ComputeSettings
 from shared.stage import Stage
 from shared.streams import reader_key, tombstone_key
 from shared.telemetry import get_logger
@@ -22,7 +23,6 @@ log = get_logger("penstock.compute")
 
 CLAIM_IDLE_MS = 5000  # entries are renewed every second: idle for longer, their replica is dead
 CLAIM_EVERY_S = 2.0
-ABANDONED_AFTER_S = 60.0  # a request whose gateway has been gone for this long has no reader
 
 
 @dataclass(slots=True)
@@ -35,8 +35,9 @@ class Running:
 
 
 class ComputeService:
-    def __init__(self, stage: Stage, scheduler: Scheduler, runner: ModelRunner, exchange: Exchange) -> None:
+    def __init__(self, stage: Stage, settings: ComputeSettings, scheduler: Scheduler, runner: ModelRunner, exchange: Exchange) -> None:
         self.stage = stage
+        self.settings = settings
         self.scheduler = scheduler
         self.runner = runner
         self.exchange = exchange
@@ -52,6 +53,7 @@ class ComputeService:
         self.stage.catch_signals()
         self.stage.transport.wait_until_up(self.stage.settings.redis_timeout_s)
         self.exchange.start()
+        self.report()
         self.stage.join()
         while not self.stage.stopping.is_set():
             self.step()
@@ -175,18 +177,18 @@ class ComputeService:
         if self.scheduler.room > 0:
             prompts, dead = self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=self.scheduler.room)
             self.admit(Inbox(prompts=prompts, dead=dead))
+        self.cancel_abandoned(now)
+
+    def cancel_abandoned(self, now: float) -> None:
+        """End the sequences whose gateway has been gone for too long: it died, and no other gateway has resumed them."""
         live = self.stage.registry.ids("gateway")
-        self.gateway_seen_at.update(dict.fromkeys(live, now))
-        gateways = {handle: gateway for handle, gateway in self.exchange.gateway_by_handle.items() if gateway is not None}
-        for gateway_id in gateways.values():
-            self.gateway_seen_at.setdefault(gateway_id, now)
-        for handle, gateway_id in gateways.items():
-            age_s = time.time() - self.running[handle].request.created_at
-            if gateway_id not in live and min(now - self.gateway_seen_at[gateway_id], age_s) > ABANDONED_AFTER_S:
+        gateway_by_handle = {handle: gateway for handle, gateway in self.exchange.gateway_by_handle.items() if gateway is not None}
+        seen_at = {gateway: self.gateway_seen_at.get(gateway, now) for gateway in gateway_by_handle.values()}
+        self.gateway_seen_at = seen_at | dict.fromkeys(live, now)
+        for handle, gateway_id in gateway_by_handle.items():
+            if now - self.gateway_seen_at[gateway_id] > self.settings.reader_timeout_s:
                 log.info("nobody reads this request", request_id=self.running[handle].request.request_id, gateway_id=gateway_id)
                 self.cancel(self.running[handle])
-        wanted = set(gateways.values()) | live
-        self.gateway_seen_at = {gateway: seen for gateway, seen in self.gateway_seen_at.items() if gateway in wanted}
 
     def renew(self, pipe: Pipeline) -> None:
         """From the heartbeat's thread: keep the entries of what runs here."""

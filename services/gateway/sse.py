@@ -11,7 +11,8 @@ import orjson
 from shared.errors import Invalid
 
 DONE = b"data: [DONE]\n\n"
-PING = b": waiting\n\n"
+# A comment, and no blank line after it: some clients take every blank line for the end of an event once they have seen an id.
+PING = b": waiting\n"
 
 
 def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:

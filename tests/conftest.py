@@ -1,0 +1,85 @@
+"""Fixtures: a real Redis, the demo pipeline, and the check that nothing is left behind."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.redis_server import socket_path, start_server
+from tests.deployment import Deployment
+from tests.waiting import wait_until
+
+# Keys that may live for ever; every other must have a TTL once its work is done.
+PERMANENT = {"requests", "replicas", "dead-letter"}
+
+
+def answers(url: str) -> bool:
+    try:
+        with redis.Redis.from_url(url) as client:
+            return bool(client.ping())
+    except redis.RedisError:
+        return False
+
+
+@pytest.fixture(scope="session")
+def redis_binary() -> Path | None:
+    """PENSTOCK_TEST_REDIS_SERVER names another server to test against; by default it is the embedded one."""
+    path = os.environ.get("PENSTOCK_TEST_REDIS_SERVER")
+    return Path(path) if path else None
+
+
+@contextmanager
+def running_redis(folder: Path, binary: Path | None) -> Iterator[str]:
+    """A server of our own; yields its URL."""
+    process = start_server(folder, binary=binary)
+    url = f"unix://{socket_path(folder)}"
+    try:
+        wait_until(lambda: answers(url), description="redis answers")
+        yield url
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def redis_url(tmp_path: Path, redis_binary: Path | None) -> Iterator[str]:
+    """An empty server for one test."""
+    with running_redis(tmp_path / "redis", redis_binary) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Deployment]:
+    """The demo model behind one replica of each stage, for the tests of a module; at the end, no key may be left without a TTL."""
+    folder = tmp_path_factory.mktemp("demo")
+    with running_redis(folder / "redis", redis_binary) as url:
+        deployment = Deployment(url, folder)
+        try:
+            yield deployment.start_all(dtype="float32")
+            wait_until(lambda: not unfinished(deployment), description="every request has ended")
+        finally:
+            deployment.stop()
+        assert leaked_keys(url) == []
+
+
+def unfinished(deployment: Deployment) -> int:
+    """Entries that are still in the group streams."""
+    with deployment.redis() as client:
+        return sum(int(client.xlen(key)) for key in (b"requests", *client.keys("prompts:*")))
+
+
+def leaked_keys(redis_url: str) -> list[str]:
+    with redis.Redis.from_url(redis_url) as client:
+        keys = [key.decode() for key in client.keys()]
+        return sorted(key for key in keys if client.ttl(key) == -1 and key not in PERMANENT and not key.startswith("prompts:"))
+
+
+@pytest.fixture
+def deployment(redis_url: str, tmp_path: Path) -> Iterator[Deployment]:
+    """An empty deployment, for a test that starts and stops replicas itself."""
+    deployment = Deployment(redis_url, tmp_path)
+    yield deployment
+    deployment.stop()

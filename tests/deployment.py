@@ -1,0 +1,124 @@
+"""A pipeline of real processes for tests: any number of replicas of each stage, which can be terminated and killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import redis
+
+from shared.registry import Registry, look
+from tests.waiting import wait_until
+
+MODEL = "penstock-demo"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@dataclass
+class Deployment:
+    """Owns the processes it has started. Logs go to files in `folder`, printed when a test fails to get what it waits for."""
+
+    redis_url: str
+    folder: Path
+    environment: dict[str, str] = field(default_factory=dict)
+    processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    ports: dict[str, int] = field(default_factory=dict)
+
+    def start(self, stage: str, replica_id: str | None = None, **settings: object) -> str:
+        """Start a replica; returns its id without waiting for it."""
+        replica_id = replica_id or f"{stage}-{len(self.processes) + 1}"
+        own = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
+        if stage == "gateway":
+            self.ports[replica_id] = free_port()
+            own["PENSTOCK_PORT"] = str(self.ports[replica_id])
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1" if stage != "compute" else "2",
+            "PENSTOCK_REDIS_URL": self.redis_url,
+            "PENSTOCK_REPLICA_ID": replica_id,
+            **self.environment,
+            **own,
+        }
+        with (self.folder / f"{replica_id}.log").open("ab") as log:
+            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", f"services.{stage}"], env=environment, stdout=log, stderr=log)
+        return replica_id
+
+    def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: object) -> "Deployment":
+        """Start them all and wait until they are live."""
+        counts = {"sampler": samplers, "tokenizer": tokenizers, "compute": computes, "gateway": gateways}
+        ids = [self.start(stage, **settings) for stage, count in counts.items() for _ in range(count)]
+        self.wait_live(*ids)
+        wait_until(lambda: self.get("/ready").status_code == 200, description="the gateway is ready")
+        return self
+
+    def wait_live(self, *replica_ids: str) -> None:
+        """Until these replicas are in the registry."""
+        try:
+            wait_until(lambda: set(replica_ids) <= {each.replica_id for each in self.registry().replicas}, description=f"{replica_ids} live", timeout_s=60)
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.logs()}") from None
+
+    def terminate(self, replica_id: str, *, timeout_s: float = 20.0) -> int:
+        """SIGTERM; returns the exit code."""
+        process = self.processes.pop(replica_id)
+        process.terminate()
+        return process.wait(timeout_s)
+
+    def kill(self, replica_id: str) -> None:
+        """SIGKILL: no chance to hand anything over."""
+        process = self.processes.pop(replica_id)
+        process.kill()
+        process.wait()
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + 15
+        for process in self.processes.values():
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.processes.clear()
+
+    def registry(self) -> Registry:
+        with redis.Redis.from_url(self.redis_url) as client:
+            return look(client)
+
+    def redis(self) -> "redis.Redis":
+        return redis.Redis.from_url(self.redis_url)
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("*.log")))
+
+    def url(self, gateway: str | None = None) -> str:
+        return f"http://127.0.0.1:{self.ports[gateway or next(iter(self.ports))]}"
+
+    def get(self, path: str) -> httpx.Response:
+        try:
+            return httpx.get(self.url() + path, timeout=10, trust_env=False)
+        except httpx.ConnectError:
+            return httpx.Response(599)
+
+    def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
+        return httpx.post(self.url() + path, json=body, headers=headers, timeout=60, trust_env=False)
+
+    def client(self, gateway: str | None = None) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url(gateway) + "/v1", api_key="none", max_retries=0, timeout=120)
+
+    def async_client(self, gateway: str | None = None) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=self.url(gateway) + "/v1", api_key="none", max_retries=0, timeout=120)

@@ -1,0 +1,272 @@
+"""Clients that go away, gateways that die, Redis that restarts, messages that nobody can read, and a server that is full."""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from services.redis_server import start_server
+from shared.messages import GenerateRequest, encode
+from shared.sampling_params import SamplingParams
+from tests.conftest import running_redis
+from tests.deployment import MODEL, Deployment
+from tests.pipeline.streams import stream_all
+from tests.waiting import wait_until
+
+LONG = {"model": MODEL, "prompt": "The", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+
+
+def compute_load(deployment: Deployment) -> dict[str, float]:
+    return deployment.registry().of("compute")[0].load
+
+
+def test_a_client_that_goes_away_frees_compute(demo: Deployment) -> None:
+    with httpx.stream("POST", demo.url() + "/v1/completions", json=LONG, timeout=30, trust_env=False) as response:
+        for line in response.iter_lines():
+            if line.startswith("id: 5"):
+                break
+    load = wait_until(lambda: (now := compute_load(demo))["output_tokens"] >= 5 and now["running"] == 0 and now, description="it has left", timeout_s=5)
+    assert load["output_tokens"] < 900 and load["kv_cache_usage"] == 0
+
+
+def test_a_client_that_goes_away_before_a_whole_answer_frees_compute(demo: Deployment) -> None:
+    before = compute_load(demo)["output_tokens"]
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(demo.url() + "/v1/completions", json=LONG | {"stream": False, "n": 4}, timeout=0.5, trust_env=False)
+    wait_until(lambda: (now := compute_load(demo))["output_tokens"] > before and now["running"] == 0, description="they have left", timeout_s=5)
+    assert compute_load(demo)["output_tokens"] - before < 4 * 900
+
+
+def test_a_queued_request_is_cancelled_before_it_runs(deployment: Deployment) -> None:
+    """With compute gone, requests wait in its stream; cancelled there, they never reach a new compute."""
+    deployment.start_all(dtype="float32")
+    deployment.kill("compute-3")
+    body = LONG | {"max_tokens": 20}
+    with httpx.stream("POST", deployment.url() + "/v1/completions", json=body, timeout=httpx.Timeout(20, read=20), trust_env=False) as response:
+        assert response.status_code == 200
+        assert next(response.iter_lines()).startswith(":")  # a ping: the request waits
+    client = deployment.redis()
+    wait_until(lambda: client.keys("cancelled:*"), description="a tombstone stands")
+    assert client.xlen(f"prompts:{MODEL}") == 1
+    deployment.start("compute", "compute-next", dtype="float32")
+    wait_until(lambda: client.xlen(f"prompts:{MODEL}") == 0, description="the queue is empty", timeout_s=60)
+    assert compute_load(deployment).get("steps", 0) == 0
+
+
+def test_a_stream_is_resumed_at_another_gateway(deployment: Deployment) -> None:
+    deployment.start_all(gateways=2, dtype="float32")
+    first, second = deployment.ports
+    body = LONG | {"max_tokens": 300, "stream_options": {"include_usage": True}}
+    whole = read_stream(httpx.post(deployment.url(second) + "/v1/completions", json=body, timeout=60, trust_env=False).text)
+    received, last_id, response_id = "", "", ""
+    with pytest.raises(httpx.HTTPError), httpx.stream("POST", deployment.url(first) + "/v1/completions", json=body, timeout=60, trust_env=False) as response:
+        for line in response.iter_lines():
+            if line.startswith("id: "):
+                last_id = line.removeprefix("id: ")
+            elif line.startswith("data: {"):
+                event = json.loads(line.removeprefix("data: "))
+                response_id = event["id"]
+                received += event["choices"][0]["text"]
+            if last_id == "20" and line == "":
+                deployment.kill(first)
+                del deployment.ports[first]
+    resumed = httpx.get(deployment.url(second) + f"/v1/streams/{response_id}", headers={"Last-Event-ID": last_id}, timeout=60, trust_env=False)
+    assert resumed.status_code == 200
+    assert received + read_stream(resumed.text) == whole
+    assert '"completion_tokens":300' in resumed.text
+    missing = httpx.get(deployment.url(second) + "/v1/streams/nope", timeout=10, trust_env=False)
+    assert missing.status_code == 404
+    wrong = httpx.get(deployment.url(second) + f"/v1/streams/{response_id}", headers={"Last-Event-ID": "x"}, timeout=10, trust_env=False)
+    assert wrong.status_code == 400
+
+
+def read_stream(text: str) -> str:
+    events = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
+    return "".join(event["choices"][0]["text"] for event in events if event["choices"])
+
+
+def test_redis_restarts_in_the_middle_of_streams(tmp_path: Path, redis_binary: Path | None) -> None:
+    folder = tmp_path / "redis"
+    with running_redis(folder, redis_binary) as url:
+        deployment = Deployment(url, tmp_path)
+        try:
+            deployment.start_all(dtype="float32")
+            undisturbed = asyncio.run(stream_all(deployment, 4, max_tokens=200))
+            restarted = []
+
+            async def restart() -> None:
+                with deployment.redis() as client:
+                    pid = client.info("server")["process_id"]
+                os.kill(pid, signal.SIGKILL)
+                await asyncio.sleep(1.0)
+                restarted.append(start_server(folder, binary=redis_binary))
+
+            assert asyncio.run(stream_all(deployment, 4, max_tokens=200, disturb=restart)) == undisturbed
+            assert len(deployment.processes) == 4 and all(each.poll() is None for each in deployment.processes.values())
+        finally:
+            deployment.stop()
+            for process in restarted:
+                process.kill()
+                process.wait()
+
+
+def test_an_emptied_redis_stops_no_process(deployment: Deployment) -> None:
+    deployment.start_all(dtype="float32")
+    with deployment.redis() as client:
+        client.flushall()
+    wait_until(lambda: deployment.get("/ready").status_code == 200, description="everybody is back in the registry")
+    wait_until(lambda: deployment.post("/v1/completions", LONG | {"stream": False, "max_tokens": 3}).status_code == 200, description="an answer")
+    assert all(process.poll() is None for process in deployment.processes.values())
+
+
+def test_a_poison_message_fails_its_request_and_nothing_else(demo: Deployment) -> None:
+    client = demo.redis()
+    client.delete("dead-letter")
+    client.xadd("requests", {"m": b"\xc1 not msgpack", "r": "poison.0", "g": "gateway-none"})
+    client.xadd(f"prompts:{MODEL}", {"m": b"\x93\x01\x02\x03", "r": "poison.1", "g": ""})
+    letters = wait_until(lambda: (found := client.xrange("dead-letter")) and len(found) == 2 and found, description="two dead letters")
+    assert {values[b"stream"].decode() for _, values in letters} == {"requests", f"prompts:{MODEL}"}
+    assert all(values[b"error"] and values[b"deliveries"] == b"1" for _, values in letters)
+    for request_id in ("poison.0", "poison.1"):
+        assert wait_until(lambda key=f"log:{request_id}": client.xlen(key), description="the log says so") == 1
+    client.xadd("candidates:sampler-1", {"m": b"\xc1"})
+    wait_until(lambda: client.xlen("dead-letter") == 3, description="a third dead letter")
+    assert demo.post("/v1/completions", LONG | {"stream": False, "max_tokens": 3}).status_code == 200
+    client.delete("events:gateway-none")
+
+
+def test_a_request_that_kills_whoever_takes_it_up_becomes_a_dead_letter(demo: Deployment) -> None:
+    """Delivered over and over to consumers that died, it is given up with a clear error instead of going round for ever."""
+    client = demo.redis()
+    client.delete("dead-letter")
+    for replica_id in list(demo.processes):
+        if replica_id.startswith("tokenizer"):
+            demo.terminate(replica_id)
+    message = encode(GenerateRequest("killer.1", None, MODEL, SamplingParams(max_tokens=1), prompt="x"))
+    entry_id = client.xadd("requests", {"m": message, "r": "killer.1", "g": ""})
+    client.xreadgroup("tokenizer", "dead-replica", {"requests": ">"})
+    client.execute_command("XCLAIM", "requests", "tokenizer", "dead-replica", 0, entry_id, "IDLE", 60_000, "RETRYCOUNT", 5)
+    demo.wait_live(demo.start("tokenizer"))
+    letter = wait_until(lambda: client.xrange("dead-letter"), description="a dead letter")[0][1]
+    assert b"5 replicas in turn" in letter[b"error"]
+    assert client.xlen("log:killer.1") == 1
+    client.xgroup_delconsumer("requests", "tokenizer", "dead-replica")
+
+
+def test_a_full_server_says_429_and_a_missing_stage_503(deployment: Deployment) -> None:
+    deployment.start_all(dtype="float32", max_requests=2, max_tokens_in_flight=3000)
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 5}
+    too_many = deployment.post("/v1/completions", body | {"n": 3})
+    assert too_many.status_code == 429
+    assert too_many.headers["Retry-After"] == "2"
+    assert too_many.json()["error"]["code"] == "server_full"
+    assert deployment.post("/v1/completions", body | {"max_tokens": 5000}).status_code == 429
+    assert deployment.post("/v1/completions", body).status_code == 200
+    assert deployment.terminate("tokenizer-2") == 0
+    wait_until(lambda: deployment.get("/ready").status_code == 503, description="not ready")
+    missing = deployment.post("/v1/completions", body)
+    assert missing.status_code == 503
+    assert "no tokenizer" in missing.json()["error"]["message"] and missing.headers["Retry-After"]
+    assert deployment.get("/health").status_code == 200
+    deployment.kill("compute-3")
+    wait_until(lambda: deployment.get("/health").status_code == 503, description="no compute, no health")
+
+
+def test_a_request_that_nobody_reads_any_more_is_cancelled(deployment: Deployment) -> None:
+    """A gateway that never was alive submits; its request runs out of readers at once because it is already a minute old."""
+    deployment.start_all(dtype="float32")
+    client = deployment.redis()
+    params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
+    request = GenerateRequest("orphan.0", "gateway-gone", MODEL, params, prompt="The", created_at=time.time() - 120)
+    client.xadd("requests", {"m": encode(request), "r": "orphan.0", "g": "gateway-gone"})
+    last = wait_until(lambda: (end := client.xrevrange("log:orphan.0", count=1)) and end[0][0].endswith(b"-1") and end[0], description="it has ended")
+    assert b"cancelled" in last[1][b"m"]
+    assert client.xlen("log:orphan.0") < 1000
+    assert client.ttl("log:orphan.0") > 0
+
+
+def test_validation_names_the_field(demo: Deployment) -> None:
+    chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
+    cases = [
+        (chat | {"tools": []}, "tools"),
+        (chat | {"temperature": "hot"}, "temperature"),
+        (chat | {"top_p": 0}, "top_p"),
+        (chat | {"n": 0}, "n"),
+        (chat | {"n": 1000}, "n"),
+        (chat | {"stop": ["x"] * 17}, "stop"),
+        (chat | {"top_logprobs": 3}, "top_logprobs"),
+        (chat | {"logprobs": True, "top_logprobs": 21}, "logprobs"),
+        (chat | {"logit_bias": {"a": 1}}, "logit_bias"),
+        (chat | {"logit_bias": {"99999": 1}}, "logit_bias"),
+        (chat | {"max_tokens": 0}, "max_tokens"),
+        (chat | {"stream_options": {"include_usage": True}}, "stream_options"),
+        (chat | {"messages": []}, "messages"),
+        (chat | {"messages": [{"role": "user"}]}, "messages[0].content"),
+        (chat | {"messages": [{"role": "user", "content": "x", "weird": 1}]}, "messages[0].weird"),
+    ]
+    for body, field in cases:
+        reply = demo.post("/v1/chat/completions", body)
+        assert reply.status_code == 400, (field, reply.text)
+        assert reply.json()["error"]["param"] == field, reply.text
+        assert reply.json()["error"]["type"] == "invalid_request_error"
+    assert demo.post("/v1/completions", {"model": MODEL, "prompt": []}).json()["error"]["param"] == "prompt"
+    assert demo.post("/v1/completions", {"model": MODEL, "prompt": [99999]}).json()["error"]["param"] == "prompt"
+    assert demo.post("/v1/completions", {"model": MODEL, "prompt": "x", "logprobs": 1, "echo": True}).json()["error"]["param"] == "echo"
+
+
+def test_odd_http_gets_the_error_shape(demo: Deployment) -> None:
+    url = demo.url() + "/v1/chat/completions"
+    not_json = httpx.post(url, content=b"{nope", headers={"Content-Type": "application/json"}, trust_env=False)
+    assert not_json.status_code == 400 and "not JSON" in not_json.json()["error"]["message"]
+    assert httpx.get(url, trust_env=False).json()["error"]["type"] == "invalid_request_error"
+    assert httpx.get(demo.url() + "/nope", trust_env=False).status_code == 404
+    too_long = httpx.post(url, content=b"x" * (9 << 20), headers={"Content-Type": "application/json"}, trust_env=False)
+    assert too_long.status_code == 413 and "longer than" in too_long.json()["error"]["message"]
+
+
+def test_request_ids_are_echoed_and_metrics_count(demo: Deployment) -> None:
+    reply = demo.post("/v1/completions", {"model": MODEL, "prompt": "x", "max_tokens": 2, "user": "tester"}, **{"X-Request-Id": "abc-123"})
+    assert reply.headers["X-Request-Id"] == "abc-123"
+    assert len(demo.get("/health").headers["X-Request-Id"]) == 32
+    metrics = demo.get("/metrics").text
+    assert 'penstock_request_success_total{finished_reason="length"}' in metrics
+    assert 'penstock_replicas{stage="sampler"} 1.0' in metrics
+    health = demo.get("/health").json()
+    assert health["status"] == "ok" and all(each["steps"] > 0 for each in health["compute"].values())
+
+
+def test_a_slow_stream_is_kept_open_by_pings(deployment: Deployment) -> None:
+    deployment.start_all(dtype="float32", ping_interval_s=0.2)
+    with deployment.redis() as client:
+        assert client.ping()
+    deployment.kill("sampler-1")
+    with httpx.stream("POST", deployment.url() + "/v1/completions", json=LONG | {"max_tokens": 3}, timeout=30, trust_env=False) as response:
+        lines = []
+        for line in response.iter_lines():
+            lines.append(line)
+            if lines.count(": waiting") == 2 and "sampler-late" not in deployment.processes:
+                deployment.start("sampler", "sampler-late")
+    assert lines.count(": waiting") >= 2
+    assert lines[-2] == "data: [DONE]"
+
+
+def test_redis_url_errors_are_one_line(tmp_path: Path) -> None:
+    deployment = Deployment("unix:///nonexistent/redis.sock", tmp_path)
+    replica_id = deployment.start("sampler", redis_timeout_s=0.5)
+    assert deployment.processes[replica_id].wait(30) == 2
+    log = (tmp_path / f"{replica_id}.log").read_text().strip()
+    assert log.startswith("penstock: Redis does not answer") and len(log.splitlines()) == 1
+
+
+def test_a_missing_model_is_one_line(redis_url: str, tmp_path: Path) -> None:
+    for stage in ("tokenizer", "compute", "sampler"):
+        deployment = Deployment(redis_url, tmp_path)
+        replica_id = deployment.start(stage, model="./no-such-folder")
+        assert deployment.processes[replica_id].wait(60) == 2
+        log = (tmp_path / f"{replica_id}.log").read_text().strip()
+        assert log.startswith("penstock: no folder './no-such-folder'") and len(log.splitlines()) == 1

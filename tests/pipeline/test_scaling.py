@@ -1,0 +1,71 @@
+"""Replicas that come and go in the middle of streams: no token moves, none is lost."""
+
+import asyncio
+from pathlib import Path
+
+import psutil
+
+from tests.deployment import Deployment
+from tests.pipeline.streams import stream_all
+from tests.waiting import wait_until
+
+NUM_STREAMS, NUM_TOKENS = 32, 160
+
+
+def test_a_sampler_and_a_tokenizer_leave_and_others_join_in_the_middle_of_32_streams(deployment: Deployment) -> None:
+    deployment.start_all(tokenizers=2, samplers=2, dtype="float32")
+    undisturbed = asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS))
+    assert len(set(undisturbed)) > NUM_STREAMS // 2
+    exit_codes = []
+
+    async def disturb() -> None:
+        ids = [next(each for each in deployment.processes if each.startswith(stage)) for stage in ("sampler", "tokenizer")]
+        exit_codes.extend(await asyncio.gather(*(asyncio.to_thread(deployment.terminate, replica_id) for replica_id in ids)))
+
+    assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS, disturb=disturb)) == undisturbed
+    assert exit_codes == [0, 0]
+
+    async def join() -> None:
+        deployment.start("sampler", "sampler-new")
+        deployment.start("tokenizer", "tokenizer-new")
+
+    assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS, disturb=join)) == undisturbed
+    deployment.wait_live("sampler-new", "tokenizer-new")
+    assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS)) == undisturbed
+    assert_shared(deployment)
+
+
+def assert_shared(deployment: Deployment) -> None:
+    """Rendezvous hashing gave both samplers some of the sequences."""
+    loads = wait_until(lambda: [each.load["tokens"] for each in deployment.registry().of("sampler") if each.load.get("tokens")], description="samplers report")
+    assert len(loads) == 2 and min(loads) > 0
+
+
+def test_samplers_and_compute_that_are_killed_cost_a_pause_and_no_token(deployment: Deployment) -> None:
+    deployment.start_all(samplers=2, dtype="float32")
+    undisturbed = asyncio.run(stream_all(deployment, 8, max_tokens=NUM_TOKENS))
+
+    async def kill_sampler() -> None:
+        deployment.kill("sampler-1")
+
+    assert asyncio.run(stream_all(deployment, 8, max_tokens=NUM_TOKENS, disturb=kill_sampler)) == undisturbed
+
+    async def replace_compute() -> None:
+        deployment.kill(next(each for each in deployment.processes if each.startswith("compute")))
+        deployment.start("compute", "compute-next", dtype="float32")
+
+    assert asyncio.run(stream_all(deployment, 8, max_tokens=NUM_TOKENS, disturb=replace_compute)) == undisturbed
+
+    async def hand_over() -> None:
+        deployment.start("compute", "compute-third", dtype="float32")
+        await asyncio.to_thread(deployment.wait_live, "compute-third")
+        assert await asyncio.to_thread(deployment.terminate, "compute-next") == 0
+
+    assert asyncio.run(stream_all(deployment, 8, max_tokens=400, disturb=hand_over))[0].startswith(undisturbed[0])
+
+
+def test_cpu_stages_run_without_torch(demo: Deployment) -> None:
+    for replica_id, process in demo.processes.items():
+        files = {Path(each.path).name for each in psutil.Process(process.pid).memory_maps()}
+        has_torch = any(name.startswith("libtorch") for name in files)
+        assert has_torch == replica_id.startswith("compute"), replica_id
