@@ -1,0 +1,98 @@
+"""Tiny random models of every supported family, as transformers writes them."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from services.compute.block_manager import BlockManager
+from services.compute.kv_cache import KVCache
+from services.compute.model_runner import ModelRunner
+from services.compute.models.config import read_config
+from services.compute.models.decoder import Decoder
+from services.compute.models.loader import load_weights
+from services.compute.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.model_files import DEMO_MODEL
+from shared.sampling_params import SamplingParams
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
+YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
+    "llama-linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, attention_bias=True, mlp_bias=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=24),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
+    "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN_ROPE),
+    "qwen3": Qwen3Config(**SIZES, head_dim=32),
+}
+
+
+def reference_model(name: str, folder: Path, *, shard: str = "50GB") -> PreTrainedModel:
+    """transformers' model, in float32, saved to `folder` on the way. `demo` is the demo model."""
+    if name == "demo":
+        return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="eager")
+    torch.manual_seed(sum(map(ord, name)))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
+    for parameter_name, parameter in model.named_parameters():  # spread out: with the usual 0.02 all logits are nearly equal
+        if "norm" in parameter_name:
+            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+        else:
+            torch.nn.init.normal_(parameter, std=0.12)
+    model.save_pretrained(folder, max_shard_size=shard)
+    return model.eval()
+
+
+class Engine:
+    """Scheduler, runner and greedy decisions in one place: compute's loop without Redis."""
+
+    def __init__(self, folder: Path, *, block_size: int = 16, num_blocks: int = 256, max_num_seqs: int = 64, max_batched_tokens: int = 512) -> None:
+        import json
+
+        config = read_config(json.loads((folder / "config.json").read_text()))
+        device = torch.device("cpu")
+        model = Decoder(config, load_weights(folder, config, torch.float32, device))
+        cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=device)
+        self.runner = ModelRunner(model, cache, device)
+        self.scheduler = Scheduler(BlockManager(num_blocks, block_size), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+        self.logits: dict[int, list[torch.Tensor]] = {}
+
+    def generate(self, prompts: list[list[int]], num_tokens: int, *, eos: int | None = None) -> list[list[int]]:
+        """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number."""
+        sequences = [Sequence(number, str(number), list(prompt), len(prompt), SamplingParams(max_tokens=num_tokens)) for number, prompt in enumerate(prompts)]
+        self.logits = {sequence.handle: [] for sequence in sequences}
+        for sequence in sequences:
+            self.scheduler.add(sequence)
+        while self.scheduler.num_unfinished:
+            batch = self.scheduler.schedule()
+            assert batch is not None
+            logits = self.runner.forward(batch)
+            sampled = batch.sampled
+            self.scheduler.advance(batch)
+            for sequence, row in zip(sampled, logits, strict=True):
+                self.logits[sequence.handle].append(row.clone())
+                token_id = int(row.argmax())
+                self.scheduler.append(sequence, token_id)
+                if sequence.num_output_tokens == num_tokens or token_id == eos:
+                    self.scheduler.finish(sequence)
+        assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
+        return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]

@@ -1,0 +1,169 @@
+"""Candidate sets are exact: the sampler's draws have the full vocabulary's distribution, and the same seed draws the same token."""
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from services.compute.candidates import find_largest, reduce
+from services.compute.sequence import Sequence
+from shared.decision import decide, pad, uniform
+from shared.messages import StepCandidates, decode, encode
+from shared.sampling_params import SamplingParams
+
+VOCAB = 3000
+NUM_DRAWS = 20_000
+ROWS = 500  # drawn in one step
+
+
+def make_logits(spread: float, seed: int = 0) -> torch.Tensor:
+    return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+def draws(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> np.ndarray[Any, Any]:
+    """NUM_DRAWS tokens, at as many positions of one request, by way of the wire."""
+    drawn = []
+    for start in range(0, NUM_DRAWS, ROWS):
+        sequences = []
+        for handle in range(ROWS):
+            output = (tokens or []) + [0] * (start + handle - len(tokens or []))  # the position is the number of output tokens
+            sequence = Sequence(handle, "r", [7, 8, *output], 2, params)
+            sequences.append(sequence)
+        if params.edits_logits:  # history matters: the same history for all, different seeds instead
+            sequences = [Sequence(handle, "r", [7, 8, *(tokens or [])], 2, with_seed(params, start + handle)) for handle in range(ROWS)]
+        rows = reduce(logits.repeat(ROWS, 1), sequences)
+        step = decode(StepCandidates, encode(rows.for_sampler(list(range(ROWS)), "c", 1, (), [])))
+        seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
+        columns = decide(
+            pad(step.logits, step.counts, -np.inf), step.counts, np.full(ROWS, params.temperature), step.kept_mass, uniform(seeds, step.positions)
+        )
+        starts = np.cumsum(step.counts) - step.counts
+        is_tail = columns >= step.counts
+        assert (step.tail_token_ids[is_tail] >= 0).all()
+        listed = step.token_ids[starts + np.minimum(columns, step.counts - 1)]
+        drawn.append(np.where(is_tail, step.tail_token_ids, listed))
+    return np.concatenate(drawn)
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    import dataclasses
+
+    return dataclasses.replace(params, seed=seed)
+
+
+def exact(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> np.ndarray[Any, Any]:
+    """The distribution by its definition, on the whole row in float64."""
+    row = logits.double().numpy().copy()
+    for token in {7, 8, *(tokens or [])}:
+        row[token] = row[token] / params.repetition_penalty if row[token] > 0 else row[token] * params.repetition_penalty
+    for token in set(tokens or []):
+        row[token] -= params.frequency_penalty * (tokens or []).count(token) + params.presence_penalty
+    for token, bias in params.logit_bias.items():
+        row[token] += bias
+    order = np.argsort(-row, kind="stable")
+    probabilities = np.exp((row[order] - row.max()) / params.temperature)
+    if params.top_k:
+        probabilities[params.top_k :] = 0
+    probabilities /= probabilities.sum()
+    if params.top_p < 1:
+        before = np.cumsum(probabilities) - probabilities
+        probabilities[before >= params.top_p] = 0
+    probabilities[probabilities < params.min_p * probabilities[0]] = 0
+    result = np.zeros(len(row))
+    result[order] = probabilities / probabilities.sum()
+    return result
+
+
+HISTORY = [5, 5, 5, 11, 200, 11]
+CASES = {
+    "plain": (SamplingParams(), 1.0, None),
+    "peaked": (SamplingParams(temperature=0.7), 3.0, None),
+    "hot": (SamplingParams(temperature=1.7), 1.0, None),
+    "top-k": (SamplingParams(top_k=20), 1.0, None),
+    "large top-k": (SamplingParams(top_k=700), 1.0, None),
+    "top-p in the list": (SamplingParams(top_p=0.8), 3.0, None),
+    "top-p beyond the list": (SamplingParams(top_p=0.6, temperature=1.2), 1.0, None),
+    "min-p": (SamplingParams(min_p=0.1), 1.5, None),
+    "min-p beyond the list": (SamplingParams(min_p=0.02), 1.0, None),
+    "all": (SamplingParams(top_k=100, top_p=0.9, min_p=0.03, temperature=1.3), 1.5, None),
+    "large top-k and top-p": (SamplingParams(top_k=900, top_p=0.7, temperature=1.1), 1.0, None),
+    "penalties": (SamplingParams(frequency_penalty=0.5, presence_penalty=0.7, repetition_penalty=1.3), 2.0, HISTORY),
+    "bias": (SamplingParams(logit_bias={3: 6.0, 4: -100.0}, top_p=0.9), 1.0, []),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_draws_have_the_full_vocabulary_s_distribution(name: str) -> None:
+    """Chi-square over 20,000 draws; tokens expected fewer than 8 times are counted as one."""
+    params, spread, history = CASES[name]
+    params = with_seed(params, 1234)
+    logits = make_logits(spread)
+    expected = exact(logits, params, history) * NUM_DRAWS
+    counts = np.bincount(draws(logits, params, history), minlength=VOCAB)
+    assert counts[expected == 0].sum() == 0
+    often = expected >= 8
+    observed, wanted = counts[often], expected[often]
+    if (rest := expected[~often].sum()) > 8:
+        observed, wanted = np.append(observed, counts[~often].sum()), np.append(wanted, rest)
+    wanted = wanted * observed.sum() / wanted.sum()
+    assert len(wanted) > 1
+    assert stats.chisquare(observed, wanted).pvalue > 1e-3
+
+
+def test_a_draw_does_not_depend_on_the_batch() -> None:
+    """The same row alone and among others with longer lists, greedy ones and penalized ones: the same candidates, byte for byte."""
+    logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3))
+    params = [
+        SamplingParams(seed=1), SamplingParams(seed=2, top_k=200), SamplingParams(temperature=0.0), SamplingParams(seed=3, top_p=0.5),
+        SamplingParams(temperature=0.0, logprobs=5), SamplingParams(seed=4, frequency_penalty=1.0),
+    ]  # fmt: skip
+
+    def sequences() -> list[Sequence]:
+        return [Sequence(handle, "r", [1, 2, 3], 2, each) for handle, each in enumerate(params)]
+
+    together = reduce(logits.clone(), sequences())
+    for row, sequence in enumerate(sequences()):
+        alone = reduce(logits[row : row + 1].clone(), [sequence])
+        assert encode(alone.for_sampler([0], "c", 1, (), [])) == encode(together.for_sampler([row], "c", 1, (), []))
+
+
+def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[1, [40, 2000]] = 1.0
+    rows = reduce(logits, [Sequence(handle, "r", [1], 1, SamplingParams(temperature=0.0)) for handle in range(2)])
+    assert rows.token_ids.tolist() == [[0], [40]]
+    assert rows.counts.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [2, 20, 64])))
+def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int) -> None:
+    """Rounded to quarters, so that most values are tied, at the list's border too."""
+    logits = (torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 4).round() / 4
+    values, ids = find_largest(logits, k)
+    for row in range(len(logits)):
+        order = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:k]
+        assert ids[row].tolist() == order.tolist()
+        assert values[row].tolist() == logits[row].numpy()[order].tolist()
+
+
+def test_min_tokens_bans_what_would_end_the_answer() -> None:
+    logits = torch.zeros(2, VOCAB)
+    logits[:, [9, 10]] = 50.0
+    params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=(10,))
+    early = Sequence(0, "r", [1, 2], 2, params, eos_token_ids=(9,))
+    late = Sequence(1, "r", [1, 2, 3], 2, params, eos_token_ids=(9,))
+    assert reduce(logits, [early, late]).token_ids[:, 0].tolist() == [0, 9]
+
+
+def test_bytes_of_a_step_are_kilobytes() -> None:
+    """Batch 32 with Qwen's vocabulary: what crosses to the sampler, without and with random sampling."""
+    logits = torch.randn(32, 151_936, generator=torch.Generator().manual_seed(0)) * 3
+    sizes = {}
+    for name, params in {"greedy": SamplingParams(temperature=0.0), "top-p": SamplingParams(top_p=0.9, temperature=0.8), "plain": SamplingParams()}.items():
+        rows = reduce(logits.clone(), [Sequence(handle, "r", [1], 1, params) for handle in range(32)])
+        sizes[name] = len(encode(rows.for_sampler(list(range(32)), "compute-0123456789ab", 1000, (), [])))
+    assert sizes["greedy"] < 2_000
+    assert sizes["top-p"] == sizes["plain"] < 20_000

@@ -1,0 +1,95 @@
+"""Every model against transformers on the same weights: token for token, and logits to 1e-4."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from services.compute.models.config import read_config
+from services.compute.models.loader import load_weights
+from shared.errors import StartupError
+from shared.model_files import DEMO_MODEL
+from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
+
+NUM_TOKENS = 40
+
+
+def prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Lengths around the borders of blocks of 16 first."""
+    rng = random.Random(seed)
+    lengths = [1, 15, 16, 17, 31, 32, 33, 48, 5, 90, 64, 2, 47, 49, 100, 11][:count]
+    return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
+
+
+@torch.inference_mode()
+def expected_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, attention_mask=torch.ones(1, len(prompt)))  # type: ignore[operator]
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "demo"])
+def test_greedy_output_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    reference = reference_model(name, tmp_path)
+    folder = DEMO_MODEL if name == "demo" else tmp_path
+    some = prompts(5, SIZES["vocab_size"])
+    engine = Engine(folder)
+    generated = engine.generate(some, NUM_TOKENS)
+    for number, (prompt, tokens) in enumerate(zip(some, generated, strict=True)):
+        assert tokens == expected_tokens(reference, prompt)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
+
+
+def test_the_demo_answers_through_transformers_too() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}], tokenize=False, add_generation_prompt=True)
+    [tokens] = Engine(DEMO_MODEL).generate([tokenizer.encode(text)], 60, eos=1)
+    assert tokenizer.decode(tokens[:-1]) == "The KV cache keeps the keys and values of all earlier tokens, so that each step computes only the new token."
+    assert tokens[-1] == 1
+
+
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3", "demo"])
+def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
+    reference_model(name, tmp_path)
+    folder = DEMO_MODEL if name == "demo" else tmp_path
+    some = prompts(16, SIZES["vocab_size"])
+    alone = [Engine(folder).generate([prompt], NUM_TOKENS)[0] for prompt in some]
+    assert Engine(folder).generate(some, NUM_TOKENS) == alone
+    chunked = Engine(folder, max_num_seqs=16, max_batched_tokens=20)
+    assert chunked.generate(some, NUM_TOKENS) == alone
+    cramped = Engine(folder, num_blocks=18)
+    assert cramped.generate(some, NUM_TOKENS) == alone
+    assert cramped.scheduler.num_preemptions > 0
+    assert Engine(folder, block_size=5, num_blocks=600).generate(some, NUM_TOKENS) == alone
+
+
+def test_sharded_checkpoints_load_the_same(tmp_path: Path) -> None:
+    reference_model("qwen2", tmp_path / "one")
+    reference_model("qwen2", tmp_path / "many", shard="100KB")
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    some = prompts(3, SIZES["vocab_size"])
+    assert Engine(tmp_path / "one").generate(some, 10) == Engine(tmp_path / "many").generate(some, 10)
+
+
+def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
+    reference_model("qwen2", tmp_path)
+    config = CONFIGS["qwen2"].to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
+    with pytest.raises(StartupError, match="GPT2LMHeadModel is not supported"):
+        read_config(config | {"architectures": ["GPT2LMHeadModel"]})
+    with pytest.raises(StartupError, match="rope scaling 'dynamic'"):
+        read_config(config | {"rope_parameters": {"rope_type": "dynamic"}})
+    with pytest.raises(StartupError, match="no hidden_size"):
+        read_config({key: value for key, value in config.items() if key != "hidden_size"})
+    wrong = read_config(config | {"hidden_size": 80, "head_dim": 16})
+    with pytest.raises(StartupError, match="has the shape"):
+        load_weights(tmp_path, wrong, torch.float32, torch.device("cpu"))
+    deeper = read_config(config | {"num_hidden_layers": 5})
+    with pytest.raises(StartupError, match="no tensor model.layers.3"):
+        load_weights(tmp_path, deeper, torch.float32, torch.device("cpu"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(StartupError, match=r"holds no \*.safetensors"):
+        load_weights(tmp_path / "empty", wrong, torch.float32, torch.device("cpu"))
