@@ -74,7 +74,8 @@ def decide(logits: Array, counts: Array, temperatures: Array, kept_mass: Array, 
     beyond = u * kept_mass
     columns = (cumulative_mass(logits, temperatures) <= beyond[:, None]).sum(axis=1)
     columns = np.minimum(columns, counts)
-    return np.where(kept_mass == GREEDY, 0, columns)
+    chosen: Array = np.where(kept_mass == GREEDY, 0, columns)
+    return chosen
 
 
 def falls_beyond(mass: Array, counts: Array, kept_mass: Array, u: Array) -> Array:

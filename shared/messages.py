@@ -205,7 +205,7 @@ _Converter = Callable[[Any, str], Any]
 def encode(message: Any) -> bytes:
     """The message as bytes."""
     tag, version = TAGS[type(message)]
-    packed: bytes = msgpack.packb([tag, version, *_packer(type(message))(message)])
+    packed: bytes = msgpack.packb([tag, version, *_packer(typing.cast(typing.Hashable, type(message)))(message)])
     return packed
 
 
@@ -220,12 +220,12 @@ def decode(message_type: type[M], data: bytes) -> M:
         raise Invalid(f"not a {tag} message")
     if not isinstance(values[1], int) or values[1] > version:
         raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
-    message: M = _unpacker(message_type)(values[2:], tag)
+    message: M = _unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag)
     return message
 
 
 @cache
-def _packer(cls: type) -> Callable[[Any], list[Any]]:
+def _packer(cls: Any) -> Callable[[Any], list[Any]]:
     hints = typing.get_type_hints(cls, include_extras=True)
     getters = [(f.name, _field_packer(hints[f.name])) for f in fields(cls)]
 
@@ -252,7 +252,7 @@ def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
 
 
 @cache
-def _unpacker(cls: type) -> _Converter:
+def _unpacker(cls: Any) -> _Converter:
     hints = typing.get_type_hints(cls, include_extras=True)
     plan = [(f.name, _field_unpacker(hints[f.name])) for f in fields(cls)]
     required = sum(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
@@ -278,7 +278,8 @@ def _field_unpacker(hint: Any) -> _Converter:  # noqa: C901 - one branch a kind 
     if is_dataclass(hint):
         return _unpacker(typing.cast(type, hint))
     if typing.get_origin(hint) is Literal:
-        return _checked(lambda value, allowed=typing.get_args(hint): value in allowed, f"one of {typing.get_args(hint)}")
+        allowed = typing.get_args(hint)
+        return _checked(lambda value: value in allowed, f"one of {allowed}")
     options = _union(hint)
     if options:
         return _any_of([_field_unpacker(option) for option in options])

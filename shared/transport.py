@@ -125,12 +125,12 @@ class DirectReader:
 
     def start_at_end(self) -> None:
         """Skip what is there: for a broadcast stream, whose past is not about this replica."""
-        latest = self.transport.persist(lambda: self.transport.client.xrevrange(self.stream.key, count=1))
+        latest: Any = self.transport.persist(lambda: self.transport.client.xrevrange(self.stream.key, count=1))
         self.last_id = latest[0][0].decode() if latest else "0-0"
 
     def take(self, reply: Any) -> list[Any]:
         """This stream's messages in an XREAD reply. What does not decode goes to the dead-letter stream."""
-        messages = []
+        messages: list[Any] = []
         for entry_id, values in entries_of(reply).get(self.stream.key.encode(), []):
             self.last_id = entry_id.decode()
             try:
@@ -202,7 +202,9 @@ class GroupReader:
         if not pending:
             return [], []
         deliveries = {each["message_id"]: each["times_delivered"] + 1 for each in pending}
-        claimed = self.transport.persist(lambda: self.transport.client.xclaim(self.stream.key, self.stream.group, self.consumer, idle_ms, list(deliveries)))
+        claimed: Any = self.transport.persist(
+            lambda: self.transport.client.xclaim(self.stream.key, self.stream.group, self.consumer, idle_ms, list(deliveries))
+        )
         return self._open([(entry_id, values) for entry_id, values in claimed if values], deliveries, was_claimed=True)
 
     def renew(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:

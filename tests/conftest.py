@@ -73,7 +73,7 @@ def unfinished(deployment: Deployment) -> int:
 
 def leaked_keys(redis_url: str) -> list[str]:
     with redis.Redis.from_url(redis_url) as client:
-        keys = [key.decode() for key in client.keys()]
+        keys = [key.decode() for key in client.keys("*")]
         return sorted(key for key in keys if client.ttl(key) == -1 and key not in PERMANENT and not key.startswith("prompts:"))
 
 

@@ -37,7 +37,7 @@ class Deployment:
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
 
-    def start(self, stage: str, replica_id: str | None = None, **settings: object) -> str:
+    def start(self, stage: str, replica_id: str | None = None, **settings: Any) -> str:
         """Start a replica; returns its id without waiting for it."""
         replica_id = replica_id or f"{stage}-{len(self.processes) + 1}"
         own = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
@@ -56,7 +56,7 @@ class Deployment:
             self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", f"services.{stage}"], env=environment, stdout=log, stderr=log)
         return replica_id
 
-    def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: object) -> "Deployment":
+    def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any) -> "Deployment":
         """Start them all and wait until they are live."""
         counts = {"sampler": samplers, "tokenizer": tokenizers, "compute": computes, "gateway": gateways}
         ids = [self.start(stage, **settings) for stage, count in counts.items() for _ in range(count)]

@@ -1,0 +1,1 @@
+"""Compute owns what needs the whole vocabulary."""

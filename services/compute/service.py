@@ -3,6 +3,7 @@
 import itertools
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,7 +18,7 @@ from shared.stage import Stage
 from shared.streams import reader_key, tombstone_key
 from shared.telemetry import get_logger
 from shared.token_log import end_request, read_log
-from shared.transport import Delivery, Pipeline
+from shared.transport import DeadLetter, Delivery, Pipeline
 
 log = get_logger("penstock.compute")
 
@@ -92,14 +93,12 @@ class ComputeService:
     def admit(self, inbox: Inbox) -> None:
         """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or are here already."""
         for letter in inbox.dead:
-            error = RequestError(f"this request could not be handled: {letter.reason}")
-            self.stage.transport.run(lambda pipe, letter=letter, error=error: end_request(pipe, letter.request_id, letter.gateway_id, error=error))
-            self.exchange.acknowledge(letter.entry_id)
+            self.bury(letter)
         if not inbox.prompts:
             return
         ids = [delivery.message.request_id for delivery in inbox.prompts]
         keys = [tombstone_key(request_id) for request_id in ids] + [reader_key(request_id) for request_id in ids]
-        values = self.stage.transport.persist(lambda: self.stage.transport.client.mget(keys))
+        values: Any = self.stage.transport.persist(lambda: self.stage.transport.client.mget(keys))
         for delivery, tombstone, reader in zip(inbox.prompts, values[: len(ids)], values[len(ids) :], strict=True):
             if delivery.message.request_id in self.handle_by_request:
                 self.take_over_entry(delivery)
@@ -144,6 +143,12 @@ class ComputeService:
         request = delivery.message
         self.stage.transport.run(lambda pipe: end_request(pipe, request.request_id, request.gateway_id, error=error))
         self.exchange.acknowledge(delivery.entry_id)
+
+    def bury(self, letter: DeadLetter) -> None:
+        """A message that can't be handled: its request gets the error."""
+        error = RequestError(f"this request could not be handled: {letter.reason}")
+        self.stage.transport.run(lambda pipe: end_request(pipe, letter.request_id, letter.gateway_id, error=error))
+        self.exchange.acknowledge(letter.entry_id)
 
     def obey(self, control: list[Control]) -> None:
         for message in control:

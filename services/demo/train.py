@@ -155,7 +155,7 @@ def train(model: LlamaForCausalLM, exchanges: list[Exchange], tokenizer: PreTrai
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 logits = model(input_ids=ids, use_cache=False).logits
             loss = torch.nn.functional.cross_entropy(logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
-            loss.backward()
+            torch.autograd.backward(loss)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

@@ -72,7 +72,7 @@ class Subscription:
 
     async def _read_log(self, request_id: str) -> list[TokenEvent]:
         after = self.positions[request_id]
-        entries = await self._client.xrange(log_key(request_id), min=f"({after}-0" if after else "-")
+        entries: Any = await self._client.xrange(log_key(request_id), min=f"({after}-0" if after else "-")
         return [decode(TokenEvent, values[MESSAGE]) for _, values in entries]
 
 

@@ -1,0 +1,1 @@
+"""The sampler owns what needs the request."""

@@ -1,0 +1,1 @@
+"""The tokenizer owns what needs the text."""

@@ -66,7 +66,7 @@ class TokenizerService:
                 end_request(pipe, request.request_id, request.gateway_id)
             for letter in dead:
                 end_request(pipe, letter.request_id, letter.gateway_id, error=RequestError(f"this request could not be handled: {letter.reason}"))
-            self.reader.finish(pipe, [each.entry_id for each in (*deliveries, *dead)])
+            self.reader.finish(pipe, [delivery.entry_id for delivery in deliveries] + [letter.entry_id for letter in dead])
 
         self.stage.transport.run(write, atomic=True)
         self.num_requests += len(requests)

@@ -10,7 +10,6 @@ import json
 import os
 import shlex
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -97,4 +96,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

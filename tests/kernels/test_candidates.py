@@ -37,9 +37,7 @@ def draws(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None
         rows = reduce(logits.repeat(ROWS, 1), sequences)
         step = decode(StepCandidates, encode(rows.for_sampler(list(range(ROWS)), "c", 1, (), [])))
         seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
-        columns = decide(
-            pad(step.logits, step.counts, -np.inf), step.counts, np.full(ROWS, params.temperature), step.kept_mass, uniform(seeds, step.positions)
-        )
+        columns = decide(pad(step.logits, step.counts, -np.inf), step.counts, np.full(ROWS, params.temperature), step.kept_mass, uniform(seeds, step.positions))
         starts = np.cumsum(step.counts) - step.counts
         is_tail = columns >= step.counts
         assert (step.tail_token_ids[is_tail] >= 0).all()

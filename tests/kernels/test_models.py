@@ -25,7 +25,7 @@ def prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
 
 @torch.inference_mode()
 def expected_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    output = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, attention_mask=torch.ones(1, len(prompt)))  # type: ignore[operator]
+    output = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, attention_mask=torch.ones(1, len(prompt)))
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
 

@@ -71,7 +71,8 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
 
 def sliding_windows(config: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
     """Per layer, how many tokens attention sees, this one included. Mistral: all layers alike; Qwen: by layer_types, when switched on."""
-    window, num_layers = config.get("sliding_window"), config["num_hidden_layers"]
+    window: int | None = config.get("sliding_window")
+    num_layers: int = config["num_hidden_layers"]
     if window is None or architecture == "LlamaForCausalLM":
         return (None,) * num_layers
     if architecture == "MistralForCausalLM":

@@ -99,7 +99,7 @@ class Decoder:
     def _attention(self, h: Tensor, layer: LayerWeights, batch: ForwardBatch, kv: Tensor, window: int | None, cos: Tensor, sin: Tensor) -> Tensor:
         config, num_tokens = self.config, len(h)
         sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        q, k, v = linear(h, layer.qkv, layer.qkv_bias).view(num_tokens, -1, config.head_dim).split(sizes, dim=1)
+        q, k, v = linear(h, layer.qkv, layer.qkv_bias).view(num_tokens, -1, config.head_dim).split_with_sizes(sizes, dim=1)
         if layer.q_norm is not None and layer.k_norm is not None:
             q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)

@@ -7,6 +7,7 @@ is the model in its final dtype plus one tensor.
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -28,7 +29,7 @@ class Checkpoint:
         self.device = device
         self.file_by_name = self._index()
         self._bar = tqdm(total=len(self.file_by_name), desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
-        self._open: dict[Path, safe_open] = {}
+        self._open: dict[Path, Any] = {}
 
     def _index(self) -> dict[str, Path]:
         index = self.folder / "model.safetensors.index.json"

@@ -115,7 +115,7 @@ class CompletionFormat:
         self._offsets: dict[int, int] = {}  # by choice: characters of text so far, for text_offset
 
     def opening(self, index: int) -> None:
-        return None
+        """None: completions begin with their first token."""
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
         if not event.text and not event.logprobs and event.finish_reason is None:
