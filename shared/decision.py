@@ -81,7 +81,8 @@ def decide(logits: Array, counts: Array, temperatures: Array, kept_mass: Array, 
 def falls_beyond(mass: Array, counts: Array, kept_mass: Array, u: Array) -> Array:
     """Whether each row's draw falls beyond its listed candidates. mass: [R, K] from cumulative_mass. Returns [R] bool."""
     last = mass[np.arange(len(mass)), counts - 1]
-    return (kept_mass != GREEDY) & (last <= u * kept_mass)
+    beyond: Array = (kept_mass != GREEDY) & (last <= u * kept_mass)
+    return beyond
 
 
 def kept_count(mass: Array, top_k: int, top_p: float, min_p: float, temperature: float, logits: Array, total: float) -> int:

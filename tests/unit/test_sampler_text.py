@@ -1,0 +1,93 @@
+"""Stop strings and detokenization: nothing leaks, nothing is lost, whatever the token borders."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.sampler.detokenizer import MAX_PENDING, Detokenizer, TokenTable, load_tokenizer
+from services.sampler.request_state import RequestState
+from services.sampler.stop import StopMatcher
+from shared.messages import SequenceIntro, TokenEvent, TokenLogprob
+from shared.model_files import DEMO_MODEL
+from shared.sampling_params import SamplingParams
+
+TOKENIZER: Tokenizer = load_tokenizer(DEMO_MODEL)
+
+
+@given(text=st.text("abc", max_size=40), cuts=st.lists(st.integers(0, 40), max_size=8), stops=st.lists(st.text("abc", min_size=1, max_size=5), max_size=3))
+def test_stop_strings_are_found_across_any_borders(text: str, cuts: list[int], stops: list[str]) -> None:
+    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
+    matcher, released, matched = StopMatcher(tuple(stops)), "", None
+    for start, end in zip(borders, borders[1:], strict=False):
+        part, matched = matcher.feed(text[start:end])
+        released += part
+        assert not any(released.endswith(stop[:1]) and stop in text and text.startswith(released[:-1] + stop) for stop in stops if len(stop) == 1)
+        if matched:
+            break
+    if matched is None:
+        assert released + matcher.flush() == text
+        assert not any(stop in text for stop in stops)
+    else:
+        assert text.startswith(released + matched)
+        assert not any(stop in released for stop in stops)
+
+
+@given(st.text(max_size=60))
+def test_incremental_text_is_the_whole_text(text: str) -> None:
+    ids = TOKENIZER.encode(text, add_special_tokens=False).ids
+    detokenizer = Detokenizer(TOKENIZER, [5, 6])
+    pieces = [detokenizer.add(token_id) for token_id in ids]
+    assert "".join(pieces) + detokenizer.flush() == text
+
+
+@given(st.lists(st.integers(5, 260), max_size=60))
+def test_any_bytes_are_bounded_work_and_no_exception(ids: list[int]) -> None:
+    detokenizer = Detokenizer(TOKENIZER, [])
+    for token_id in ids:
+        assert "\ufffd" not in (piece := detokenizer.add(token_id)) or len(piece) >= 1
+        assert len(detokenizer._pending) < MAX_PENDING
+    detokenizer.flush()
+
+
+def test_single_tokens_have_their_bytes() -> None:
+    table = TokenTable(TOKENIZER)
+    assert table.describe(40) == ("D", b"D")
+    pieces = [table.describe(token_id)[1] for token_id in TOKENIZER.encode("ñ🙂").ids]
+    assert b"".join(pieces) == "ñ🙂".encode()
+
+
+def begin(params: SamplingParams, **intro: object) -> RequestState:
+    values: dict[str, object] = {"handle": 1, "request_id": "r", "gateway_id": "g", "eos_token_ids": (1,), "num_prompt_tokens": 3}
+    return RequestState.begin(SequenceIntro(params=params, prompt_tail=np.array([40], np.int32), **(values | intro)), TOKENIZER, 0.0)  # type: ignore[arg-type]
+
+
+@given(st.lists(st.sampled_from(TOKENIZER.encode("a token stops here, or there. ñ🙂").ids), min_size=1, max_size=30), st.integers(0, 30))
+def test_a_state_rebuilt_from_the_log_is_the_state_that_was_lost(ids: list[int], lost_after: int) -> None:
+    params = SamplingParams(max_tokens=len(ids), stop=("stops h", "🙂🙂"), logprobs=0)
+
+    def events(state: RequestState, tokens: list[int]) -> list[TokenEvent]:
+        made = []
+        for token_id in tokens:
+            if not state.is_finished:
+                made.append(state.append(token_id, TokenLogprob(str(token_id), b"", -float(token_id))))
+        return made
+
+    expected = events(begin(params), ids)
+    logged = expected[:lost_after]
+    rebuilt = begin(params)
+    for event in logged:
+        rebuilt.replay(event)
+    assert logged + (events(rebuilt, ids[len(logged) :])) == expected
+    assert expected[-1].finish_reason in ("stop", "length")
+
+
+def test_the_end_of_an_answer() -> None:
+    state = begin(SamplingParams(max_tokens=5), echo_text="prompt ")
+    first = state.append(40, None)
+    assert (first.text, first.position, first.finish_reason) == ("prompt D", 1, None)
+    last = state.append(1, None)
+    assert (last.text, last.finish_reason, last.stop_reason) == ("", "stop", None)
+    stopped = begin(SamplingParams(max_tokens=5, stop_token_ids=(41,))).append(41, None)
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", 41)
+    assert begin(SamplingParams(max_tokens=1)).append(40, None).finish_reason == "length"
