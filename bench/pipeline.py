@@ -22,7 +22,6 @@ from pathlib import Path
 
 import httpx
 
-
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 
 

@@ -25,7 +25,7 @@ def test_uniform_depends_on_seed_and_position_alone() -> None:
     for row in range(4):
         assert uniform(seeds[row : row + 1], positions[row : row + 1])[0] == together[row]
     many = uniform(np.full(20_000, 3, np.uint64), np.arange(20_000))
-    assert 0 <= many.min() and many.max() < 1 and abs(many.mean() - 0.5) < 0.01
+    assert many.min() >= 0 and many.max() < 1 and abs(many.mean() - 0.5) < 0.01
 
 
 def test_a_draw_is_the_first_token_whose_cumulative_mass_exceeds_it() -> None:
