@@ -6,7 +6,6 @@ Submits the requests, hands out their events, and cancels what is unfinished whe
 import os
 import time
 import uuid
-from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass, replace
 
 import msgpack
@@ -69,10 +68,14 @@ class Generation:
     def positions(self) -> list[int]:
         return [self.subscription.positions[request_id] for request_id in self.request_ids]
 
-    async def events(self) -> AsyncIterator[tuple[int, TokenEvent]]:
-        """(sequence index, event) up to the end of the last sequence."""
-        async for event in self.subscription.all():
-            yield self.index_by_request[event.request_id], event
+    @property
+    def is_over(self) -> bool:
+        """Every sequence has ended."""
+        return not self.subscription.unfinished
+
+    async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
+        """The events that have come, each with its sequence's index; none after timeout_s."""
+        return [(self.index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
     async def close(self) -> None:
         """Cancel what is unfinished, and listen no more. Safe to call twice."""

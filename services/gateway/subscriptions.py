@@ -6,7 +6,7 @@ position tells. One that was seen is dropped; where some are missing, the token 
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from collections import deque
 from typing import Any
 
 import redis
@@ -24,6 +24,11 @@ log = get_logger("penstock.gateway")
 BLOCK_MS = 1000
 
 
+def wake(waiter: "asyncio.Future[None] | None") -> None:
+    if waiter is not None and not waiter.done():
+        waiter.set_result(None)
+
+
 class Subscription:
     """The events of one response: of the sequences with these request ids, each from its position on."""
 
@@ -31,10 +36,12 @@ class Subscription:
         self._client = client
         self.positions = positions  # by request id: the last one handed out
         self.unfinished = set(positions)
-        self._queue: asyncio.Queue[TokenEvent] = asyncio.Queue()  # bounded by the requests' max_tokens
+        self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens
+        self._waiter: asyncio.Future[None] | None = None
 
     def put(self, event: TokenEvent) -> None:
-        self._queue.put_nowait(event)
+        self._queue.append(event)
+        wake(self._waiter)
 
     async def replay(self) -> None:
         """Queue what the logs hold already."""
@@ -42,22 +49,26 @@ class Subscription:
             for event in await self._read_log(request_id):
                 self.put(event)
 
-    async def next(self) -> list[TokenEvent]:
-        """The next events, in order, at least one, without gaps and without repetition."""
-        while True:
-            event = await self._queue.get()
-            fresh = [event]
-            if event.token_id is not None and event.position > self.positions[event.request_id] + 1:
-                fresh = await self._read_log(event.request_id)
-            accepted = [each for each in fresh if self._accept(each)]
-            if accepted:
-                return accepted
+    async def next(self, timeout_s: float) -> list[TokenEvent]:
+        """The events that have come, in order, without gaps and without repetition; none after timeout_s.
 
-    async def all(self) -> AsyncIterator[TokenEvent]:
-        """Every event, up to the end of the last sequence."""
-        while self.unfinished:
-            for event in await self.next():
-                yield event
+        One future and one timer a wait, no task: this runs for every stream at every step.
+        """
+        if not self._queue:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, wake, self._waiter)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        accepted: list[TokenEvent] = []
+        while self._queue:
+            event = self._queue.popleft()
+            is_gap = event.token_id is not None and event.position > self.positions[event.request_id] + 1
+            accepted += [each for each in (await self._read_log(event.request_id) if is_gap else [event]) if self._accept(each)]
+        return accepted
 
     def _accept(self, event: TokenEvent) -> bool:
         if event.request_id not in self.unfinished:

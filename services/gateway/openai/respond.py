@@ -67,6 +67,7 @@ class Responder:
         self.ping_interval_s = ping_interval_s
         self.format = format_for(generation.record)
         self.choices = [Choice(index) for index in range(len(generation.request_ids))]
+        self.resumed_after = generation.positions  # where the stream begins: all zero unless it is resumed
         self._closing: asyncio.Task[None] | None = None
 
     def close(self) -> None:
@@ -96,51 +97,53 @@ class Responder:
 
     async def stream(self, *, is_resumed: bool = False) -> Response:
         """Server-sent events. What fails before the first event is an ordinary HTTP error; while a request waits, comments keep the stream open."""
-        events = self.generation.events()
-        first = asyncio.ensure_future(anext(events, None))
         try:
-            await asyncio.wait({first}, timeout=self.ping_interval_s)
-            if first.done() and (result := first.result()) is not None:
-                check(result[1])
+            first = await self.generation.next(self.ping_interval_s)
+            if first:
+                check(first[0][1])
         except BaseException:
-            first.cancel()
             self.close()
             raise
-        return EventStream(self._chunks(events, first, is_resumed), self.close)
+        return EventStream(self._chunks(first, is_resumed), self.close)
 
     async def _collect(self) -> None:
-        async for index, event in self.generation.events():
-            check(event)
-            self._add(index, event)
+        while not self.generation.is_over:
+            for index, event in await self.generation.next(self.ping_interval_s):
+                check(event)
+                self._add(index, event)
 
-    async def _chunks(
-        self, events: AsyncIterator[tuple[int, TokenEvent]], following: "asyncio.Future[tuple[int, TokenEvent] | None]", is_resumed: bool
-    ) -> AsyncIterator[bytes]:
-        positions = self.generation.positions if is_resumed else [0] * len(self.choices)
+    async def _chunks(self, batch: list[tuple[int, TokenEvent]], is_resumed: bool) -> AsyncIterator[bytes]:
+        """The stream's bytes, beginning with a batch of events that was waited for already."""
+        positions = list(self.resumed_after) if is_resumed else [0] * len(self.choices)
         for index, position in enumerate(positions):
             if position == 0 and (opening := self.format.opening(index)) is not None:
                 yield encode_event(opening)
-        try:
-            while True:
-                while not (await asyncio.wait({following}, timeout=self.ping_interval_s))[0]:
-                    yield PING
-                if (result := following.result()) is None:
-                    break
-                index, event = result
-                check(event)
-                following = asyncio.ensure_future(anext(events, None))
-                self._add(index, event)
-                positions[index] = event.position
-                for chunk in self.format.chunks(self.choices[index], event):
-                    yield encode_event(chunk, format_id(positions))
-            if self.generation.record.has_usage:
-                yield encode_event(self.format.usage_chunk(self.choices), format_id(positions))
-        except RequestFailed as failed:
-            error = failed.error
-            yield encode_event(error_body(error.status, error.message, error.param, error.code))
-        finally:
-            following.cancel()
+        failure: RequestError | None = None
+        while True:
+            encoded, failure = self._encode(batch, positions) if batch else (PING, None)
+            yield encoded
+            if failure is not None or self.generation.is_over:
+                break
+            batch = await self.generation.next(self.ping_interval_s)
+        if failure is not None:
+            yield encode_event(error_body(failure.status, failure.message, failure.param, failure.code))
+        elif self.generation.record.has_usage:
+            yield encode_event(self.format.usage_chunk(self.choices), format_id(positions))
         yield DONE
+
+    def _encode(self, batch: list[tuple[int, TokenEvent]], positions: list[int]) -> tuple[bytes, RequestError | None]:
+        """A batch of events as bytes, up to the first that is an error. Raises `positions` as it goes."""
+        encoded = bytearray()
+        for index, event in batch:
+            try:
+                check(event)
+            except RequestFailed as failed:
+                return bytes(encoded), failed.error
+            self._add(index, event)
+            positions[index] = event.position
+            for chunk in self.format.chunks(self.choices[index], event):
+                encoded += encode_event(chunk, format_id(positions))
+        return bytes(encoded), None
 
     def _add(self, index: int, event: TokenEvent) -> None:
         self.measured.token(event)

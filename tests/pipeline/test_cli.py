@@ -1,0 +1,123 @@
+"""The `penstock` command as a user runs it: up, chat, status, Ctrl-C, and what it says when something is wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.deployment import free_port
+from tests.waiting import wait_until
+
+COMMAND = [sys.executable, "-m", "services.cli"]
+
+
+def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+class Up:
+    def __init__(self, folder: Path) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.data_dir = folder / "data"
+        self.log = folder / "up.log"
+        command = [*COMMAND, "up", "--port", str(self.port), "--data-dir", str(self.data_dir), "--samplers", "2", "--tokenizers", "2"]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=60)
+
+    def ask(self) -> int:
+        body = {"model": "penstock-demo", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+        try:
+            return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30, trust_env=False).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def children(self) -> list[psutil.Process]:
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    started = Up(tmp_path_factory.mktemp("up"))
+    yield started
+    for process in [*started.children(), started.process] if started.process.poll() is None else []:
+        process.kill()
+
+
+def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
+    assert up.ask() == 200
+    status = run("status", "--redis-url", f"unix://{up.data_dir}/redis.sock")
+    assert status.returncode == 0, status.stderr
+    lines = status.stdout.splitlines()
+    assert [sum(line.startswith(f"{stage}-") for line in lines) for stage in ("gateway", "tokenizer", "compute", "sampler")] == [1, 2, 1, 2]
+    assert any(line.startswith("output tokens/s") for line in lines)
+
+
+def test_chat_answers_and_remembers_nothing_wrong(up: Up) -> None:
+    chat = run("chat", "--url", up.url, "--temperature", "0", text="What is Penstock?\n\nThank you!\n")
+    assert chat.returncode == 0, chat.stderr
+    assert "Penstock is a server for large language models." in chat.stdout
+    assert "You are welcome!" in chat.stdout
+
+
+def test_a_second_up_on_the_same_data_is_one_line(up: Up) -> None:
+    second = run("up", "--port", str(free_port()), "--data-dir", str(up.data_dir))
+    assert second.returncode == 2
+    assert second.stderr.startswith("penstock: another penstock up uses") and len(second.stderr.splitlines()) == 1
+
+
+def test_any_process_that_dies_is_replaced(up: Up) -> None:
+    before = {child.pid for child in up.children()}
+    for child in up.children():
+        child.kill()
+    wait_until(lambda: up.ask() == 200, description="it answers again", timeout_s=60)
+    assert len({child.pid for child in up.children()} - before) == len(before)
+
+
+def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
+    children = up.children()
+    os.killpg(up.process.pid, signal.SIGINT)
+    assert up.process.wait(30) == 0
+    wait_until(lambda: not any(child.is_running() for child in children), description="no process is left")
+    assert "Traceback" not in up.log.read_text().split("stopping")[-1]
+
+
+def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
+    cases = [
+        (["up", "--model", "./nope"], "no folder './nope'"),
+        (["up", "--port", "99999"], "--port"),
+        (["up", "--max-num-seqs", "many"], "--max-num-seqs"),
+        (["serve", "compute", "--dtype", "float8"], "--dtype"),
+        (["chat", "--url", "http://127.0.0.1:1"], "no gateway at"),
+        (["status", "--redis-url", f"unix://{tmp_path}/none.sock"], "Redis does not answer"),
+        (["chat", "--nope"], "unknown arguments"),
+    ]
+    for arguments, message in cases:
+        result = run(*arguments)
+        assert result.returncode == 2, (arguments, result.stderr)
+        assert message in result.stderr and "Traceback" not in result.stderr, result.stderr
+        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_help_teaches() -> None:
+    assert "penstock up --model" in run("--help").stdout
+    up_help = run("up", "--help").stdout
+    assert "--max-num-seqs" in up_help and "tokens in one step" in up_help
+
+
+def test_make_model_writes_a_checkpoint_with_a_text_for_every_id(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+
+    assert run("make-model", str(tmp_path), "--shape", "tiny").returncode == 0
+    config = json.loads((tmp_path / "config.json").read_text())
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    assert tokenizer.get_vocab_size() == config["vocab_size"] == 2048
