@@ -25,6 +25,7 @@ log = get_logger("penstock.compute")
 
 WAIT_MS = 200  # for decisions, before looking whether their sampler is still there
 RESEND_AFTER_S = 2.0  # a live sampler answers in milliseconds; it may have lost its memory, or Redis the message
+MAX_SENDS = 20  # of the same rows; what no sampler has answered then, none will
 IDLE_WAIT_MS = 200  # for prompts, with nothing to compute
 PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
 WARN_EVERY_S = 10.0
@@ -38,6 +39,7 @@ class Inbox:
     dead: list[DeadLetter] = field(default_factory=list)
     control: list[Control] = field(default_factory=list)
     token_by_handle: dict[int, tuple[int, bool]] = field(default_factory=dict)  # the token, and whether the sequence has ended
+    unanswered: list[int] = field(default_factory=list)  # handles whose rows were sent too often
 
 
 class Exchange:
@@ -92,23 +94,29 @@ class Exchange:
         return inbox
 
     def decide(self, rows: CandidateRows, room: int) -> Inbox:
-        """Send the rows' candidates and wait for all their decisions, through any number of samplers coming and going."""
+        """Send the rows' candidates and wait for all their decisions, through any number of samplers coming and going.
+
+        Comes back early, with some undecided, if the stage is told to stop: whoever claims those sequences asks again.
+        """
         self._step += 1
         inbox = Inbox()
         row_by_handle = {sequence.handle: row for row, sequence in enumerate(rows.sequences)}
         expected = {sequence.handle: sequence.next_position for sequence in rows.sequences}
-        sent_at, is_first = -RESEND_AFTER_S, True
-        while expected:
+        sent_at, num_sends = 0.0, 0
+        while expected and not self.stage.stopping.is_set():
             live = self.stage.registry.ids("sampler")
             has_gone = any(self._sampler_by_handle.get(handle) not in live for handle in expected)
-            if not is_first and time.monotonic() - sent_at > RESEND_AFTER_S:
+            if num_sends and time.monotonic() - sent_at > RESEND_AFTER_S:
                 for handle in expected:  # with their introductions, in case the sampler has forgotten them
                     self._sampler_by_handle.pop(handle, None)
                 log.warning("decisions are missing, sending their candidates again", num_rows=len(expected))
                 has_gone = True
-            if (is_first or has_gone) and live:
+            if num_sends == MAX_SENDS:
+                inbox.unanswered = list(expected)
+                return inbox
+            if (not num_sends or has_gone) and live:
                 messages = list(self._address(rows, [row_by_handle[handle] for handle in expected], live))
-                sent_at, is_first = time.monotonic(), False
+                sent_at, num_sends = time.monotonic(), num_sends + 1
             else:
                 messages = []
                 self._warn_if_alone(live)

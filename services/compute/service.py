@@ -89,6 +89,8 @@ class ComputeService:
                 self.end(self.running[handle], tell_sampler=False)
             else:
                 self.scheduler.append(self.running[handle].sequence, token_id)
+        for handle in inbox.unanswered:
+            self.cancel(self.running[handle], RequestError("no sampler could decide this request's next token"))
 
     def admit(self, inbox: Inbox) -> None:
         """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or are here already."""
@@ -152,7 +154,7 @@ class ComputeService:
 
     def obey(self, control: list[Control]) -> None:
         for message in control:
-            handles = [self.handle_by_request[each] for each in message.request_ids if each in self.handle_by_request]
+            handles = [self.handle_by_request[each] for each in dict.fromkeys(message.request_ids) if each in self.handle_by_request]
             if message.action == "cancel":
                 for handle in handles:
                     self.cancel(self.running[handle])
@@ -162,14 +164,16 @@ class ComputeService:
             elif message.action == "refresh":
                 self.stage.refresh()
 
-    def cancel(self, running: Running) -> None:
-        """End a sequence before its time. Its blocks are free before the next step."""
+    def cancel(self, running: Running, error: RequestError | None = None) -> None:
+        """End a sequence before its time, with an error if it is ours. Its blocks are free before the next step."""
         sequence, gateway_id = running.sequence, self.exchange.gateway_by_handle[running.sequence.handle]
         self.stage.transport.run(
-            lambda pipe: end_request(pipe, sequence.request_id, gateway_id, position=sequence.num_output_tokens, num_prompt_tokens=sequence.num_prompt_tokens)
+            lambda pipe: end_request(
+                pipe, sequence.request_id, gateway_id, position=sequence.num_output_tokens, error=error, num_prompt_tokens=sequence.num_prompt_tokens
+            )
         )
         self.end(running, tell_sampler=True)
-        log.info("request cancelled", request_id=sequence.request_id, num_output_tokens=sequence.num_output_tokens)
+        log.info("request failed" if error else "request cancelled", request_id=sequence.request_id, num_output_tokens=sequence.num_output_tokens)
 
     def end(self, running: Running, *, tell_sampler: bool) -> None:
         self.scheduler.finish(running.sequence)

@@ -1,5 +1,9 @@
 """`python -m services.gateway`: settings, objects, run."""
 
+import asyncio
+import signal
+import socket
+
 import redis.asyncio
 import uvicorn
 from redis.asyncio.retry import Retry
@@ -18,6 +22,19 @@ from shared.stage import Stage, run_stage, start_logging
 DRAIN_S = 5  # after SIGTERM, for running responses; what is cut off can be resumed at another gateway
 
 
+class DrainingServer(uvicorn.Server):
+    """Leaves the registry first, and lets the requests of connections that it cuts off go on: they can be resumed."""
+
+    def __init__(self, config: uvicorn.Config, context: Context) -> None:
+        super().__init__(config)
+        self.context = context
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.context.pipeline.is_draining = True
+        await asyncio.to_thread(self.context.stage.leave)
+        await super().shutdown(sockets)
+
+
 def main() -> None:
     settings = load_settings(GatewaySettings)
     start_logging(settings)
@@ -29,7 +46,9 @@ def main() -> None:
     config = uvicorn.Config(
         build_app(context), host=settings.host, port=settings.port, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S, lifespan="on"
     )
-    server = uvicorn.Server(config)
+    server = DrainingServer(config, context)
+    for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them once more when it is done: that is to be no failure
+        signal.signal(number, lambda *_: None)
     try:
         server.run()
     except SystemExit:  # uvicorn's way to say that it could not start

@@ -93,6 +93,7 @@ class Pipeline:
         self.stage = stage
         self.client = client
         self.subscriptions = subscriptions
+        self.is_draining = False  # from now on a connection that ends was ended by us: its client may resume elsewhere
 
     async def submit(self, record: ResponseRecord, requests: list[GenerateRequest]) -> Generation:
         """Write the record and the requests, atomically. Raises Recoverable if Redis is away."""
@@ -128,6 +129,8 @@ class Pipeline:
 
     async def cancel(self, request_ids: list[str]) -> None:
         """In every stage: a tombstone for what is queued, a word on the control stream for what runs."""
+        if self.is_draining:
+            return
         try:
             async with self.client.pipeline(transaction=False) as pipe:
                 for request_id in request_ids:

@@ -78,10 +78,15 @@ def test_a_stream_is_resumed_at_another_gateway(deployment: Deployment) -> None:
     assert resumed.status_code == 200
     assert received + read_stream(resumed.text) == whole
     assert '"completion_tokens":300' in resumed.text
-    missing = httpx.get(deployment.url(second) + "/v1/streams/nope", timeout=10, trust_env=False)
-    assert missing.status_code == 404
-    wrong = httpx.get(deployment.url(second) + f"/v1/streams/{response_id}", headers={"Last-Event-ID": "x"}, timeout=10, trust_env=False)
+    assert deployment.terminate(second) == 0
+
+
+def test_resuming_what_is_unknown_or_wrong_is_refused(demo: Deployment) -> None:
+    assert demo.get("/v1/streams/nope").status_code == 404
+    reply = demo.post("/v1/completions", LONG | {"stream": False, "max_tokens": 3})
+    wrong = httpx.get(demo.url() + f"/v1/streams/{reply.json()['id']}", headers={"Last-Event-ID": "x"}, timeout=10, trust_env=False)
     assert wrong.status_code == 400
+    assert "positions" in wrong.json()["error"]["message"]
 
 
 def read_stream(text: str) -> str:
