@@ -61,7 +61,8 @@ class Deployment:
         counts = {"sampler": samplers, "tokenizer": tokenizers, "compute": computes, "gateway": gateways}
         ids = [self.start(stage, **settings) for stage, count in counts.items() for _ in range(count)]
         self.wait_live(*ids)
-        wait_until(lambda: self.get("/ready").status_code == 200, description="the gateway is ready")
+        for gateway in self.ports:
+            wait_until(lambda gateway=gateway: self.get("/ready", gateway).status_code == 200, description=f"{gateway} is ready")
         return self
 
     def wait_live(self, *replica_ids: str) -> None:
@@ -108,9 +109,9 @@ class Deployment:
     def url(self, gateway: str | None = None) -> str:
         return f"http://127.0.0.1:{self.ports[gateway or next(iter(self.ports))]}"
 
-    def get(self, path: str) -> httpx.Response:
+    def get(self, path: str, gateway: str | None = None) -> httpx.Response:
         try:
-            return httpx.get(self.url() + path, timeout=10, trust_env=False)
+            return httpx.get(self.url(gateway) + path, timeout=10, trust_env=False)
         except httpx.ConnectError:
             return httpx.Response(599)
 
