@@ -23,7 +23,7 @@ from shared.transport import DeadLetter, Delivery, Pipeline
 log = get_logger("penstock.compute")
 
 CLAIM_IDLE_MS = 5000  # entries are renewed every second: idle for longer, their replica is dead
-CLAIM_EVERY_S = 2.0
+UPKEEP_EVERY_S = 1.0
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class ComputeService:
         while not self.stage.stopping.is_set():
             self.step()
             self.stage.turn()
-            if time.monotonic() - self.upkept_at > CLAIM_EVERY_S:
+            if time.monotonic() - self.upkept_at > UPKEEP_EVERY_S:
                 self.upkeep()
         self.stage.leave()
         self.exchange.leave([running.entry_id for running in self.running.values()])
@@ -181,7 +181,7 @@ class ComputeService:
         del self.running[running.sequence.handle], self.handle_by_request[running.sequence.request_id]
 
     def upkeep(self) -> None:
-        """Every few seconds: take over what dead replicas left, and end what nobody reads any more."""
+        """Every second: take over what dead replicas left, and end what nobody reads any more."""
         self.upkept_at = now = time.monotonic()
         if self.scheduler.room > 0:
             prompts, dead = self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=self.scheduler.room)

@@ -183,11 +183,12 @@ def test_a_full_server_says_429_and_a_missing_stage_503(deployment: Deployment) 
 
 def test_a_request_that_nobody_reads_any_more_is_cancelled(deployment: Deployment) -> None:
     """The gateway that submitted it is gone, and no other has resumed it."""
-    deployment.start_all(dtype="float32", reader_timeout_s=1)
+    deployment.start_all(dtype="float32", reader_timeout_s=0.5)
     client = deployment.redis()
     params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
-    request = GenerateRequest("orphan.0", "gateway-gone", MODEL, params, prompt="The")
-    client.xadd("requests", {"m": encode(request), "r": "orphan.0", "g": "gateway-gone"})
+    for number in range(32):  # enough of them that none ends by itself first
+        request = GenerateRequest(f"orphan.{number}", "gateway-gone", MODEL, params, prompt="The")
+        client.xadd("requests", {"m": encode(request), "r": request.request_id, "g": "gateway-gone"})
     last = wait_until(lambda: (end := client.xrevrange("log:orphan.0", count=1)) and end[0][0].endswith(b"-1") and end[0], description="it has ended")
     assert b"cancelled" in last[1][b"m"]
     assert client.xlen("log:orphan.0") < 1000
