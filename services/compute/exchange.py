@@ -52,7 +52,6 @@ class Exchange:
         self.control = DirectReader(stage.transport, CONTROL)
         self.request_by_handle: dict[int, TokenizedRequest] = {}
         self.gateway_by_handle: dict[int, str | None] = {}
-        self.num_bytes = 0  # of candidates sent
         self._sampler_by_handle: dict[int, str] = {}
         self._forget: dict[str, list[int]] = defaultdict(list)  # by sampler: handles it need not remember
         self._done: list[bytes] = []  # entries to acknowledge with the next trip

@@ -65,6 +65,12 @@ def usage(choices: list[Choice], n: int) -> dict[str, Any]:
     }
 
 
+def make_chunk(head: dict[str, Any], choices: list[dict[str, Any]], record: ResponseRecord) -> dict[str, Any]:
+    """A chunk of a stream; where the client asked for usage, all but the last say that it is null."""
+    chunk = {**head, "choices": choices}
+    return {**chunk, "usage": None} if record.has_usage else chunk
+
+
 class ChatFormat:
     def __init__(self, record: ResponseRecord) -> None:
         self.record = record
@@ -102,8 +108,7 @@ class ChatFormat:
         }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head("chat.completion.chunk"), "choices": choices}
-        return {**chunk, "usage": None} if self.record.has_usage else chunk
+        return make_chunk(self._head("chat.completion.chunk"), choices, self.record)
 
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.record.response_id, "object": kind, "created": self.record.created, "model": self.record.model}
@@ -162,8 +167,7 @@ class CompletionFormat:
         }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head(), "choices": choices}
-        return {**chunk, "usage": None} if self.record.has_usage else chunk
+        return make_chunk(self._head(), choices, self.record)
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.record.response_id, "object": "text_completion", "created": self.record.created, "model": self.record.model}
