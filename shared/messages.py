@@ -38,6 +38,16 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
+class SchedulingParams:
+    """How a request wants to be scheduled."""
+
+    priority: int = 0  # smaller is sooner
+    deadline_at: float = 0.0  # wall clock, s: not begun by then, it fails; 0: none
+    group_id: str = ""  # requests of one group and one prompt are its choices, and share its KV
+    cache_salt: str = ""  # only requests of one salt share cached prefixes
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """A client asked for one continuation. Exactly one of messages, prompt and prompt_token_ids is set."""
 
@@ -50,6 +60,7 @@ class GenerateRequest:
     prompt_token_ids: Int32Array | None = None
     echo: bool = False
     created_at: float = 0.0  # wall clock, s
+    scheduling: SchedulingParams = SchedulingParams()
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,7 @@ class TokenizedRequest:
     eos_token_ids: tuple[int, ...]  # empty with ignore_eos
     echo_text: str | None = None
     created_at: float = 0.0
+    scheduling: SchedulingParams = SchedulingParams()
 
 
 @dataclass(frozen=True, slots=True)

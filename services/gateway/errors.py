@@ -22,6 +22,7 @@ TYPE_BY_STATUS = {
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "unavailable_error",
+    504: "timeout_error",
 }
 
 
@@ -70,7 +71,9 @@ async def on_rejected(_: Request, error: Exception) -> JSONResponse:
 async def on_failed(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestFailed)
     failure = error.error
-    return JSONResponse(error_body(failure.status, failure.message, failure.param, failure.code), failure.status)
+    # What came too late is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
+    headers = {"X-Should-Retry": "false"} if failure.status == 504 else None
+    return JSONResponse(error_body(failure.status, failure.message, failure.param, failure.code), failure.status, headers=headers)
 
 
 async def on_away(_: Request, error: Exception) -> JSONResponse:

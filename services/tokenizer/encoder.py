@@ -66,6 +66,7 @@ class Encoder:
             eos_token_ids=() if request.params.ignore_eos else self.eos_token_ids,
             echo_text=echo_text,
             created_at=request.created_at,
+            scheduling=request.scheduling,
         )
 
     def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:

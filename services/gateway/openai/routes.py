@@ -27,8 +27,10 @@ async def chat_completions(body: ChatCompletionBody, request: Request) -> Respon
     context.admission.check_model(body.model)
     record = make_record("chat.completion", "chatcmpl", body.model, num_prompts=1, n=body.n, has_usage=body.has_usage)
     messages = tuple(ChatMessage(message.role, message.text, message.name) for message in body.messages)
+    now = time.time()
+    scheduling = body.scheduling(now, record.response_id)
     requests = [
-        GenerateRequest(request_id, context.stage.replica_id, body.model, params, messages=messages, created_at=time.time())
+        GenerateRequest(request_id, context.stage.replica_id, body.model, params, messages=messages, created_at=now, scheduling=scheduling)
         for request_id, params in zip(record.request_ids, each_params(body, body.params(), 1), strict=True)
     ]
     return await respond(context, body, record, requests, request)
@@ -45,6 +47,7 @@ async def completions(body: CompletionBody, request: Request) -> Response:
     if any(isinstance(token, int) and not 0 <= token < 1 << 31 for prompt in prompts for token in prompt):
         raise Invalid("prompt holds token ids that no vocabulary has", param="prompt")
     record = make_record("text_completion", "cmpl", body.model, num_prompts=len(prompts), n=body.n, has_usage=body.has_usage)
+    now = time.time()
     requests = []
     for index, (request_id, params) in enumerate(zip(record.request_ids, each_params(body, body.params(), len(prompts)), strict=True)):
         prompt = prompts[index // body.n]
@@ -52,7 +55,8 @@ async def completions(body: CompletionBody, request: Request) -> Response:
         requests.append(
             GenerateRequest(
                 request_id, context.stage.replica_id, body.model, params,
-                prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=time.time(),
+                prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=now,
+                scheduling=body.scheduling(now, f"{record.response_id}.{index // body.n}"),
             )
         )  # fmt: skip
     return await respond(context, body, record, requests, request)

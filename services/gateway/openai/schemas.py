@@ -5,9 +5,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from shared.errors import Invalid
+from shared.messages import SchedulingParams
 from shared.sampling_params import SamplingParams
 
 MAX_SEQUENCES = 128  # prompts times n, in one request
+
+MAX_PRIORITY = 100
+MAX_DEADLINE_S = 86_400.0
 
 TokenIds = list[int]
 
@@ -56,6 +60,9 @@ class GenerateBody(Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
+    cache_salt: str = Field("", max_length=256, description="only requests of one salt share cached prefixes")
     user: str | None = Field(None, description="goes into the log, for whoever looks for abuse")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -79,6 +86,11 @@ class GenerateBody(Body):
             "logprobs": logprobs,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+
+    def scheduling(self, created_at: float, group_id: str) -> SchedulingParams:
+        """How each of a prompt's choices is to be scheduled."""
+        deadline_at = created_at + self.deadline_s if self.deadline_s is not None else 0.0
+        return SchedulingParams(self.priority, deadline_at, group_id if self.n > 1 else "", self.cache_salt)
 
     @property
     def has_usage(self) -> bool:
