@@ -43,7 +43,7 @@ def inline(model: str, streams: int, out: str) -> None:
     from shared.sampling_params import SamplingParams
     from shared.settings import ComputeSettings
 
-    settings = ComputeSettings(model=model, dtype="bfloat16")
+    settings = ComputeSettings(model=model, dtype="bfloat16", prefix_caching=False)
     scheduler, runner, _ = build_engine(settings, open_model(model, weights=True))
     params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0)
 
@@ -131,6 +131,7 @@ def main() -> None:
             "up",
             "--model",
             str(model),
+            "--no-prefix-caching",
             "--dtype",
             "bfloat16",
             "--data-dir",

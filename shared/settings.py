@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import ByteSize, Field, ValidationError
 from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
 
 from shared.errors import StartupError
@@ -62,8 +62,15 @@ class ComputeSettings(ModelSettings):
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
+    target_itl_ms: float | None = Field(None, gt=0, description="time between tokens: chunks of prompts are cut to keep to it, as far as they can")
+    admission: Literal["predicted", "paged", "reserve"] = Field("predicted", description="what must fit before a sequence begins: docs/scheduling.md")
+    aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
     block_size: int = Field(16, gt=0, description="tokens in a KV cache block")
-    kv_cache_memory_gib: float = Field(1.0, gt=0, description="size of the KV cache, GiB")
+    prefix_caching: bool = Field(True, description="keep the KV of finished sequences for those that begin alike")
+    kv_cache_memory: ByteSize | None = Field(None, gt=0, description="size of the KV cache, as in 4GiB; else --kv-cache-share decides")
+    kv_cache_share: float | None = Field(
+        None, gt=0, le=1, description="share of the memory that is free beside the weights; by default 0.9 of a GPU's, 0.25 of a CPU's"
+    )
     reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
 

@@ -4,9 +4,10 @@ import os
 
 import torch
 
+from services.compute.admission import STRATEGIES
 from services.compute.block_manager import BlockManager
 from services.compute.exchange import Exchange
-from services.compute.kv_cache import KVCache, num_blocks_in
+from services.compute.kv_cache import KVCache, choose_num_blocks
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
@@ -40,12 +41,18 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> tuple[Schedule
     config = read_config(files.config)
     model = Decoder(config, load_weights(files.folder, config, dtype, device))
     longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)
-    num_blocks = num_blocks_in(settings.kv_cache_memory_gib, config, block_size=settings.block_size, dtype=dtype)
-    num_blocks = min(num_blocks, settings.max_num_seqs * -(-longest // settings.block_size))  # more could not be used
+    num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)
     longest = min(longest, num_blocks * settings.block_size)
     kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device)
-    block_manager = BlockManager(num_blocks, settings.block_size)
-    scheduler = Scheduler(block_manager, max_num_seqs=settings.max_num_seqs, max_batched_tokens=settings.max_batched_tokens)
+    block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
+    scheduler = Scheduler(
+        block_manager,
+        STRATEGIES[settings.admission](block_manager),
+        max_num_seqs=settings.max_num_seqs,
+        max_batched_tokens=settings.max_batched_tokens,
+        aging_s=settings.aging_s,
+        target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
+    )
     log.info(
         "model loaded", model=files.name, device=device.type, dtype=str(dtype).removeprefix("torch."), threads=torch.get_num_threads(),
         kv_tokens=num_blocks * settings.block_size, max_model_len=longest,

@@ -1,38 +1,163 @@
-"""BlockManager: which sequence has which blocks of the KV cache. The tensors are kv_cache.py's."""
+"""BlockManager: which sequence has which blocks of the KV cache. The tensors are kv_cache.py's.
 
-from collections import deque
+A block is held by the sequences in whose tables it is (its reference count), or it is free. A full block whose KV is written is also
+offered to the prefix cache, under a hash of its tokens chained to its parent's; it stays there when nobody holds it any more, until
+its place is needed: such blocks count as free, and are evicted in the order in which they were let go. A block that is cached
+or held twice is never written: who has to write into one gets a copy (copy-on-write).
+"""
+
+import hashlib
+from array import array
+from collections import OrderedDict
 
 from services.compute.sequence import Sequence
 
 
 class BlockManager:
-    """A pool of num_blocks blocks of block_size tokens. A block is either free or in exactly one block table."""
+    """A pool of num_blocks blocks of block_size tokens. Taking and giving back a block is O(1)."""
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.free_block_ids: deque[int] = deque(range(num_blocks))
+        self.prefix_caching = prefix_caching
+        self.ref_counts = [0] * num_blocks
+        self.block_hashes: list[bytes | None] = [None] * num_blocks  # of the blocks in the prefix cache
+        self.cached_blocks: dict[bytes, int] = {}
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # cached, held by nobody; least recently let go first
+        self.empty: list[int] = list(range(num_blocks - 1, -1, -1))
+        self.copies: dict[int, int] = {}  # to: from, for the next step
+        self.num_evictions = 0
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self.free_block_ids)
+        return len(self.empty) + len(self.evictable)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - self.num_free_blocks
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def num_missing_blocks(self, sequence: Sequence, num_tokens: int) -> int:
-        """The blocks to be added before the sequence's first num_tokens tokens fit."""
-        return max(0, self.num_blocks_for(num_tokens) - len(sequence.block_table))
-
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give the sequence blocks for its first num_tokens tokens, all or none. Returns whether there were enough."""
-        missing = self.num_missing_blocks(sequence, num_tokens)
-        if missing > self.num_free_blocks:
+        """Let the sequence write up to its num_tokens-th token: blocks for all, and its own copy of the first it writes into if that is shared.
+
+        All or nothing. Returns whether there were enough free blocks.
+        """
+        missing = self.num_blocks_for(num_tokens) - len(sequence.block_table)
+        tail = self._shared_tail(sequence) if sequence.has_shared_tail else None
+        if max(0, missing) + (tail is not None) > self.num_free_blocks:
             return False
-        sequence.block_table.extend(self.free_block_ids.popleft() for _ in range(missing))
+        if tail is not None:
+            shared = sequence.block_table[tail]
+            sequence.block_table[tail] = own = self._take()
+            self.copies[own] = self.copies.get(shared, shared)
+            self._release(shared)
+            sequence.num_shared_blocks -= tail < sequence.num_shared_blocks
+        sequence.has_shared_tail = False
+        for _ in range(missing):
+            sequence.block_table.append(self._take())
         return True
 
     def free(self, sequence: Sequence) -> None:
-        """Take all of the sequence's blocks back."""
-        self.free_block_ids.extend(reversed(sequence.block_table))
+        """Take all of the sequence's blocks back, the last first: what begins like it can use the beginning for longer."""
+        for block_id in reversed(sequence.block_table):
+            self._release(block_id)
         sequence.block_table.clear()
+        sequence.num_computed_tokens = sequence.num_committed_blocks = sequence.num_shared_blocks = 0
+        sequence.has_shared_tail = False
+
+    def match(self, sequence: Sequence) -> list[int]:
+        """The cached blocks of the longest prefix of the sequence that is computed; at least its last token is left over."""
+        found: list[int] = []
+        if self.prefix_caching:
+            for number in range((sequence.num_tokens - 1) // self.block_size):
+                block_id = self.cached_blocks.get(self._hash(sequence, number))
+                if block_id is None:
+                    break
+                found.append(block_id)
+        return found
+
+    def share(self, sequence: Sequence, block_ids: list[int], num_tokens: int) -> None:
+        """Begin a sequence with blocks that hold its first num_tokens tokens already. The last of them may be full in part only."""
+        assert not sequence.block_table and num_tokens < sequence.num_tokens
+        for block_id in block_ids:
+            if self.ref_counts[block_id] == 0:
+                del self.evictable[block_id]
+            else:
+                sequence.num_shared_blocks += 1
+            self.ref_counts[block_id] += 1
+        sequence.block_table.extend(block_ids)
+        sequence.num_computed_tokens = num_tokens
+        sequence.num_committed_blocks = num_tokens // self.block_size
+        sequence.has_shared_tail = num_tokens % self.block_size != 0
+
+    def common_blocks(self, parent: Sequence, child: Sequence) -> list[int]:
+        """The parent's blocks that a fork keeps sharing: those before the one that the child writes first."""
+        return parent.block_table[: min(parent.num_prompt_tokens, child.num_tokens - 1) // self.block_size]
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Begin a child with its parent's blocks, as far as the two have their tokens in common: the prompt, but for the token it needs logits of."""
+        num_tokens = min(parent.num_prompt_tokens, child.num_tokens - 1)
+        assert parent.num_computed_tokens >= num_tokens
+        self.share(child, parent.block_table[: self.num_blocks_for(num_tokens)], num_tokens)
+        parent.has_shared_tail = parent.has_shared_tail or child.has_shared_tail
+
+    def commit(self, sequence: Sequence) -> None:
+        """Offer the sequence's full blocks, whose KV is now written, to the prefix cache. Of two equal blocks the first stays there."""
+        num_full = sequence.num_computed_tokens // self.block_size
+        if not self.prefix_caching:
+            return
+        for number in range(sequence.num_committed_blocks, num_full):
+            block_hash, block_id = self._hash(sequence, number), sequence.block_table[number]
+            if block_hash not in self.cached_blocks:
+                self.cached_blocks[block_hash] = block_id
+                self.block_hashes[block_id] = block_hash
+        sequence.num_committed_blocks = num_full
+
+    def take_copies(self) -> list[tuple[int, int]]:
+        """The copies (from, to) to be made before the next step."""
+        copies = [(source, target) for target, source in self.copies.items()]
+        self.copies.clear()
+        return copies
+
+    def _hash(self, sequence: Sequence, number: int) -> bytes:
+        """Of the sequence's number-th block: its tokens, all before them, and the salt."""
+        hashes = sequence.block_hashes
+        while len(hashes) <= number:
+            start = len(hashes) * self.block_size
+            parent = hashes[-1] if hashes else hashlib.blake2b(sequence.cache_salt.encode(), digest_size=16).digest()
+            tokens = array("q", sequence.token_ids[start : start + self.block_size]).tobytes()
+            hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
+        return hashes[number]
+
+    def _shared_tail(self, sequence: Sequence) -> int | None:
+        """Where in its table the block is that the sequence would write next, if it must not."""
+        number = sequence.num_computed_tokens // self.block_size
+        if number >= len(sequence.block_table):
+            return None
+        block_id = sequence.block_table[number]
+        return number if self.ref_counts[block_id] > 1 or self.block_hashes[block_id] is not None else None
+
+    def _take(self) -> int:
+        if self.empty:
+            block_id = self.empty.pop()
+        else:
+            block_id, _ = self.evictable.popitem(last=False)
+            evicted = self.block_hashes[block_id]
+            assert evicted is not None
+            del self.cached_blocks[evicted]
+            self.block_hashes[block_id] = None
+            self.num_evictions += 1
+        self.ref_counts[block_id] = 1
+        return block_id
+
+    def _release(self, block_id: int) -> None:
+        self.ref_counts[block_id] -= 1
+        if self.ref_counts[block_id]:
+            return
+        self.copies.pop(block_id, None)
+        if self.block_hashes[block_id] is None:
+            self.empty.append(block_id)
+        else:
+            self.evictable[block_id] = None

@@ -55,6 +55,7 @@ class Exchange:
         self._sampler_by_handle: dict[int, str] = {}
         self._forget: dict[str, list[int]] = defaultdict(list)  # by sampler: handles it need not remember
         self._done: list[bytes] = []  # entries to acknowledge with the next trip
+        self.publish_s = 0.0  # of the last exchange: what it took to write its messages
         self._step = 0
         self._warned_at = 0.0
 
@@ -88,6 +89,7 @@ class Exchange:
 
     def poll(self, room: int) -> Inbox:
         """A step without decisions (all of it chunks of prompts): look without waiting."""
+        self.publish_s = 0.0
         inbox = Inbox()
         self._trip(inbox, [], room, block_prompts=False)
         return inbox
@@ -98,6 +100,7 @@ class Exchange:
         Comes back early, with some undecided, if the stage is told to stop: whoever claims those sequences asks again.
         """
         self._step += 1
+        self.publish_s = 0.0
         inbox = Inbox()
         row_by_handle = {sequence.handle: row for row, sequence in enumerate(rows.sequences)}
         expected = {sequence.handle: sequence.next_position for sequence in rows.sequences}
@@ -113,12 +116,14 @@ class Exchange:
             if num_sends == MAX_SENDS:
                 inbox.unanswered = list(expected)
                 return inbox
+            began_at = time.perf_counter()
             if (not num_sends or has_gone) and live:
                 messages = list(self._address(rows, [row_by_handle[handle] for handle in expected], live))
                 sent_at, num_sends = time.monotonic(), num_sends + 1
             else:
                 messages = []
                 self._warn_if_alone(live)
+            self.publish_s += time.perf_counter() - began_at
             self._trip(inbox, messages, room, expected=expected)
             room = 0  # asked once a step
         return inbox
@@ -163,6 +168,7 @@ class Exchange:
             num_prompt_tokens=sequence.num_prompt_tokens,
             prompt_tail=request.prompt_token_ids[-PROMPT_TAIL:],
             echo_text=request.echo_text,
+            num_cached_tokens=sequence.num_cached_tokens,
         )
 
     def _trip(
@@ -172,8 +178,10 @@ class Exchange:
         done = list(self._done)
 
         def fill(pipe: Pipeline) -> None:
+            began_at = time.perf_counter()
             for sampler_id, message in messages:
                 append(pipe, candidates(sampler_id), message)
+            self.publish_s += time.perf_counter() - began_at
             self.prompts.finish(pipe, done)
             self.decisions.trim(pipe)
             if room > 0:

@@ -1,101 +1,219 @@
 """The scheduler: which sequences run in a step, and how many tokens of each.
 
 There are no phases. Every sequence has tokens and a number of them computed; a step raises that number within a token budget. What is
-called decoding is a sequence that is one token behind, prefill one that is many behind. Running sequences go first, the ones that are
-one token behind before the others, so a long prompt fills the rest of the budget in chunks and never stalls them. When the KV cache
-is full the youngest running sequence gives its blocks back and is computed again later.
+called decoding is a sequence that is one token behind, prefill one that is many behind. Those that are one token behind go first, so a
+long prompt fills the rest of the budget in chunks and never stalls them.
+
+One order rules who begins and who gives way: the rank, arrival time plus aging_s for each level of priority. All that waits ages alike, so
+ranks never change, a level of priority is worth aging_s of waiting, and nothing starves. The smallest rank begins first; when the KV
+cache is full the largest gives its blocks back, waits at its place, and is computed again when admission finds that it fits.
 """
 
-from collections import deque
-
-from services.compute.batch import ScheduledBatch, ScheduledSequence
+from services.compute.admission import Admission
+from services.compute.batch import ScheduledBatch, ScheduledChunk
 from services.compute.block_manager import BlockManager
 from services.compute.sequence import Sequence
+from services.compute.step_cost import StepCostFit
+from services.compute.waiting import WaitingQueue
+
+AGING_S = 30.0
+SURVEY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
+FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
 
 
 class Scheduler:
     """Plain Python over plain data. `schedule`, then `advance` when the step has run, then `append` each decided token."""
 
-    def __init__(self, block_manager: BlockManager, *, max_num_seqs: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self,
+        block_manager: BlockManager,
+        admission: Admission,
+        *,
+        max_num_seqs: int,
+        max_batched_tokens: int,
+        aging_s: float = AGING_S,
+        target_itl_s: float | None = None,
+    ) -> None:
         self.block_manager = block_manager
+        self.admission = admission
         self.max_num_seqs = max_num_seqs
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)  # every running sequence can have its one token
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest first
+        self.aging_s = aging_s
+        self.target_itl_s = target_itl_s
+        self.step_cost = StepCostFit()
+        self.waiting = WaitingQueue()
+        self.running: dict[int, Sequence] = {}  # by handle
         self.num_preemptions = 0
+        self.num_prefix_queries = 0  # prompt tokens looked up in the prefix cache, once for each sequence
+        self.num_prefix_hits = 0  # those that were found
+        self._groups: dict[str, dict[int, Sequence]] = {}  # what runs of each group
+        self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
 
     @property
     def num_unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    @property
-    def room(self) -> int:
-        """How many more sequences are worth taking from the queue now."""
-        return max(0, self.max_num_seqs - self.num_unfinished)
-
     def add(self, sequence: Sequence) -> None:
         """The sequence waits its turn. It must fit an otherwise empty cache at its longest."""
         assert self.block_manager.num_blocks_for(sequence.max_num_tokens) <= self.block_manager.num_blocks
-        self.waiting.append(sequence)
+        sequence.rank = sequence.arrived_at + sequence.priority * self.aging_s
+        self.waiting.push(sequence)
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None if there is nothing to compute."""
-        budget = self.max_batched_tokens
-        scheduled: dict[int, ScheduledSequence] = {}
-        for sequence in sorted(self.running, key=lambda sequence: sequence.num_uncomputed_tokens > 1):
-            if sequence not in self.running:
-                continue  # preempted for an older one, in this very loop
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            while num_tokens and not self.block_manager.grow(sequence, sequence.num_computed_tokens + num_tokens):
-                youngest = self.running[-1]
-                self._preempt(youngest)
-                dropped = scheduled.pop(youngest.handle, None)
-                budget += dropped.num_scheduled_tokens if dropped else 0
-                if youngest is sequence:
-                    num_tokens = 0
-            if num_tokens:
-                scheduled[sequence.handle] = ScheduledSequence(sequence, num_tokens)
-                budget -= num_tokens
-        self._admit(scheduled, budget)
-        if not scheduled:
-            return None
-        # single tokens first: attention computes them together
-        return ScheduledBatch(sorted(scheduled.values(), key=lambda each: each.num_scheduled_tokens > 1))
+        batch = ScheduledBatch()
+        num_preemptions = self.num_preemptions
+        behind = self._schedule_decodes(batch)
+        budget = self._schedule_chunks(batch, behind, self._prompt_budget(batch))
+        if self.num_preemptions == num_preemptions:
+            self._admit(batch, budget)
+        batch.block_copies = self.block_manager.take_copies()
+        return batch if batch.decodes or batch.chunks else None
 
     def advance(self, batch: ScheduledBatch) -> None:
         """The step has run: its tokens' KV is written."""
-        for scheduled in batch.sequences:
-            scheduled.sequence.num_computed_tokens += scheduled.num_scheduled_tokens
+        block_size = self.block_manager.block_size
+        for sequence in batch.decodes:
+            sequence.num_computed_tokens += 1
+            if sequence.num_computed_tokens % block_size == 0:
+                self.block_manager.commit(sequence)
+        for chunk in batch.chunks:
+            chunk.sequence.num_computed_tokens += chunk.num_tokens
+            self.block_manager.commit(chunk.sequence)
 
     def append(self, sequence: Sequence, token_id: int) -> None:
         """The sequence's next token was decided."""
         sequence.token_ids.append(token_id)
 
-    def finish(self, sequence: Sequence) -> None:
-        """The sequence has ended, for whatever reason, waiting or running; its blocks are free at once."""
+    def finish(self, sequence: Sequence, *, is_complete: bool = False) -> None:
+        """The sequence has ended, waiting or running, with its answer (is_complete, its last token appended) or without. Its blocks are free at once."""
         sequence.is_finished = True
-        (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self.block_manager.free(sequence)
+        if sequence.handle in self.running:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+        self.admission.ended(sequence, is_complete=is_complete)
+        self._refused = None
 
-    def _admit(self, scheduled: dict[int, ScheduledSequence], budget: int) -> None:
-        """Waiting sequences join in order, while there are budget, a place, and blocks for all their tokens and one more."""
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting[0]
-            missing = self.block_manager.num_missing_blocks(sequence, min(sequence.num_tokens + 1, sequence.max_num_tokens))
-            # one spare block for each running sequence, so that who joins is not preempted at the next border
-            if self.running and missing + len(self.running) > self.block_manager.num_free_blocks:
-                return
+    def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
+        """All that are one token behind. Returns the others, which are further behind."""
+        block_size = self.block_manager.block_size
+        behind = []
+        for sequence in list(self.running.values()):
+            num_computed = sequence.num_computed_tokens
+            if len(sequence.token_ids) - num_computed != 1:
+                behind.append(sequence)
+                continue
+            has_block = num_computed < len(sequence.block_table) * block_size and not sequence.has_shared_tail
+            if has_block or self._make_room(sequence, num_computed + 1, batch):
+                batch.decodes.append(sequence)
+        return behind
+
+    def _prompt_budget(self, batch: ScheduledBatch) -> int:
+        """The tokens that prompts may add to the step: within the bound, and within the target for who is decoding."""
+        budget = self.max_batched_tokens - len(batch.decodes)
+        if self.target_itl_s is None or not batch.decodes:
+            return budget
+        if self.step_cost.cost is None:
+            return min(budget, FIRST_CHUNK)
+        within = self.step_cost.cost.tokens_within(self.target_itl_s, batch.num_context_tokens) - len(batch.decodes)
+        return min(budget, max(within, self.block_manager.block_size))  # a prompt never stands still
+
+    def _schedule_chunks(self, batch: ScheduledBatch, behind: list[Sequence], budget: int) -> int:
+        """The next chunk of each running sequence that is further behind, while the budget lasts. Returns what is left of it."""
+        for sequence in sorted(behind, key=_rank):
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if not self.block_manager.grow(sequence, sequence.num_computed_tokens + num_tokens):
-                return
-            self.running.append(self.waiting.popleft())
-            scheduled[sequence.handle] = ScheduledSequence(sequence, num_tokens)
-            budget -= num_tokens
+            if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, batch):
+                batch.chunks.append(ScheduledChunk(sequence, num_tokens))
+                budget -= num_tokens
+        return budget
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Give its blocks back; it waits at the head of the queue and is computed anew, with the tokens it has."""
-        self.running.remove(sequence)
-        self.block_manager.free(sequence)
-        sequence.num_computed_tokens = 0
-        self.waiting.appendleft(sequence)
+    def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+        """Waiting sequences begin, in the order of their ranks, while there are budget, a place, and memory as the strategy counts it."""
+        is_surveyed = False
+        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting.head()
+            if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < SURVEY_EVERY:
+                self._refused = (sequence.handle, self._refused[1] + 1)
+                return
+            twin = self._twin(sequence)
+            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
+                return  # a step or two from now its prompt is computed, and need not be computed twice
+            if not is_surveyed:
+                self.admission.survey(self.running.values())
+                is_surveyed = True
+            matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
+            if not self._has_blocks(sequence, matched, budget) or not self.admission.admits(sequence, matched):
+                self._refused = (sequence.handle, 0)
+                return
+            budget -= self._begin(sequence, matched, twin, batch, budget)
+
+    def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
+        """Whether there are free blocks for the sequence's first chunk now."""
+        blocks = self.block_manager
+        num_tokens = min(sequence.num_tokens, len(matched) * blocks.block_size + budget)
+        unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
+        return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
+
+    def _begin(self, sequence: Sequence, matched: list[int], twin: Sequence | None, batch: ScheduledBatch, budget: int) -> int:
+        """The sequence leaves the queue, with its first chunk. Returns its tokens."""
+        self.waiting.remove(sequence)
+        self.running[sequence.handle] = sequence
+        if twin is not None:
+            self.block_manager.fork(twin, sequence)
+        else:
+            self.block_manager.share(sequence, matched, len(matched) * self.block_manager.block_size)
+        if sequence.group_id is not None:
+            self._groups.setdefault(sequence.group_id, {})[sequence.handle] = sequence
+        if not sequence.has_begun:
+            sequence.has_begun = True
+            sequence.num_cached_tokens = min(sequence.num_computed_tokens, sequence.num_prompt_tokens)
+            self.num_prefix_queries += sequence.num_prompt_tokens
+            self.num_prefix_hits += sequence.num_cached_tokens
+        num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        last = sequence.num_computed_tokens + num_tokens
+        has_grown = self.block_manager.grow(sequence, self.admission.num_tokens_held(sequence, last))
+        assert has_grown, "admitted without blocks"
+        batch.chunks.append(ScheduledChunk(sequence, num_tokens))
+        return num_tokens
+
+    def _twin(self, sequence: Sequence) -> Sequence | None:
+        """A running sequence of the same prompt, if there is one; rather one whose prompt is computed."""
+        members = self._groups.get(sequence.group_id) if sequence.group_id is not None else None
+        if not members:
+            return None
+        twin = max(members.values(), key=lambda each: each.num_computed_tokens >= each.num_prompt_tokens)
+        num_prompt = sequence.num_prompt_tokens
+        is_same = twin.token_ids[: twin.num_prompt_tokens] == sequence.token_ids[:num_prompt] and twin.cache_salt == sequence.cache_salt
+        return twin if is_same else None
+
+    def _make_room(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> bool:
+        """Blocks for the running sequence's first num_tokens tokens, taken from the last in rank if need be: that may be itself."""
+        while sequence.handle in self.running:
+            if self.block_manager.grow(sequence, num_tokens):
+                return True
+            self._preempt(max(self.running.values(), key=_rank), batch)
+        return False
+
+    def _preempt(self, sequence: Sequence, batch: ScheduledBatch) -> None:
+        """Give its blocks back; it waits, and is computed anew, with the tokens it has."""
+        if sequence in batch.decodes:
+            batch.decodes.remove(sequence)
+        batch.chunks = [chunk for chunk in batch.chunks if chunk.sequence is not sequence]
+        self._leave(sequence)
+        self.waiting.push(sequence)
+        sequence.num_preemptions += 1
         self.num_preemptions += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        del self.running[sequence.handle]
+        self.block_manager.free(sequence)
+        if sequence.group_id is not None:
+            members = self._groups[sequence.group_id]
+            del members[sequence.handle]
+            if not members:
+                del self._groups[sequence.group_id]
+
+
+def _rank(sequence: Sequence) -> tuple[float, int]:
+    return sequence.rank, sequence.handle

@@ -1,4 +1,4 @@
-"""Sequence: one stream of tokens being computed. No torch here, nor in batch, block_manager and scheduler: they are plain accounting."""
+"""Sequence: one stream of tokens being computed. No torch here, nor in any other module of the scheduler: they are plain accounting."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ from shared.sampling_params import SamplingParams
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Only Scheduler and BlockManager change num_computed_tokens and block_table; only Scheduler appends tokens."""
+    """Only Scheduler and BlockManager change what is below `eos_token_ids`; only Scheduler appends tokens."""
 
     handle: int  # unique in this process; names the sequence in StepCandidates
     request_id: str
@@ -16,8 +16,21 @@ class Sequence:
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
+    priority: int = 0  # smaller is more urgent
+    arrived_at: float = 0.0  # s, on the clock of whoever drives the scheduler
+    deadline: float | None = None  # on the same clock: if it has not begun by then, it is not worth beginning
+    group_id: str | None = None  # sequences of one prompt (n > 1) share its blocks
+    cache_salt: str = ""  # only sequences of one salt share cached prefixes
+    rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
     num_computed_tokens: int = 0  # tokens whose KV is written; below len(token_ids) while it runs
-    block_table: list[int] = field(default_factory=list)  # one block id per block_size tokens, append-only
+    num_cached_tokens: int = 0  # of the prompt, found computed when it first began
+    num_preemptions: int = 0
+    block_table: list[int] = field(default_factory=list)  # one block id per block_size tokens
+    block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as they were needed
+    num_committed_blocks: int = 0  # its first blocks, which the prefix cache has been offered
+    num_shared_blocks: int = 0  # blocks that others held already when it began
+    has_shared_tail: bool = False  # the block it writes next may be another's as well
+    has_begun: bool = False
     is_finished: bool = False
     _counts: Counter[int] = field(default_factory=Counter)
     _num_counted: int = 0

@@ -7,11 +7,13 @@ from typing import Any
 
 import torch
 
+from services.compute.batch import ScheduledBatch
 from services.compute.candidates import reduce
 from services.compute.exchange import Exchange, Inbox
 from services.compute.model_runner import ModelRunner
 from services.compute.scheduler import Scheduler
 from services.compute.sequence import Sequence
+from services.compute.step_meter import StepMeter
 from shared.messages import Control, RequestError, TokenEvent, TokenizedRequest
 from shared.settings import ComputeSettings
 from shared.stage import Stage
@@ -24,6 +26,7 @@ log = get_logger("penstock.compute")
 
 CLAIM_IDLE_MS = 5000  # entries are renewed every second: idle for longer, their replica is dead
 UPKEEP_EVERY_S = 1.0
+BACKLOG = 64  # prompts that wait here, at least
 
 
 @dataclass(slots=True)
@@ -47,7 +50,8 @@ class ComputeService:
         self.handles = itertools.count(1)
         self.upkept_at = 0.0
         self.gateway_seen_at: dict[str, float] = {}
-        self.num_prompt_tokens = self.num_output_tokens = self.num_steps = 0
+        self.meter = StepMeter()
+        self.num_prompt_tokens = self.num_output_tokens = 0
         stage.upkeep = self.renew
 
     def run(self) -> None:
@@ -66,29 +70,63 @@ class ComputeService:
 
     def step(self) -> None:
         """One step. What was decided is applied before anything is scheduled: a sequence that has ended must not run again."""
+        self.drop_expired()
+        self.meter.begin()
         batch = self.scheduler.schedule()
-        if batch is None:
-            inbox = self.exchange.wait(self.scheduler.room)
-        else:
-            logits = self.runner.forward(batch)
-            sampled = batch.sampled
-            self.scheduler.advance(batch)
-            inbox = self.exchange.decide(reduce(logits, sampled), self.scheduler.room) if sampled else self.exchange.poll(self.scheduler.room)
-            self.num_steps += 1
-            self.num_prompt_tokens += batch.num_tokens - len(sampled)
+        inbox = self.exchange.wait(self.room) if batch is None else self.compute(batch)
         self.apply(inbox)
         self.obey(inbox.control)
         self.admit(inbox)
         self.report()
 
+    def compute(self, batch: ScheduledBatch) -> Inbox:
+        """Run a scheduled step, up to the decisions for its tokens."""
+        self.meter.lap("schedule")
+        logits = self.runner.forward(batch)
+        self.meter.lap("forward")
+        num_tokens, num_context_tokens, sampled = batch.num_tokens, batch.num_context_tokens, batch.sampled
+        self.scheduler.advance(batch)
+        self.meter.lap("schedule")
+        if sampled:
+            rows = reduce(logits, sampled)
+            self.meter.lap("reduce")
+            inbox = self.exchange.decide(rows, self.room)
+        else:
+            inbox = self.exchange.poll(self.room)
+        self.meter.lap("wait")
+        self.meter.move(self.exchange.publish_s, "wait", "publish")
+        seconds = self.meter.end(num_tokens)
+        if not inbox.unanswered:
+            self.scheduler.step_cost.observe(num_tokens, num_context_tokens, seconds)
+        self.num_prompt_tokens += num_tokens - len(batch.decodes)
+        return inbox
+
+    @property
+    def room(self) -> int:
+        """How many prompts to take: for the free places in a step, and a backlog to wait here, where priorities count.
+
+        But nothing waits here that another replica could begin at once.
+        """
+        places = self.scheduler.max_num_seqs
+        others = [each for each in self.stage.registry.of("compute", self.stage.model) if each.replica_id != self.stage.replica_id]
+        is_needed = any(each.load.get("running", 0) + each.load.get("waiting", 0) < each.load.get("max_num_seqs", 0) for each in others)
+        return max(0, places + (0 if is_needed else max(places, BACKLOG)) - self.scheduler.num_unfinished)
+
+    def drop_expired(self) -> None:
+        """End what has not begun by its deadline."""
+        for sequence in self.scheduler.waiting.expired(time.time()):
+            error = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
+            self.cancel(self.running[sequence.handle], error)
+
     def apply(self, inbox: Inbox) -> None:
         """Append the decided tokens; take out what has ended."""
         for handle, (token_id, is_finished) in inbox.token_by_handle.items():
-            self.num_output_tokens += 1
+            running, is_token = self.running[handle], token_id >= 0
+            if is_token:
+                self.num_output_tokens += 1
+                self.scheduler.append(running.sequence, token_id)
             if is_finished:
-                self.end(self.running[handle], tell_sampler=False)
-            else:
-                self.scheduler.append(self.running[handle].sequence, token_id)
+                self.end(running, tell_sampler=False, is_complete=is_token)
         for handle in inbox.unanswered:
             self.cancel(self.running[handle], RequestError("no sampler could decide this request's next token"))
 
@@ -127,7 +165,20 @@ class ComputeService:
             log.info("request claimed", request_id=request.request_id, num_logged_tokens=len(logged))
         prompt = request.prompt_token_ids.tolist()
         tokens = prompt + [event.token_id for event in logged if event.token_id is not None]
-        sequence = Sequence(next(self.handles), request.request_id, tokens, len(prompt), request.params, request.eos_token_ids)
+        scheduling = request.scheduling
+        sequence = Sequence(
+            next(self.handles),
+            request.request_id,
+            tokens,
+            len(prompt),
+            request.params,
+            request.eos_token_ids,
+            priority=scheduling.priority,
+            arrived_at=request.created_at,
+            deadline=scheduling.deadline_at if scheduling.deadline_at and not logged else None,
+            group_id=scheduling.group_id or None,
+            cache_salt=scheduling.cache_salt,
+        )
         self.running[sequence.handle] = Running(sequence, request, delivery.entry_id)
         self.handle_by_request[request.request_id] = sequence.handle
         self.exchange.introduce(sequence, request)
@@ -172,19 +223,19 @@ class ComputeService:
                 pipe, sequence.request_id, gateway_id, position=sequence.num_output_tokens, error=error, num_prompt_tokens=sequence.num_prompt_tokens
             )
         )
-        self.end(running, tell_sampler=True)
+        self.end(running, tell_sampler=True, is_complete=False)
         log.info("request failed" if error else "request cancelled", request_id=sequence.request_id, num_output_tokens=sequence.num_output_tokens)
 
-    def end(self, running: Running, *, tell_sampler: bool) -> None:
-        self.scheduler.finish(running.sequence)
+    def end(self, running: Running, *, tell_sampler: bool, is_complete: bool) -> None:
+        self.scheduler.finish(running.sequence, is_complete=is_complete)
         self.exchange.forget(running.sequence, running.entry_id, tell_sampler=tell_sampler)
         del self.running[running.sequence.handle], self.handle_by_request[running.sequence.request_id]
 
     def upkeep(self) -> None:
         """Every second: take over what dead replicas left, and end what nobody reads any more."""
         self.upkept_at = now = time.monotonic()
-        if self.scheduler.room > 0:
-            prompts, dead = self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=self.scheduler.room)
+        if self.room > 0:
+            prompts, dead = self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=self.room)
             self.admit(Inbox(prompts=prompts, dead=dead))
         self.cancel_abandoned(now)
 
@@ -205,15 +256,19 @@ class ComputeService:
 
     def report(self) -> None:
         """What the registry shows of this replica."""
-        blocks = self.scheduler.block_manager
+        scheduler, blocks = self.scheduler, self.scheduler.block_manager
         self.stage.load = {
-            "running": len(self.scheduler.running),
-            "waiting": len(self.scheduler.waiting),
-            "preemptions": self.scheduler.num_preemptions,
-            "kv_cache_usage": 1 - blocks.num_free_blocks / blocks.num_blocks,
-            "steps": self.num_steps,
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "max_num_seqs": scheduler.max_num_seqs,
+            "preemptions": scheduler.num_preemptions,
+            "kv_cache_usage": blocks.num_used_blocks / blocks.num_blocks,
+            "prefix_cache_queries": scheduler.num_prefix_queries,
+            "prefix_cache_hits": scheduler.num_prefix_hits,
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
+            **scheduler.admission.metrics(),
+            **self.meter.load(),
         }
 
 

@@ -1,5 +1,6 @@
 """Tiny random models of every supported family, as transformers writes them."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from services.compute.admission import STRATEGIES
 from services.compute.block_manager import BlockManager
 from services.compute.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
@@ -65,20 +67,25 @@ def reference_model(name: str, folder: Path, *, shard: str = "50GB") -> PreTrain
 class Engine:
     """Scheduler, runner and greedy decisions in one place: compute's loop without Redis."""
 
-    def __init__(self, folder: Path, *, block_size: int = 16, num_blocks: int = 256, max_num_seqs: int = 64, max_batched_tokens: int = 512) -> None:
-        import json
-
+    def __init__(
+        self, folder: Path, *, block_size: int = 16, num_blocks: int = 256, max_num_seqs: int = 64, max_batched_tokens: int = 512, strategy: str = "predicted"
+    ) -> None:
         config = read_config(json.loads((folder / "config.json").read_text()))
         device = torch.device("cpu")
         model = Decoder(config, load_weights(folder, config, torch.float32, device))
         cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=device)
         self.runner = ModelRunner(model, cache, device)
-        self.scheduler = Scheduler(BlockManager(num_blocks, block_size), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+        blocks = BlockManager(num_blocks, block_size)
+        self.scheduler = Scheduler(blocks, STRATEGIES[strategy](blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self.logits: dict[int, list[torch.Tensor]] = {}
 
-    def generate(self, prompts: list[list[int]], num_tokens: int, *, eos: int | None = None) -> list[list[int]]:
-        """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number."""
-        sequences = [Sequence(number, str(number), list(prompt), len(prompt), SamplingParams(max_tokens=num_tokens)) for number, prompt in enumerate(prompts)]
+    def generate(self, prompts: list[list[int]], num_tokens: int, *, eos: int | None = None, group_id: str | None = None) -> list[list[int]]:
+        """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number.
+
+        With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best.
+        """
+        params = SamplingParams(max_tokens=num_tokens)
+        sequences = [Sequence(number, str(number), list(prompt), len(prompt), params, group_id=group_id) for number, prompt in enumerate(prompts)]
         self.logits = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             self.scheduler.add(sequence)
@@ -90,9 +97,10 @@ class Engine:
             self.scheduler.advance(batch)
             for sequence, row in zip(sampled, logits, strict=True):
                 self.logits[sequence.handle].append(row.clone())
-                token_id = int(row.argmax())
+                is_first_choice = group_id is None or sequence.num_output_tokens > 0
+                token_id = int(row.argmax() if is_first_choice else row.argsort(descending=True)[sequence.handle])
                 self.scheduler.append(sequence, token_id)
                 if sequence.num_output_tokens == num_tokens or token_id == eos:
-                    self.scheduler.finish(sequence)
+                    self.scheduler.finish(sequence, is_complete=True)
         assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
         return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]

@@ -1,0 +1,47 @@
+"""StepMeter: where the time of compute's steps goes, and how full they are. Totals since the start; /metrics shows them as counters."""
+
+import time
+from bisect import bisect_left
+from typing import Literal
+
+Part = Literal["schedule", "forward", "reduce", "publish", "wait"]
+PARTS: tuple[Part, ...] = ("schedule", "forward", "reduce", "publish", "wait")
+TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # upper ends
+
+
+class StepMeter:
+    """`begin` a step, `lap` at the end of each part, `end` it."""
+
+    def __init__(self) -> None:
+        self.num_steps = 0
+        self.seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self.num_tokens = 0
+        self._steps_by_bucket = [0] * (len(TOKEN_BUCKETS) + 1)
+        self._began_at = self._lapped_at = 0.0
+
+    def begin(self) -> None:
+        self._began_at = self._lapped_at = time.perf_counter()
+
+    def lap(self, part: Part) -> None:
+        """What has passed since the last lap was this part."""
+        now = time.perf_counter()
+        self.seconds[part] += now - self._lapped_at
+        self._lapped_at = now
+
+    def move(self, seconds: float, start: Part, end: Part) -> None:
+        """Some of what was booked as one part was another."""
+        self.seconds[start] -= seconds
+        self.seconds[end] += seconds
+
+    def end(self, num_tokens: int) -> float:
+        """The step is over. Returns its seconds."""
+        self.num_steps += 1
+        self.num_tokens += num_tokens
+        self._steps_by_bucket[bisect_left(TOKEN_BUCKETS, num_tokens)] += 1
+        return self._lapped_at - self._began_at
+
+    def load(self) -> dict[str, float]:
+        """For the registry."""
+        parts = {f"step_{part}_s": seconds for part, seconds in self.seconds.items()}
+        buckets = {f"iteration_tokens_{end}": float(count) for end, count in zip((*TOKEN_BUCKETS, "inf"), self._steps_by_bucket, strict=True)}
+        return {"steps": self.num_steps, "iteration_tokens": self.num_tokens, **parts, **buckets}
