@@ -4,12 +4,13 @@ Names are vLLM's where the meaning is the same, with our prefix. Every gateway s
 figures of one gateway alone carry its replica id.
 """
 
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.gateway.openai.formats import Choice
@@ -20,6 +21,24 @@ from shared.streams import DEAD_LETTER, REQUESTS, prompts
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+
+COMPUTE_GAUGES = {
+    "running": ("penstock_num_requests_running", "Sequences that have a place in compute's steps"),
+    "waiting": ("penstock_num_requests_waiting", "Sequences that wait in compute for a place"),
+    "kv_cache_usage": ("penstock_kv_cache_usage_perc", "Share of the KV cache that sequences hold, 1 is all"),
+}
+COMPUTE_COUNTERS = {
+    "preemptions": ("penstock_num_preemptions", "Sequences that gave their blocks back, to be computed again"),
+    "prefix_cache_queries": ("penstock_prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("penstock_prefix_cache_hits", "Prompt tokens found there"),
+    "prompt_tokens": ("penstock_computed_prompt_tokens", "Tokens computed in chunks: prompts, and what was computed again"),
+    "output_tokens": ("penstock_computed_generation_tokens", "Tokens decided"),
+    "steps": ("penstock_steps", "Compute's steps"),
+    "predicted_peaks": ("penstock_predicted_kv_peaks", "Predicted peaks of KV memory that were followed to their end"),
+    "predicted_peaks_exceeded": ("penstock_predicted_kv_peaks_exceeded", "Those that the real peak went beyond; about 1 in 20 should"),
+    "predicted_peak_ratio_sum": ("penstock_predicted_kv_peak_ratio_sum", "Sum of real / predicted over those peaks"),
+}
+STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
 
 
 class Metrics:
@@ -68,13 +87,29 @@ class PipelineState(Collector):
         for stage in ("gateway", "tokenizer", "compute", "sampler"):
             alive.add_metric([stage], sum(replica.stage == stage for replica in self.replicas))
         yield alive
-        names = {"running": "penstock_num_requests_running", "waiting": "penstock_num_requests_waiting", "kv_cache_usage": "penstock_kv_cache_usage_perc"}
-        for load, name in names.items():
-            gauge = GaugeMetricFamily(name, f"Compute's {load.replace('_', ' ')}", labels=["replica"])
-            for replica in self.replicas:
-                if replica.stage == "compute" and load in replica.load:
-                    gauge.add_metric([replica.replica_id], replica.load[load])
-            yield gauge
+        compute = [replica for replica in self.replicas if replica.stage == "compute" and "steps" in replica.load]
+        for kind, table in ((GaugeMetricFamily, COMPUTE_GAUGES), (CounterMetricFamily, COMPUTE_COUNTERS)):
+            for key, (name, text) in table.items():
+                family = kind(name, text, labels=["replica"])
+                for replica in compute:
+                    if key in replica.load:
+                        family.add_metric([replica.replica_id], replica.load[key])
+                yield family
+        parts = CounterMetricFamily("penstock_step_seconds", "Time of compute's steps, by part", labels=["replica", "part"])
+        tokens = HistogramMetricFamily("penstock_iteration_tokens_total", "Tokens computed in a step", labels=["replica"])
+        for replica in compute:
+            for part in STEP_PARTS:
+                parts.add_metric([replica.replica_id, part], replica.load[f"step_{part}_s"])
+            tokens.add_metric([replica.replica_id], _cumulated(replica.load), sum_value=replica.load["iteration_tokens"])
+        yield parts
+        yield tokens
+
+
+def _cumulated(load: dict[str, float]) -> list[tuple[str, float]]:
+    """The buckets of a step's tokens as Prometheus wants them: each counts all below its end."""
+    prefix = "iteration_tokens_"
+    ends = [key.removeprefix(prefix) for key in load if key.startswith(prefix)]
+    return list(zip(["+Inf" if end == "inf" else end for end in ends], itertools.accumulate(load[prefix + end] for end in ends), strict=True))
 
 
 class Measured:
