@@ -38,6 +38,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", help="default: the first that the gateway serves")
     chat.add_argument("--system", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
+    commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
     make.add_argument("out", type=Path, help="folder to write")
     make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
@@ -82,6 +83,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.chat import chat
 
             chat(args.url, args.model, args.system, args.temperature)
+        case "simulate":
+            from services.compute.simulation.__main__ import simulate
+
+            simulate(rest)
         case "make-model":
             from services.compute.make_model import make_model
 

@@ -64,6 +64,7 @@ class ComputeSettings(ModelSettings):
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
     target_itl_ms: float | None = Field(None, gt=0, description="time between tokens: chunks of prompts are cut to keep to it, as far as they can")
     admission: Literal["predicted", "paged", "reserve"] = Field("predicted", description="what must fit before a sequence begins: docs/scheduling.md")
+    admission_confidence: float = Field(0.99, ge=0.5, lt=1, description="with which a predicted peak of the KV cache must fit")
     aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
     block_size: int = Field(16, gt=0, description="tokens in a KV cache block")
     prefix_caching: bool = Field(True, description="keep the KV of finished sequences for those that begin alike")

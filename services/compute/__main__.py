@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from services.compute.admission import STRATEGIES
+from services.compute.admission import make_admission
 from services.compute.block_manager import BlockManager
 from services.compute.exchange import Exchange
 from services.compute.kv_cache import KVCache, choose_num_blocks
@@ -47,7 +47,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> tuple[Schedule
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
     scheduler = Scheduler(
         block_manager,
-        STRATEGIES[settings.admission](block_manager),
+        make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
         max_num_seqs=settings.max_num_seqs,
         max_batched_tokens=settings.max_batched_tokens,
         aging_s=settings.aging_s,

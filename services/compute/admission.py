@@ -7,7 +7,7 @@ a sequence in only if the memory of all that would then run is expected to fit o
 past, the peak of memory is sought over the future. The paper draws lengths at random; here the distribution is used as it is.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Protocol
@@ -20,7 +20,7 @@ from services.compute.sequence import Sequence
 
 Array = np.ndarray[Any, Any]
 
-CONFIDENCE = 0.95  # asked of a predicted peak
+CONFIDENCE = 0.99  # asked of a predicted peak: with 0.95 more is preempted and no more is done
 COHORT_EVERY = 16  # admissions between predictions that are followed up
 MAX_COHORTS = 8  # followed up at a time
 
@@ -128,6 +128,7 @@ class Predicted:
 
     def survey(self, running: Collection[Sequence]) -> None:
         self._running = list(running)
+        self.lengths.estimate([each.num_output_tokens for each in running])
         self._blocks = self._future(self._running)
         self._num_fixed_blocks = self.block_manager.num_used_blocks - sum(len(each.block_table) - each.num_shared_blocks for each in running)
 
@@ -191,7 +192,14 @@ class Predicted:
         self.calibration.sum_of_ratios += ratio
 
 
-STRATEGIES: dict[str, Callable[[BlockManager], Admission]] = {"reserve": Reserve, "paged": Paged, "predicted": Predicted}
+STRATEGIES = ("predicted", "paged", "reserve")
+
+
+def make_admission(strategy: str, block_manager: BlockManager, *, confidence: float = CONFIDENCE) -> Admission:
+    """One of STRATEGIES. confidence: of `predicted`."""
+    if strategy == "predicted":
+        return Predicted(block_manager, confidence=confidence)
+    return Paged(block_manager) if strategy == "paged" else Reserve(block_manager)
 
 
 def num_new_blocks(block_manager: BlockManager, num_tokens: int, matched: list[int]) -> int:

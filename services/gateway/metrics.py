@@ -35,7 +35,7 @@ COMPUTE_COUNTERS = {
     "output_tokens": ("penstock_computed_generation_tokens", "Tokens decided"),
     "steps": ("penstock_steps", "Compute's steps"),
     "predicted_peaks": ("penstock_predicted_kv_peaks", "Predicted peaks of KV memory that were followed to their end"),
-    "predicted_peaks_exceeded": ("penstock_predicted_kv_peaks_exceeded", "Those that the real peak went beyond; about 1 in 20 should"),
+    "predicted_peaks_exceeded": ("penstock_predicted_kv_peaks_exceeded", "Those that the real peak went beyond: 1 in 100, at a confidence of 0.99"),
     "predicted_peak_ratio_sum": ("penstock_predicted_kv_peak_ratio_sum", "Sum of real / predicted over those peaks"),
 }
 STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from services.compute.admission import STRATEGIES
+from services.compute.admission import make_admission
 from services.compute.block_manager import BlockManager
 from services.compute.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
@@ -76,7 +76,7 @@ class Engine:
         cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=device)
         self.runner = ModelRunner(model, cache, device)
         blocks = BlockManager(num_blocks, block_size)
-        self.scheduler = Scheduler(blocks, STRATEGIES[strategy](blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
+        self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self.logits: dict[int, list[torch.Tensor]] = {}
 
     def generate(self, prompts: list[list[int]], num_tokens: int, *, eos: int | None = None, group_id: str | None = None) -> list[list[int]]:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.compute.admission import STRATEGIES, Predicted
+from services.compute.admission import STRATEGIES, Predicted, make_admission
 from services.compute.batch import ScheduledBatch
 from services.compute.block_manager import BlockManager
 from services.compute.scheduler import Scheduler
@@ -22,7 +22,7 @@ NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 24, 4, 5, 12
 
 def make_scheduler(strategy: str = "predicted", *, num_blocks: int = NUM_BLOCKS, prefix_caching: bool = True, **limits: Any) -> Scheduler:
     blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
-    return Scheduler(blocks, STRATEGIES[strategy](blocks), **{"max_num_seqs": MAX_SEQS, "max_batched_tokens": MAX_TOKENS, **limits})
+    return Scheduler(blocks, make_admission(strategy, blocks), **{"max_num_seqs": MAX_SEQS, "max_batched_tokens": MAX_TOKENS, **limits})
 
 
 def make_sequence(handle: int, prompt: list[int], max_tokens: int, **fields: Any) -> Sequence:
@@ -31,7 +31,7 @@ def make_sequence(handle: int, prompt: list[int], max_tokens: int, **fields: Any
 
 class SchedulerMachine(RuleBasedStateMachine):
     @initialize(
-        strategy=st.sampled_from(sorted(STRATEGIES)),
+        strategy=st.sampled_from(STRATEGIES),
         prefix_caching=st.booleans(),
         target_itl_s=st.sampled_from([None, 0.001, 0.02]),
         num_blocks=st.integers(24, 60),

@@ -1,0 +1,141 @@
+"""Replay: a trace through a real Scheduler, with a clock that moves by what each step costs."""
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from tqdm import tqdm
+
+from services.compute.batch import ScheduledBatch
+from services.compute.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from services.compute.simulation.trace import TraceRequest
+from shared.sampling_params import SamplingParams
+
+PERCENTILES = (50, 90, 99)
+VOCABULARY = 1 << 20  # prompts are numbered so that no two begin alike unless they should
+
+
+@dataclass(slots=True)
+class Timeline:
+    """What became of one request; times in s on the simulated clock."""
+
+    request: TraceRequest
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+    @property
+    def ttft(self) -> float:
+        return self.first_at - self.request.arrived_at
+
+    @property
+    def tpot(self) -> float:
+        return (self.last_at - self.first_at) / max(1, self.request.num_output_tokens - 1)
+
+
+@dataclass(slots=True)
+class Replay:
+    """What came out."""
+
+    timelines: list[Timeline]
+    seconds: float = 0.0  # on the simulated clock, until the last token
+    num_steps: int = 0
+    num_sequence_steps: int = 0
+    num_preemptions: int = 0
+    scheduler_s: float = 0.0  # of real time, in the scheduler
+    gaps: list[float] = field(default_factory=list)  # between tokens of a sequence, where it is not one step
+    steps: list[tuple[float, int]] = field(default_factory=list)  # seconds, and sequences for which it was the time between tokens
+
+    @property
+    def qps(self) -> float:
+        return len(self.timelines) / self.seconds
+
+    def itl(self, percentile: float) -> float:
+        """Of the time between tokens, over all tokens."""
+        gaps = np.array([*self.gaps, *(seconds for seconds, _ in self.steps)])
+        weights = np.array([1] * len(self.gaps) + [count for _, count in self.steps])
+        if not weights.sum():
+            return 0.0
+        order = np.argsort(gaps)
+        at = np.searchsorted(np.cumsum(weights[order]), weights.sum() * percentile / 100)
+        return float(gaps[order][min(int(at), len(gaps) - 1)])
+
+
+def replay(
+    scheduler: Scheduler,
+    requests: list[TraceRequest],
+    step_seconds: Callable[[ScheduledBatch], float],
+    *,
+    max_total_tokens: int | None,
+    progress: bool = False,
+) -> Replay:
+    """Run all requests to their ends. step_seconds runs or estimates a step.
+
+    max_total_tokens: what each request asks for, prompt and answer together; None: it knows its answer's length and asks for no more.
+    Raises ValueError for a request that does not fit.
+    """
+    arrivals = sorted(requests, key=lambda request: request.arrived_at)
+    result = Replay([Timeline(request) for request in arrivals])
+    num_arrived, now = 0, 0.0
+    with tqdm(total=len(arrivals), desc="replaying", unit="request", disable=not progress) as bar:
+        while num_arrived < len(arrivals) or scheduler.num_unfinished:
+            while num_arrived < len(arrivals) and arrivals[num_arrived].arrived_at <= now:
+                scheduler.add(make_sequence(num_arrived, arrivals[num_arrived], max_total_tokens))
+                num_arrived += 1
+            started = time.perf_counter()
+            batch = scheduler.schedule()
+            result.scheduler_s += time.perf_counter() - started
+            if batch is None:
+                now = arrivals[num_arrived].arrived_at
+                continue
+            num_tokens, num_context_tokens, sampled = batch.num_tokens, batch.num_context_tokens, batch.sampled
+            seconds = step_seconds(batch)
+            now += seconds
+            started = time.perf_counter()
+            scheduler.advance(batch)
+            ended = record(result, scheduler, sampled, now, seconds)
+            scheduler.step_cost.observe(num_tokens, num_context_tokens, seconds)
+            result.scheduler_s += time.perf_counter() - started
+            bar.update(ended)
+    result.seconds, result.num_preemptions = now, scheduler.num_preemptions
+    return result
+
+
+def record(result: Replay, scheduler: Scheduler, sampled: list[Sequence], now: float, seconds: float) -> int:
+    """Each of the step's sequences gets a token, and its time is noted. Returns how many came to their ends."""
+    num_usual = num_ended = 0
+    before = now - seconds
+    for sequence in sampled:
+        timeline = result.timelines[sequence.handle]
+        scheduler.append(sequence, 0)
+        if sequence.num_output_tokens == 1:
+            timeline.first_at = now
+        elif timeline.last_at == before:
+            num_usual += 1
+        else:
+            result.gaps.append(now - timeline.last_at)
+        timeline.last_at = now
+        if sequence.num_output_tokens == timeline.request.num_output_tokens:
+            scheduler.finish(sequence, is_complete=True)
+            num_ended += 1
+    result.steps.append((seconds, num_usual))
+    result.num_steps += 1
+    result.num_sequence_steps += len(sampled)
+    return num_ended
+
+
+def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | None) -> Sequence:
+    """A sequence of the request's lengths; its tokens are made up."""
+    num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
+    if max_total_tokens is not None and num_prompt + num_output > max_total_tokens:
+        raise ValueError(f"a request of {num_prompt} + {num_output} tokens is longer than {max_total_tokens}")
+    own = VOCABULARY + number
+    tokens = [*range(request.num_shared_tokens), *[own] * (num_prompt - request.num_shared_tokens)]
+    max_tokens = num_output if max_total_tokens is None else max_total_tokens - num_prompt
+    return Sequence(number, str(number), tokens, num_prompt, SamplingParams(max_tokens=max_tokens), arrived_at=request.arrived_at)
+
+
+def percentiles(values: Iterable[float]) -> list[float]:
+    """Of PERCENTILES."""
+    return [float(value) for value in np.percentile(np.array(list(values)), PERCENTILES)]
