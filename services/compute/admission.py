@@ -119,7 +119,7 @@ class Predicted:
         self.lengths = OutputLengths()
         self.calibration = Calibration()
         self._z = NormalDist().inv_cdf(confidence)
-        self._horizon = np.unique(np.geomspace(1, 1 << 24, 64).astype(np.int64)) - 1  # tokens from now, from 0 up, ever further apart
+        self._horizon = np.unique(np.geomspace(1, 1 << 24, 64).astype(np.int32)) - 1  # tokens from now, from 0 up, ever further apart
         self._running: list[Sequence] = []
         self._num_fixed_blocks = 0.0  # held now by more than one, or by nobody who was counted
         self._blocks: tuple[Array, Array, Array] = self._future([])
@@ -171,14 +171,23 @@ class Predicted:
         A sequence with g tokens of output is still there after t more with the probability P(length > g + t) / P(length > g), and then
         holds the blocks of t more tokens. num_shared: of the blocks that others hold; by default what each was begun with.
         """
-        rows = [(each.num_tokens, each.num_output_tokens, each.params.max_tokens or 0, each.num_shared_blocks) for each in sequences]
-        now, outputs, limits, shared = np.array(rows, np.int64).reshape(-1, 4).T[:, :, None]
-        after = outputs + self._horizon
-        is_possible = after < limits
-        alive = is_possible * self.lengths.survival(after) / self.lengths.survival(outputs)
-        blocks = -(-(now + self._horizon) // self.block_manager.block_size) - (shared if num_shared is None else num_shared)
-        mean = alive * blocks
-        return mean.sum(0), (mean * blocks - mean * mean).sum(0), (is_possible * blocks).sum(0).astype(np.float64)
+        mean, variance, most = np.zeros((3, len(self._horizon)))
+        if not sequences:
+            return mean, variance, most
+        now = np.array([len(each.token_ids) for each in sequences], np.int32)[:, None]
+        outputs = now - np.array([each.num_prompt_tokens for each in sequences], np.int32)[:, None]
+        limits = np.array([each.params.max_tokens or 0 for each in sequences], np.int32)[:, None]
+        shared = np.array([each.num_shared_blocks for each in sequences])[:, None] if num_shared is None else num_shared
+        size = int(np.searchsorted(self._horizon, (limits - outputs).max()))  # of the horizon, until the last must have ended
+        horizon = self._horizon[:size]
+        is_possible = horizon < limits - outputs
+        alive = is_possible * (self.lengths.survival(outputs + horizon) / self.lengths.survival(outputs))
+        blocks = (now + (horizon + self.block_manager.block_size - 1)) // self.block_manager.block_size - shared
+        expected = alive * blocks
+        mean[:size] = expected.sum(0)
+        variance[:size] = np.einsum("sh,sh->h", expected, blocks - expected)
+        most[:size] = np.einsum("sh,sh->h", is_possible, blocks)
+        return mean, variance, most
 
     def _compare(self, cohort: Cohort) -> None:
         """The real peak comes when one of the sequences ends: all that lived longer had then grown as far as it had."""

@@ -7,15 +7,16 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 WINDOW = 1000  # answers remembered
-LONGEST = 1.0  # answers assumed beside the seen ones, which run as long as they may
+USUAL, USUAL_WEIGHT = 512.0, 2.0  # tokens; how many seen answers the assumption weighs as much as
 
 
 class OutputLengths:
     """The survival function P(length > x) of recent answers by Kaplan and Meier (1958), "Nonparametric estimation from incomplete observations".
 
     An answer that still runs, or that ended because it reached its max_tokens, is incomplete: all it says is that its length is beyond that.
-    (Without those that run, the first to end, which are short, would speak for all.) LONGEST imagined answers that never end are
-    counted in; so with no history every answer is expected to run to its max_tokens, and one longer than all that were seen as well.
+    (Without those that run, the first to end, which are short, would speak for all.) Where little was seen, at the beginning and beyond the
+    longest, answers are assumed to end at a constant rate, 1 / USUAL a token, mixed in as Hjort's beta process does (1990,
+    "Nonparametric Bayes estimators based on beta processes in models for life history data").
     """
 
     def __init__(self) -> None:
@@ -41,10 +42,11 @@ class OutputLengths:
         size = int(lengths.max()) + 1
         ends = np.bincount(self._lengths[:count][self._is_complete[:count]], minlength=size)
         left = np.bincount(lengths, minlength=size)  # out of sight, by whatever cause
-        at_risk = len(lengths) + LONGEST - (np.cumsum(left) - left)
-        self._survival = np.cumprod(1.0 - ends / at_risk)
+        at_risk = len(lengths) - (np.cumsum(left) - left)
+        self._survival = np.cumprod(1.0 - (ends + USUAL_WEIGHT / USUAL) / (at_risk + USUAL_WEIGHT))
 
     def survival(self, lengths: Array) -> Array:
         """P(length > x) for each x of `lengths` (integers, any shape), as of the last estimate. Never 0."""
-        values: Array = self._survival[np.minimum(lengths, len(self._survival) - 1)]
+        last = len(self._survival) - 1
+        values: Array = self._survival[np.minimum(lengths, last)] * np.exp(np.minimum(last - lengths, 0) / USUAL)
         return values

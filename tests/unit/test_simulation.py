@@ -90,15 +90,18 @@ def test_a_noisy_step_cost_is_found_and_never_negative() -> None:
 
 
 def test_answers_that_still_run_count_as_longer() -> None:
-    """Kaplan and Meier by hand: ends at 2 and 4 of five answers, one of which is out of sight at 3 and two at 6, and one that never ends."""
+    """By hand: of five answers two end, at 2 and at 4; one is out of sight from 3 on, two from 6. Two imagined ones end at 1 in 512 a token."""
     lengths = OutputLengths()
-    assert lengths.survival(np.array([0, 1000])).tolist() == [1.0, 1.0]
+    assert lengths.survival(np.array([0, 512])) == pytest.approx([1.0, np.exp(-1)])
     lengths.add(2, ended_by_itself=True)
     lengths.add(4, ended_by_itself=True)
     lengths.add(3, ended_by_itself=False)
     lengths.estimate([6, 6])
-    expected = [1.0, 1.0, 5 / 6, 5 / 6, 5 / 6 * 3 / 4, 5 / 6 * 3 / 4, 5 / 6 * 3 / 4]
-    assert lengths.survival(np.array([0, 1, 2, 3, 4, 5, 9999])) == pytest.approx(expected)
+    usual = 2 / 512
+    hazards = np.array([usual / 7, usual / 7, (1 + usual) / 7, usual / 6, (1 + usual) / 5, usual / 4, usual / 4])
+    expected = np.cumprod(1 - hazards)
+    assert lengths.survival(np.arange(7)) == pytest.approx(expected)
+    assert lengths.survival(np.array([6 + 1024])) == pytest.approx(expected[-1:] * np.exp(-2))
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
