@@ -2,11 +2,11 @@
 
 Method: the same trace through the same Scheduler, once with the policy and once without, all requests there at once unless said
 otherwise. By simulation at the size of Llama 2 7B (multi-head attention: 512 KiB of KV a token) and Llama 3 8B (grouped-query: 128 KiB) on
-an 80 GB A100 by its roofline; with --real by running the demo model on this CPU with a KV cache of 512 blocks, where the clock moves by the
-measured seconds of each forward pass and reduction. Static batching and separate steps are subclasses here: the product has neither.
+an 80 GB A100 by its roofline; with --real by running a model on this CPU with a KV cache of 512 blocks, where the clock moves by the
+measured seconds of each forward pass and reduction, and lengths are divided by --shorten. Static batching and separate steps are subclasses here: the product has neither.
 
     python -m bench.scheduling                                   # simulated, a synthetic trace
-    python -m bench.scheduling --trace chats.json --real         # ShareGPT's lengths, and really as well
+    python -m bench.scheduling --trace chats.json --real demo    # ShareGPT's lengths, and the demo model on this CPU as well
 """
 
 import argparse
@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from services.compute.admission import make_admission
 from services.compute.batch import ScheduledBatch
@@ -23,12 +24,13 @@ from services.compute.sequence import Sequence
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, kv_tokens
 from services.compute.simulation.simulator import Replay, percentiles, replay
 from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
-from shared.model_files import DEMO_MODEL, open_model
+from shared.model_files import open_model
 from shared.sampling_params import SamplingParams
 from shared.settings import ComputeSettings
 
 StepSeconds = Callable[[ScheduledBatch], float]
 BLOCK_SIZE = 16
+REAL_BLOCKS, REAL_LONGEST = 512, 1024  # the KV cache, and what a sequence may take of it: 8 sequences of full length
 
 
 class SeparateSteps(Scheduler):
@@ -86,13 +88,13 @@ def simulated(model: str) -> Machine:
     )
 
 
-def real() -> Machine:
-    """The demo model on this CPU."""
+def real(model: str) -> Machine:
+    """A model on this CPU."""
     from services.compute.__main__ import build_engine
     from services.compute.candidates import reduce
 
-    settings = ComputeSettings(model="demo", dtype="float32", kv_cache_memory="32MiB")  # type: ignore[arg-type]
-    scheduler, runner, longest = build_engine(settings, open_model(str(DEMO_MODEL), weights=True))
+    settings = ComputeSettings(model=model, max_model_len=REAL_LONGEST, kv_cache_share=0.1)
+    _, runner, longest = build_engine(settings, open_model(model, weights=True))
 
     def step_seconds(batch: ScheduledBatch) -> float:
         started = time.perf_counter()
@@ -101,7 +103,7 @@ def real() -> Machine:
             reduce(logits, sampled)
         return time.perf_counter() - started
 
-    return Machine("demo model, this CPU, measured", step_seconds, scheduler.block_manager.num_blocks, longest, 64, 512)
+    return Machine(f"{Path(model).name}, this CPU, measured", step_seconds, REAL_BLOCKS, longest, 64, 512)
 
 
 def compare_policies(machine: Machine, requests: list[TraceRequest], rounds: int) -> None:
@@ -127,6 +129,10 @@ def compare_policies(machine: Machine, requests: list[TraceRequest], rounds: int
         tpot = percentiles(each.tpot * 1000 for each in result.timelines)
         seqs = result.num_sequence_steps / result.num_steps
         print(f"{policy.name:24}{result.qps:8.2f}{result.qps / first:9.2f}x{seqs:6.0f}{result.num_preemptions:11}{tpot[0]:10.1f}{tpot[2]:9.1f}")
+
+
+def shorten(request: TraceRequest, factor: int) -> TraceRequest:
+    return replace(request, num_prompt_tokens=-(-request.num_prompt_tokens // factor), num_output_tokens=-(-request.num_output_tokens // factor))
 
 
 def fit(request: TraceRequest, longest: int) -> TraceRequest:
@@ -212,8 +218,9 @@ def step_microseconds(running: int, *, churn: bool) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="The scheduler's policies against each other, and its overhead.")
     parser.add_argument("--trace", default="synthetic", help="synthetic, or a file of requests as for penstock simulate (default: %(default)s)")
-    parser.add_argument("--num-requests", type=int, help="default: all of a file, 1000 synthetic ones; 256 really")
-    parser.add_argument("--real", action="store_true", help="also run the demo model on this CPU (some minutes)")
+    parser.add_argument("--num-requests", type=int, help="default: all of a file, 1000 synthetic ones; 128 really")
+    parser.add_argument("--real", metavar="MODEL", help="also run a model on this CPU, some minutes: demo, or a folder")
+    parser.add_argument("--shorten", type=int, default=1, help="divide the lengths of what really runs (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each real case, of which the median counts (default: %(default)s)")
     args = parser.parse_args()
     requests = load_trace(args.trace, args.num_requests)
@@ -223,8 +230,8 @@ def main() -> None:
         compare_prefix_caching(machine, requests, 6.0, 1000, 1)
         compare_chunks(machine, 3500, 32, 1)
     if args.real:
-        machine = real()
-        some = requests[: args.num_requests or 256]
+        machine = real(args.real)
+        some = [shorten(request, args.shorten) for request in requests[: args.num_requests or 128]]
         compare_policies(machine, some, args.rounds)
         compare_prefix_caching(machine, some[:100], 4.0, 512, args.rounds)
         compare_chunks(machine, 900, 8, args.rounds)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.compute.row_search import SortedHead, find_largest, sort_until, total_mass
 from services.compute.sequence import Sequence
 from shared.decision import GREEDY, cumulative_mass, falls_beyond, kept_count, uniform
 from shared.messages import SequenceIntro, StepCandidates
@@ -21,7 +22,6 @@ Array = np.ndarray[Any, Any]
 
 LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
 MAX_LISTED = 256  # of a row with a large top-k
-CHUNK = 64  # logits that share a maximum in the search for the largest
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
             k = int(counts[rows].max())
             some = logits if len(rows) == num_rows else logits[torch.from_numpy(rows).to(logits.device)]
             largest, ids = find_largest(some, k)
-            token_ids[rows, :k], values[rows, :k] = ids.cpu().numpy(), largest.cpu().numpy()
+            token_ids[rows, :k], values[rows, :k] = ids, largest
     values[np.arange(width) >= counts[:, None]] = -np.inf
     logsumexp = np.zeros(num_rows, np.float32)
     for row in (row for row, each in enumerate(params) if each.logprobs is not None):
@@ -112,35 +112,6 @@ def edit(row: torch.Tensor, sequence: Sequence) -> None:
         row[torch.tensor(enders, device=row.device)] = -torch.inf
 
 
-def find_largest(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The k largest of each row, by falling value, ties by rising token id. logits: [R, vocab]. Returns values and ids, [R, k].
-
-    One pass takes each chunk's maximum; the k largest lie in the k chunks with the largest maxima, and only those are sorted.
-    """
-    num_rows, vocab_size = logits.shape
-    if k == 1:
-        ids = logits.argmax(dim=-1, keepdim=True)  # the first of several equal ones
-        return logits.gather(1, ids), ids
-    num_chunks = vocab_size // CHUNK
-    if num_chunks <= k + 1:
-        values, ids = logits.sort(dim=-1, descending=True, stable=True)
-        return values[:, :k], ids[:, :k]
-    maxima, chunks = logits[:, : num_chunks * CHUNK].view(num_rows, num_chunks, CHUNK).amax(dim=-1).topk(k + 1, dim=-1)
-    chosen = chunks[:, :k].sort(dim=-1).values
-    offsets = torch.arange(CHUNK, device=logits.device)
-    ids = (chosen[:, :, None] * CHUNK + offsets).flatten(1)
-    if num_chunks * CHUNK < vocab_size:
-        rest = torch.arange(num_chunks * CHUNK, vocab_size, device=logits.device)
-        ids = torch.cat((ids, rest.expand(num_rows, -1)), dim=1)
-    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
-    values, ids = values[:, :k].clone(), ids.gather(1, order[:, :k])
-    for row in (maxima[:, k] >= values[:, k - 1]).nonzero().flatten().tolist():  # a tie at the border: perhaps in a chunk left out
-        tied = (logits[row] >= values[row, -1]).nonzero().flatten()
-        best, order = logits[row, tied].sort(descending=True, stable=True)
-        values[row], ids[row] = best[:k], tied[order[:k]]
-    return values, ids
-
-
 def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array) -> tuple[Array, Array, Array]:
     """For the rows that are drawn at random, the kept mass and the tail. Returns kept_mass, tail_token_ids, tail_logits, each [R]."""
     num_rows = len(sequences)
@@ -152,47 +123,41 @@ def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts:
     params = [sequences[row].params for row in rows]
     u = uniform(np.array([each.seed for each in params], np.uint64), np.array([sequences[row].next_position for row in rows], np.int32))
     mass = cumulative_mass(values[rows], np.array([each.temperature for each in params]))
-    sorted_rows: dict[int, tuple[Array, Array, Array]] = {}
+    heads: dict[int, SortedHead] = {}
     for at, (row, each) in enumerate(zip(rows, params, strict=True)):
         count = int(counts[row])
-        kept = kept_mass_of(logits[row], each, mass[at, :count], values[row, :count])
+        listed, listed_mass = values[row, :count], mass[at, :count]
+        total = float(listed_mass[-1])
+        if each.top_k == 0 and (each.top_p < 1.0 or each.min_p == 0.0):
+            total = max(total, total_mass(logits[row], float(listed[0]), each.temperature))
+        kept = kept_mass_of(each, listed_mass, listed, total, is_whole=count == logits.shape[1])
         if kept is None:
-            ids, sorted_logits, sorted_mass = sorted_rows[at] = sort_row(logits[row], each.temperature)
-            kept = float(sorted_mass[_count(sorted_mass, each, sorted_logits, float(sorted_mass[-1])) - 1])
+            head = heads[at] = sort_until(logits[row], each.temperature, lambda head: kept_mass_of(each, head.mass, head.values, total) is not None)  # noqa: B023
+            kept = kept_mass_of(each, head.mass, head.values, total, is_whole=head.is_whole)
+            assert kept is not None
         kept_mass[row] = kept
     for at in np.flatnonzero(falls_beyond(mass, counts[rows], kept_mass[rows], u)).tolist():
-        row = rows[at]
-        ids, sorted_logits, sorted_mass = sorted_rows.get(at) or sort_row(logits[row], params[at].temperature)
-        place = min(int(np.searchsorted(sorted_mass, u[at] * kept_mass[row], side="right")), len(ids) - 1)
-        tail_token_ids[row], tail_logits[row] = ids[place], sorted_logits[place]
+        row, until = rows[at], u[at] * kept_mass[rows[at]]
+        head = heads.get(at) or sort_until(logits[row], params[at].temperature, lambda head: bool(head.mass[-1] > until))  # noqa: B023
+        place = min(int(np.searchsorted(head.mass, until, side="right")), len(head.mass) - 1)
+        tail_token_ids[row], tail_logits[row] = head.token_at(place), head.values[place]
     return kept_mass, tail_token_ids, tail_logits
 
 
-def kept_mass_of(row: torch.Tensor, params: SamplingParams, mass: Array, values: Array) -> float | None:
-    """The mass of a row's kept tokens as far as the list tells; None: the whole row must be sorted.
+def kept_mass_of(params: SamplingParams, mass: Array, values: Array, total: float, *, is_whole: bool = False) -> float | None:
+    """The mass of a row's kept tokens as far as its first ones, [count] mass and values, tell; None: more of them are needed.
 
-    mass, values: [count] of the listed candidates.
+    total: the mass of all, where truncation depends on it.
     """
-    is_whole = len(mass) == len(row)
     if is_whole or 0 < params.top_k <= len(mass):
         return float(mass[_count(mass, params, values, float(mass[-1])) - 1])
     if params.top_k > 0:
         return None
-    total = float(mass[-1])
-    if params.top_p < 1.0 or params.min_p == 0.0:
-        total = max(total, torch.exp((row - float(values[0])) / params.temperature).sum(dtype=torch.float32).item())
     if params.top_p == 1.0 and params.min_p == 0.0:
         return total
     count = _count(mass, params, values, total)
     is_bounded = count < len(mass) or (params.top_p < 1.0 and mass[-1] >= params.top_p * total)
     return float(mass[count - 1]) if is_bounded else None
-
-
-def sort_row(row: torch.Tensor, temperature: float) -> tuple[Array, Array, Array]:
-    """A whole row in order: token ids, logits, cumulative mass, each [vocab]."""
-    values, ids = row.sort(descending=True, stable=True)
-    logits = values.cpu().numpy()
-    return ids.cpu().numpy(), logits, cumulative_mass(logits[None, :], np.array([temperature]))[0]
 
 
 def _count(mass: Array, params: SamplingParams, values: Array, total: float) -> int:

@@ -8,7 +8,8 @@ import pytest
 import torch
 from scipy import stats
 
-from services.compute.candidates import find_largest, reduce
+from services.compute.candidates import reduce
+from services.compute.row_search import CHUNK, SortedHead, _largest_on_device, find_largest
 from services.compute.sequence import Sequence
 from shared.decision import decide, pad, uniform
 from shared.messages import StepCandidates, decode, encode
@@ -136,15 +137,34 @@ def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
     assert rows.counts.tolist() == [1, 1]
 
 
-@pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [2, 20, 64])))
-def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int) -> None:
-    """Rounded to quarters, so that most values are tied, at the list's border too."""
+@pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str) -> None:
+    """Rounded to quarters, so that most values are tied, at the list's border too. The GPU's way runs on the CPU as well."""
     logits = (torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 4).round() / 4
-    values, ids = find_largest(logits, k)
+    logits[-1, 5:] = -torch.inf
+    if place == "host":
+        values, ids = find_largest(logits, k)
+    elif k <= vocab // CHUNK:
+        values, ids = _largest_on_device(logits, k, vocab // CHUNK)
+    else:
+        pytest.skip("fewer chunks than are wanted: the whole row is sorted")
     for row in range(len(logits)):
         order = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:k]
         assert ids[row].tolist() == order.tolist()
         assert values[row].tolist() == logits[row].numpy()[order].tolist()
+
+
+def test_a_sorted_row_knows_which_token_is_where() -> None:
+    row = (torch.randn(700, generator=torch.Generator().manual_seed(1)) * 4).round() / 4
+    order = np.lexsort((np.arange(len(row)), -row.numpy()))
+    weights = np.exp((row.double().numpy()[order] - float(row.max())) / 0.7)
+    for reach, count in ((1.0, 3), (8.0, 143), (np.inf, 700)):
+        head = SortedHead(row.numpy(), 0.7, reach)
+        assert len(head.mass) == (row >= row.max() - 0.7 * reach).sum() >= count
+        assert head.is_whole == (reach == np.inf)
+        assert [head.token_at(place) for place in range(len(head.mass))] == order[: len(head.mass)].tolist()
+        np.testing.assert_allclose(head.mass, weights.cumsum()[: len(head.mass)], rtol=1e-12)
 
 
 def test_min_tokens_bans_what_would_end_the_answer() -> None:

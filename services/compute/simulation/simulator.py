@@ -14,7 +14,7 @@ from services.compute.simulation.trace import TraceRequest
 from shared.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
-VOCABULARY = 1 << 20  # prompts are numbered so that no two begin alike unless they should
+VOCABULARY = 1000  # made-up tokens are below: every model has them; no two prompts begin alike unless they should
 
 
 @dataclass(slots=True)
@@ -130,8 +130,8 @@ def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | No
     num_prompt, num_output = request.num_prompt_tokens, request.num_output_tokens
     if max_total_tokens is not None and num_prompt + num_output > max_total_tokens:
         raise ValueError(f"a request of {num_prompt} + {num_output} tokens is longer than {max_total_tokens}")
-    own = VOCABULARY + number
-    tokens = [*range(request.num_shared_tokens), *[own] * (num_prompt - request.num_shared_tokens)]
+    shared = [at % VOCABULARY for at in range(request.num_shared_tokens)]
+    tokens = [*shared, number % VOCABULARY, number // VOCABULARY % VOCABULARY, *[0] * num_prompt][:num_prompt]
     max_tokens = num_output if max_total_tokens is None else max_total_tokens - num_prompt
     return Sequence(number, str(number), tokens, num_prompt, SamplingParams(max_tokens=max_tokens), arrived_at=request.arrived_at)
 
