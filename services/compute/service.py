@@ -2,7 +2,7 @@
 
 import itertools
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -268,6 +268,7 @@ class ComputeService:
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
             **scheduler.admission.metrics(),
+            **({} if scheduler.step_cost.cost is None else {f"step_cost_{name}": value for name, value in asdict(scheduler.step_cost.cost).items()}),
             **self.meter.load(),
         }
 

@@ -25,6 +25,9 @@ E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
 COMPUTE_GAUGES = {
     "running": ("penstock_num_requests_running", "Sequences that have a place in compute's steps"),
     "waiting": ("penstock_num_requests_waiting", "Sequences that wait in compute for a place"),
+    "step_cost_fixed_s": ("penstock_step_cost_fixed_seconds", "What a step costs whatever is in it, as learned from recent steps"),
+    "step_cost_per_token_s": ("penstock_step_cost_per_token_seconds", "What each token computed adds"),
+    "step_cost_per_context_token_s": ("penstock_step_cost_per_context_token_seconds", "What each token adds whose KV is read"),
     "kv_cache_usage": ("penstock_kv_cache_usage_perc", "Share of the KV cache that sequences hold, 1 is all"),
 }
 COMPUTE_COUNTERS = {
