@@ -39,6 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
     commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
+    commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)")
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
     make.add_argument("out", type=Path, help="folder to write")
     make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
@@ -50,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Errors are one line on standard error and exit code 2."""
     args, rest = build_parser().parse_known_args(argv)
-    if rest and args.command in ("chat", "make-model"):
+    if rest and args.command in ("chat", "make-model", "build-kernels"):
         print(f"penstock: unknown arguments: {' '.join(rest)}", file=sys.stderr)
         return 2
     try:
@@ -87,6 +88,12 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.compute.simulation.__main__ import simulate
 
             simulate(rest)
+        case "build-kernels":
+            from services.compute.kernels.native.build import LIBRARY, build
+
+            if (problem := build()) is not None:
+                raise StartupError(f"the kernels were not built: {problem}")
+            print(f"built {LIBRARY}")
         case "make-model":
             from services.compute.make_model import make_model
 

@@ -2,7 +2,8 @@
 
 Builds the images, brings the pipeline up, sends requests, scales tokenizers and samplers up and down under load, and compares every
 text with the undisturbed run. Needs a Docker engine and Compose v2; $COMPOSE names the program (default: docker compose). For a
-machine whose pip needs help: the files PENSTOCK_TEST_PIP_CONF and PENSTOCK_TEST_CA reach the build as secrets, and never the images.
+machine whose pip and apt need help: the files PENSTOCK_TEST_PIP_CONF, PENSTOCK_TEST_APT_CONF and PENSTOCK_TEST_CA reach the build as
+secrets, and never the images.
 """
 
 import asyncio
@@ -24,8 +25,9 @@ URL = f"http://127.0.0.1:{PORT}"
 
 
 def override() -> dict[str, object]:
-    """What the machine's pip needs, as a compose file of the test's own."""
-    secrets = {name: path for name, path in (("pip_conf", os.environ.get("PENSTOCK_TEST_PIP_CONF")), ("ca", os.environ.get("PENSTOCK_TEST_CA"))) if path}
+    """What the machine's pip and apt need, as a compose file of the test's own."""
+    found = {name: os.environ.get(f"PENSTOCK_TEST_{name.upper()}") for name in ("pip_conf", "apt_conf", "ca")}
+    secrets = {name: path for name, path in found.items() if path}
     build: dict[str, object] = {"secrets": list(secrets)} if secrets else {}
     services = {service: {"build": build} for service in ("gateway", "compute")} if build else {}
     return {"services": services, "secrets": {name: {"file": path} for name, path in secrets.items()}}

@@ -42,7 +42,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
     "llama-linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, attention_bias=True, mlp_bias=True),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
-    "mistral-window": MistralConfig(**SIZES, sliding_window=24),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=24, head_dim=32),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN_ROPE),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
@@ -68,12 +68,21 @@ class Engine:
     """Scheduler, runner and greedy decisions in one place: compute's loop without Redis."""
 
     def __init__(
-        self, folder: Path, *, block_size: int = 16, num_blocks: int = 256, max_num_seqs: int = 64, max_batched_tokens: int = 512, strategy: str = "predicted"
+        self,
+        folder: Path,
+        *,
+        block_size: int = 16,
+        num_blocks: int = 256,
+        max_num_seqs: int = 64,
+        max_batched_tokens: int = 512,
+        strategy: str = "predicted",
+        dtype: torch.dtype = torch.float32,
+        quantization: str = "none",
     ) -> None:
         config = read_config(json.loads((folder / "config.json").read_text()))
         device = torch.device("cpu")
-        model = Decoder(config, load_weights(folder, config, torch.float32, device))
-        cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=torch.float32, device=device)
+        model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization))
+        cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
         self.runner = ModelRunner(model, cache, device)
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)

@@ -1,5 +1,47 @@
-"""The one dispatch: the operations a model is made of. Today all of them are the torch reference, on the CPU and on CUDA alike."""
+"""The one dispatch: which implementation of a layer's parts runs. Native code for bfloat16 on an x86-64 CPU, else plain torch.
 
-from services.compute.kernels.reference import decode_attention, linear, prefill_attention, rms_norm, rotary, silu_mul, write_kv
+A part is an object that was made once, at load: a linear layer (its weights in the form that it reads), an MLP, attention. All
+implementations of one have the same methods; the torch ones are the definition.
+"""
 
-__all__ = ["decode_attention", "linear", "prefill_attention", "rms_norm", "rotary", "silu_mul", "write_kv"]
+import torch
+
+from services.compute.kernels.attention import AttentionInputs, Heads, TorchAttention
+from services.compute.kernels.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.kernels.native.attention import NativeAttention
+from services.compute.kernels.native.library import load_library
+from services.compute.kernels.native.linear import NativeLinear, NativeMlp
+from shared.errors import StartupError
+
+__all__ = ["QUANTIZATIONS", "Attention", "AttentionInputs", "Heads", "Linear", "Mlp", "make_attention", "make_linear", "make_mlp"]
+
+Attention = TorchAttention | NativeAttention
+
+
+def is_native(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether native code computes in this dtype on this device."""
+    return device.type == "cpu" and dtype == torch.bfloat16 and load_library() is not None
+
+
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantization: str = "none", is_gated: bool = False) -> Linear:
+    """A linear layer of weight [n, k] and bias [n]. With is_gated the first half of n is a gate, and the result silu(gate) * the other half.
+
+    Raises StartupError for a quantization that can't run here.
+    """
+    if is_native(weight.dtype, weight.device):
+        return NativeLinear(weight, bias, mode="bf16" if quantization == "none" else quantization, is_gated=is_gated)
+    if quantization == "none":
+        return TorchLinear(weight, bias, is_gated=is_gated)
+    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
+        raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {weight.device.type} in {weight.dtype}")
+    return QuantizedTorchLinear(weight, bias, is_gated=is_gated)
+
+
+def make_mlp(gate_up: Linear, down: Linear) -> Mlp:
+    """The MLP of two layers, of which the first is gated."""
+    return NativeMlp(gate_up, down) if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear) else TorchMlp(gate_up, down)
+
+
+def make_attention(heads: Heads, dtype: torch.dtype, device: torch.device) -> Attention:
+    """Attention over a cache of this dtype."""
+    return NativeAttention(heads) if is_native(dtype, device) and heads.are_supported else TorchAttention(heads)

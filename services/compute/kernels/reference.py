@@ -14,6 +14,23 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return F.linear(x, weight, bias)
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 by each row's largest magnitude. x: [T, k]. Returns [T, k] int8, and [T] float32 scales: x is about int8 * scale."""
+    largest = x.float().abs().amax(-1)
+    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    return (x.float() * factor[:, None]).round().to(torch.int8), largest / 127.0
+
+
+def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The same for each output column. weight: [n, k]. Returns [n, k] int8, and [n] float32 scales."""
+    return quantize_rows(weight)
+
+
+def dequantize_w8a8(x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor) -> Tensor:
+    """x @ weight.T of two int8 matrices, summed exactly, times both scales. Returns [T, n] float32."""
+    return (x.double() @ weight.double().T).float() * x_scales[:, None] * weight_scales
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019). x: [..., hidden]."""
     wide = x.float()

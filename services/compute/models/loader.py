@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint folder to ModelWeights: safetensors, in one file or sharded, with a progress bar.
 
-Q, K and V are joined into one matrix, and gate and up, while they are read: one GEMM each. A tensor is cast as it is read, so the peak
-is the model in its final dtype plus one tensor.
+Q, K and V are joined into one matrix, and gate and up, while they are read: one GEMM each. A tensor is cast, packed and quantized as it
+is read, so the peak is the model in its final form plus the tensors of one layer.
 """
 
 import json
@@ -13,11 +13,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from services.compute.kernels import Linear, make_linear, make_mlp
 from services.compute.models.config import ModelConfig
 from services.compute.models.decoder import LayerWeights, ModelWeights
 from shared.errors import StartupError
 
 Tensor = torch.Tensor
+
+OUTPUT_QUANTIZATION = {"none": "none", "w8a8": "none"}  # attention's output projection stays in 16 bits, as PPL.LLM has it
 
 
 class Checkpoint:
@@ -72,22 +75,20 @@ class Checkpoint:
         self._open.clear()
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> ModelWeights:
-    """All of the model's weights. Raises StartupError, naming the tensor that is missing or wrong."""
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none") -> ModelWeights:
+    """All of the model's weights, quantized layer by layer as they are read. Raises StartupError, naming the tensor that is missing or wrong."""
     checkpoint = Checkpoint(folder, dtype, device)
     try:
         embedding = checkpoint.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        return ModelWeights(
-            embedding=embedding,
-            layers=[_load_layer(checkpoint, config, f"model.layers.{number}.") for number in range(config.num_layers)],
-            norm=checkpoint.read("model.norm.weight", (config.hidden_size,)),
-            lm_head=embedding if config.is_tied else checkpoint.read("lm_head.weight", (config.vocab_size, config.hidden_size)),
-        )
+        layers = [_load_layer(checkpoint, config, f"model.layers.{number}.", quantization) for number in range(config.num_layers)]
+        norm = checkpoint.read("model.norm.weight", (config.hidden_size,))
+        head = embedding if config.is_tied else checkpoint.read("lm_head.weight", (config.vocab_size, config.hidden_size))
+        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=make_linear(head, quantization=quantization))
     finally:
         checkpoint.close()
 
 
-def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> LayerWeights:
+def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, quantization: str) -> LayerWeights:
     hidden, inter, q_size, kv_size = (
         config.hidden_size,
         config.intermediate_size,
@@ -98,23 +99,23 @@ def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str) -> Lay
     qkv_names, qkv_sizes = [attention + f"{name}_proj." for name in "qkv"], [q_size, kv_size, kv_size]
     gate_up_names = [mlp + "gate_proj.", mlp + "up_proj."]
 
-    def bias(names: list[str], sizes: list[int], wanted: bool) -> Tensor | None:
-        return checkpoint.read_joined([name + "bias" for name in names], [(size,) for size in sizes]) if wanted else None
+    def joined(names: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, quantization: str = quantization, is_gated: bool = False) -> Linear:
+        weight = checkpoint.read_joined([name + "weight" for name in names], list(shapes))
+        bias = checkpoint.read_joined([name + "bias" for name in names], [(shape[0],) for shape in shapes]) if has_bias else None
+        return make_linear(weight, bias, quantization=quantization, is_gated=is_gated)
 
     def head_norm(name: str) -> Tensor | None:
         return checkpoint.read(attention + name, (config.head_dim,)) if config.has_qk_norm else None
 
     return LayerWeights(
         input_norm=checkpoint.read(prefix + "input_layernorm.weight", (hidden,)),
-        qkv=checkpoint.read_joined([name + "weight" for name in qkv_names], [(size, hidden) for size in qkv_sizes]),
-        qkv_bias=bias(qkv_names, qkv_sizes, config.has_qkv_bias),
+        qkv=joined(qkv_names, [(size, hidden) for size in qkv_sizes], config.has_qkv_bias),
         q_norm=head_norm("q_norm.weight"),
         k_norm=head_norm("k_norm.weight"),
-        output=checkpoint.read(attention + "o_proj.weight", (hidden, q_size)),
-        output_bias=bias([attention + "o_proj."], [hidden], config.has_output_bias),
+        output=joined([attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, quantization=OUTPUT_QUANTIZATION[quantization]),
         post_norm=checkpoint.read(prefix + "post_attention_layernorm.weight", (hidden,)),
-        gate_up=checkpoint.read_joined([name + "weight" for name in gate_up_names], [(inter, hidden)] * 2),
-        gate_up_bias=bias(gate_up_names, [inter] * 2, config.has_mlp_bias),
-        down=checkpoint.read(mlp + "down_proj.weight", (hidden, inter)),
-        down_bias=bias([mlp + "down_proj."], [hidden], config.has_mlp_bias),
+        mlp=make_mlp(
+            joined(gate_up_names, [(inter, hidden)] * 2, config.has_mlp_bias, is_gated=True),
+            joined([mlp + "down_proj."], [(hidden, inter)], config.has_mlp_bias),
+        ),
     )

@@ -1,0 +1,72 @@
+"""Linear layers and MLPs: what they do, and how in plain torch.
+
+x: [T, k]. Where a norm is given, x is normalized first; where a residual is given, the result is added to it.
+"""
+
+from typing import Protocol
+
+import torch
+
+from services.compute.kernels.reference import dequantize_w8a8, linear, quantize_rows, quantize_weight, rms_norm, silu_mul
+
+Tensor = torch.Tensor
+
+QUANTIZATIONS = ("none", "w8a8")
+
+
+class Linear(Protocol):
+    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+        """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
+        ...
+
+    def logits(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
+        """The same in float32: the last layer."""
+        ...
+
+
+class Mlp(Protocol):
+    def __call__(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
+        """x + down(silu(gate) * up), with gate and up of the normalized x. Returns [T, hidden]."""
+        ...
+
+
+class TorchLinear:
+    """In the weight's dtype, on its device."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.is_gated = is_gated
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+        h = self.multiply(x if norm is None else rms_norm(x, norm, eps))
+        h = silu_mul(h) if self.is_gated else h
+        return h if residual is None else residual + h
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+    def logits(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
+        return self(x, norm=norm, eps=eps).float()
+
+
+class QuantizedTorchLinear(TorchLinear):
+    """W8A8 without native code: slow, and the definition of what native code computes."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
+        self.quantized, self.scales = quantize_weight(weight)
+        super().__init__(self.quantized, bias, is_gated=is_gated)
+
+    def multiply(self, x: Tensor) -> Tensor:
+        rows, row_scales = quantize_rows(x)
+        product = dequantize_w8a8(rows, row_scales, self.quantized, self.scales)
+        return (product if self.bias is None else product + self.bias.float()).to(x.dtype)
+
+
+class TorchMlp:
+    def __init__(self, gate_up: Linear, down: Linear) -> None:
+        self.gate_up = gate_up
+        self.down = down
+
+    def __call__(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
+        return self.down(self.gate_up(x, norm=norm, eps=eps), residual=x)

@@ -1,0 +1,172 @@
+// The C interface: which instruction set, packing, and the operations of a layer. Called by one thread at a time.
+
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "kernels.h"
+
+namespace penstock {
+namespace {
+
+const Kernels* chosen = nullptr;
+
+// Grows to the largest request, and is never given back: a step allocates nothing.
+class Workspace {
+ public:
+  char* take(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      data_ = static_cast<char*>(std::aligned_alloc(4096, size_));
+      if (data_ == nullptr) throw std::bad_alloc();
+      std::memset(data_, 0, size_);
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+Workspace activations, scales, hidden, partials;
+
+bool has_amx() {
+  unsigned a, b, c, d;
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
+  const unsigned wanted = (1u << 22) | (1u << 24) | (1u << 25);  // AMX-BF16, AMX-TILE, AMX-INT8
+  if ((d & wanted) != wanted) return false;
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  if ((low & 0x60000) != 0x60000) return false;                      // the system saves the tiles
+  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
+}
+
+const Kernels* find(const char* name) {
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
+  const bool any = std::strcmp(name, "auto") == 0;
+  if ((any || std::strcmp(name, "amx") == 0) && avx512 && has_amx()) return &kAmx;
+  if ((any || std::strcmp(name, "avx512") == 0) && avx512) return &kAvx512;
+  if ((any || std::strcmp(name, "avx2") == 0) && avx2) return &kAvx2;
+  return nullptr;
+}
+
+// Activations as the weights want them, in the workspace.
+void prepare(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
+  const int64_t padded_rows = (rows + 31) / 32 * 32, element = w.type == kInt8 ? 1 : 2;
+  char* to = activations.take(padded_rows * w.padded_k * element);
+  gemm.weight = &w;
+  gemm.rows = rows;
+  gemm.activations = to;
+  if (w.type == kInt8) {
+    float* row_scales = reinterpret_cast<float*>(scales.take(padded_rows * 4));
+    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, reinterpret_cast<int8_t*>(to), row_scales);
+    gemm.scales = row_scales;
+  } else {
+    chosen->to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, reinterpret_cast<uint16_t*>(to));
+  }
+}
+
+float widen(uint16_t value) {
+  uint32_t bits = static_cast<uint32_t>(value) << 16;
+  float wide;
+  std::memcpy(&wide, &bits, 4);
+  return wide;
+}
+
+// Where column `column` of the packed weights comes from; -1: padding.
+int64_t source_row(const Weight& w, int64_t column) {
+  if (!w.is_gated) return column < w.n ? column : -1;
+  const int64_t inter = w.n / 2, at = column / kPair * kColumns + column % kColumns;
+  if (at >= inter) return -1;
+  return column % kPair < kColumns ? at : inter + at;
+}
+
+}  // namespace
+}  // namespace penstock
+
+using namespace penstock;
+
+extern "C" {
+
+// Use the named instruction set, or the best for "auto". Returns its name, or null if this machine does not have it.
+const char* penstock_choose(const char* name) {
+  const Kernels* found = find(name);
+  if (found == nullptr) return nullptr;
+  chosen = found;
+  return found->name;
+}
+
+// Pack source [n][k] bf16 (and bias [n] or null) into the weight's data, scales, sums and bias, which are the caller's.
+void penstock_pack(const Weight* weight, const uint16_t* source, const uint16_t* bias) {
+  const Weight& w = *weight;
+  const int64_t depth = w.type == kInt8 ? 4 : 2;
+#pragma omp parallel for schedule(static)
+  for (int64_t column = 0; column < w.padded_n; ++column) {
+    const int64_t row = source_row(w, column);
+    const uint16_t* from = source + row * w.k;
+    float largest = 0.0f;
+    for (int64_t i = 0; row >= 0 && w.type == kInt8 && i < w.k; ++i) largest = std::max(largest, std::fabs(widen(from[i])));
+    const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+    int32_t sum = 0;
+    const int64_t tile = column / kColumns * w.padded_k * kColumns, lane = column % kColumns;
+    for (int64_t i = 0; i < w.padded_k; ++i) {
+      const int64_t at = tile + i / depth * depth * kColumns + lane * depth + i % depth;
+      const bool is_there = row >= 0 && i < w.k;
+      if (w.type == kInt8) {
+        const int32_t value = is_there ? static_cast<int32_t>(std::nearbyint(widen(from[i]) * factor)) : 0;
+        static_cast<int8_t*>(const_cast<void*>(w.data))[at] = static_cast<int8_t>(value);
+        sum += value;
+      } else {
+        static_cast<uint16_t*>(const_cast<void*>(w.data))[at] = is_there ? from[i] : 0;
+      }
+    }
+    if (w.type == kInt8) {
+      const_cast<float*>(w.scales)[column] = largest / 127.0f;
+      const_cast<int32_t*>(w.sums)[column] = sum;
+    }
+    if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
+  }
+}
+
+// out = norm(x) * weight + bias, or residual + it; norm_weight null: x as it is. out null: float32 to out_float.
+void penstock_linear(const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, const uint16_t* residual,
+                     uint16_t* out, float* out_float) {
+  Gemm gemm = {};
+  prepare(*weight, x, norm_weight, eps, rows, gemm);
+  gemm.residual = residual;
+  gemm.out = out;
+  gemm.out_float = out_float;
+  chosen->gemm(gemm);
+}
+
+// queries and out [tokens] as in kernels.h; workspace is found here.
+void penstock_attention(const Attention* attention) {
+  Attention a = *attention;
+  a.workspace = partials.take(chosen->attention_workspace(a));
+  chosen->attention(a);
+}
+
+void penstock_rotate_and_write(const Rotation* rotation) { chosen->rotate_and_write(*rotation); }
+
+// out = x + down(silu(gate) * up), with gate and up from norm(x).
+void penstock_mlp(const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, uint16_t* out) {
+  Gemm first = {}, second = {};
+  prepare(*gate_up, x, norm_weight, eps, rows, first);
+  first.out = reinterpret_cast<uint16_t*>(hidden.take(rows * gate_up->n));
+  chosen->gemm(first);
+  prepare(*down, first.out, nullptr, 0.0f, rows, second);
+  second.residual = x;
+  second.out = out;
+  chosen->gemm(second);
+}
+}

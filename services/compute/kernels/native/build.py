@@ -1,0 +1,51 @@
+"""Build the native library: `penstock build-kernels`. Installing the package does it as well.
+
+Each instruction set's file is compiled for it, whatever the machine that builds; the library chooses at run time. It is linked to
+libgomp.so.1 by name only: torch's wheel brings one, which is loaded first, and so the two share one pool of threads.
+"""
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).parent
+LIBRARY = HERE / "libpenstock_kernels.so"
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mprefer-vector-width=512"]
+FLAGS = {
+    "api.cpp": [],
+    "avx2.cpp": ["-mavx2", "-mfma"],
+    "avx512.cpp": AVX512,
+    "amx.cpp": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+}
+COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
+
+
+def find_compiler() -> str | None:
+    """CXX from the environment, or g++ or clang++."""
+    return next((found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None)
+
+
+def build() -> str | None:
+    """Compile LIBRARY. Returns None, or why there is none."""
+    if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
+        return f"the kernels are for x86-64 Linux, this is {platform.machine()} {sys.platform}"
+    compiler = find_compiler()
+    if compiler is None:
+        return "no C++ compiler was found (g++ or clang++)"
+    with tempfile.TemporaryDirectory() as folder:
+        objects = [Path(folder) / f"{name}.o" for name in FLAGS]
+        commands = [[compiler, *COMMON, *flags, "-c", str(HERE / name), "-o", str(out)] for (name, flags), out in zip(FLAGS.items(), objects, strict=True)]
+        with ThreadPoolExecutor() as pool:
+            done = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
+        linked = Path(folder) / LIBRARY.name
+        done.append(subprocess.run([compiler, "-shared", "-fopenmp", *map(str, objects), "-o", str(linked)], capture_output=True, text=True))
+        failed = next((each for each in done if each.returncode), None)
+        if failed is not None:
+            return f"{' '.join(map(str, failed.args))} failed:\n{failed.stderr[-2000:]}"
+        shutil.move(linked, LIBRARY)
+    return None

@@ -1,0 +1,80 @@
+// What an instruction set offers, and the weights it works on. One table of functions for each; api.cpp chooses.
+#pragma once
+
+#include <cstdint>
+
+namespace penstock {
+
+// Weights stand in tiles of 16 output columns: for each 4 (int8) or 2 (bf16) inputs in a row, the 16 columns' values side by side. All
+// instruction sets read this one layout: it is that of AMX's B tiles and of the dot-product instructions' operands.
+constexpr int64_t kColumns = 16;
+constexpr int64_t kPair = 32;  // columns of the two tiles that are computed together
+
+enum WeightType : int64_t { kBf16 = 0, kInt8 = 1 };
+
+struct Weight {
+  int64_t type;             // WeightType
+  int64_t n, k;             // output and input features
+  int64_t padded_n;         // a multiple of kPair
+  int64_t padded_k;         // a multiple of 64 bytes
+  int64_t is_gated;         // columns alternate by tiles between gate and up: the output is silu(gate) * up, half as wide
+  const void* data;         // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]
+  const float* scales;      // int8: [padded_n]
+  const int32_t* sums;      // int8: [padded_n], of each column's weights
+  const float* bias;        // [padded_n] or null
+};
+
+// out = activations * weights (+ bias), or silu(gate) * up of it (+ nothing), or residual + it.
+struct Gemm {
+  const Weight* weight;
+  const void* activations;  // [rows rounded up to 16][padded_k], int8 or bf16, zero beyond k
+  const float* scales;      // int8: [rows]
+  int64_t rows;
+  const uint16_t* residual;  // bf16 [rows][n] or null
+  uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
+  float* out_float;          // [rows][n]
+};
+
+constexpr int64_t kMaxHeadDim = 256;
+
+// Causal attention of a step's new tokens over each sequence's cached ones, theirs included.
+struct Attention {
+  const uint16_t* queries;  // bf16 [tokens][query_stride], of which the first num_heads * head_dim are q
+  int64_t query_stride;
+  uint16_t *keys, *values;         // one layer of the cache, bf16 [slots][num_kv_heads][head_dim]
+  const int64_t* query_starts;     // [num_sequences + 1]: where each sequence's tokens begin
+  const int64_t* context_lens;     // [num_sequences]: tokens in the cache, the step's included
+  const int64_t* block_tables;     // [num_sequences][table_width]
+  int64_t num_sequences, table_width, block_size;
+  int64_t num_heads, num_kv_heads, head_dim;
+  int64_t window;  // how many tokens back each sees, itself included; 0: all
+  float scale;
+  uint16_t* out;  // bf16 [tokens][num_heads * head_dim]
+  void* workspace;
+};
+
+// Rotary embedding of a step's q and k, and the way of k and v into the cache.
+struct Rotation {
+  uint16_t* qkv;                  // bf16 [tokens][(num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place
+  const float *cosines, *sines;   // [tokens][head_dim / 2]
+  const uint16_t *q_norm, *k_norm;  // [head_dim] or null
+  float eps;
+  const int64_t* slots;  // [tokens]
+  uint16_t *keys, *values;
+  int64_t tokens, num_heads, num_kv_heads, head_dim;
+};
+
+struct Kernels {
+  const char* name;
+  void (*gemm)(const Gemm&);
+  // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
+  void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
+  void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int8_t* out, float* scales);
+  int64_t (*attention_workspace)(const Attention&);  // bytes
+  void (*attention)(const Attention&);
+  void (*rotate_and_write)(const Rotation&);
+};
+
+extern const Kernels kAvx2, kAvx512, kAmx;
+
+}  // namespace penstock

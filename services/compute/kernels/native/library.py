@@ -1,0 +1,89 @@
+"""The library of native kernels, by ctypes: plain pointers and no build against Python or torch, so one library serves every version of both.
+
+A call costs a few microseconds, and a layer makes few. `PENSTOCK_KERNELS` names what to use: auto (default), amx, avx512, avx2, or torch.
+"""
+
+import ctypes
+import os
+from functools import cache
+
+import torch
+
+from services.compute.kernels.native.build import LIBRARY
+from shared.errors import StartupError
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.compute")
+
+VARIABLE = "PENSTOCK_KERNELS"
+CHOICES = ("auto", "amx", "avx512", "avx2", "torch")
+
+Pointer = ctypes.c_void_p
+
+
+class Weight(ctypes.Structure):
+    """kernels.h's Weight."""
+
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("type", "n", "k", "padded_n", "padded_k", "is_gated")),
+        *((name, Pointer) for name in ("data", "scales", "sums", "bias")),
+    ]
+
+
+class Attention(ctypes.Structure):
+    """kernels.h's Attention."""
+
+    _fields_ = [
+        ("queries", Pointer),
+        ("query_stride", ctypes.c_int64),
+        *((name, Pointer) for name in ("keys", "values", "query_starts", "context_lens", "block_tables")),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "block_size", "num_heads", "num_kv_heads", "head_dim", "window")),
+        ("scale", ctypes.c_float),
+        ("out", Pointer),
+        ("workspace", Pointer),
+    ]
+
+
+class Rotation(ctypes.Structure):
+    """kernels.h's Rotation."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm")),
+        ("eps", ctypes.c_float),
+        *((name, Pointer) for name in ("slots", "keys", "values")),
+        *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "num_kv_heads", "head_dim")),
+    ]
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """The library with an instruction set chosen; None: run on torch. Says once which, and why. Raises StartupError for a wrong choice."""
+    wanted = os.environ.get(VARIABLE, "auto")
+    if wanted not in CHOICES:
+        raise StartupError(f"{VARIABLE}={wanted}: expected one of {', '.join(CHOICES)}")
+    if wanted == "torch":
+        return None
+    if not LIBRARY.exists():
+        log.warning("the native kernels are not built, torch computes instead", fix="install g++ and run: penstock build-kernels")
+        return None
+    library = ctypes.CDLL(str(LIBRARY))  # after torch: its libgomp is then the one that both use
+    library.penstock_choose.restype = ctypes.c_char_p
+    library.penstock_pack.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer]
+    library.penstock_linear.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer, Pointer, Pointer]
+    library.penstock_mlp.argtypes = [ctypes.POINTER(Weight), ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer]
+    library.penstock_attention.argtypes = [ctypes.POINTER(Attention)]
+    library.penstock_rotate_and_write.argtypes = [ctypes.POINTER(Rotation)]
+    for name in ("penstock_pack", "penstock_linear", "penstock_mlp", "penstock_attention", "penstock_rotate_and_write"):
+        getattr(library, name).restype = None
+    chosen = library.penstock_choose(wanted.encode())
+    if chosen is None and wanted != "auto":
+        raise StartupError(f"{VARIABLE}={wanted}: this machine does not have it")
+    if chosen is None:
+        log.warning("this processor has none of AVX2, AVX-512 and AMX, torch computes instead")
+        return None
+    log.info("native kernels", instruction_set=chosen.decode())
+    return library
+
+
+def pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

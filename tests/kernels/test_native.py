@@ -1,0 +1,203 @@
+"""Native kernels: against their torch references, on every instruction set of this machine; and a row's bits do not depend on other rows."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.compute.kernels.attention import AttentionInputs, Heads
+from services.compute.kernels.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.kernels.native.attention import NativeAttention
+from services.compute.kernels.native.library import load_library
+from services.compute.kernels.native.linear import NativeLinear, NativeMlp
+from services.compute.kernels.reference import rms_norm, rotary
+from shared.model_files import DEMO_MODEL
+from tests.kernels.families import SIZES, Engine, reference_model
+
+LIBRARY = load_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels are not built")
+EPS = 1e-6
+MODES = ("bf16", "w8a8")
+
+
+@pytest.fixture(params=["amx", "avx512", "avx2"], autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert LIBRARY is not None
+    if LIBRARY.penstock_choose(request.param.encode()) is None:
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    LIBRARY.penstock_choose(b"auto")
+
+
+def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale).bfloat16()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Relative, in the root of the mean square."""
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gated: bool = False) -> TorchLinear:
+    """The reference, in float32 where the arithmetic is in floating point."""
+    if mode == "w8a8":
+        return QuantizedTorchLinear(weight, bias, is_gated=is_gated)
+    return TorchLinear(weight.float(), bias.float() if bias is not None else None, is_gated=is_gated)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@given(rows=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 300), has_bias=st.booleans(), has_residual=st.booleans(), seed=st.integers(0, 99))
+@settings(max_examples=40, deadline=None)
+def test_linear_layers(mode: str, rows: int, n: int, k: int, has_bias: bool, has_residual: bool, seed: int) -> None:
+    x, weight = randn(rows, k, seed=seed), randn(n, k, seed=seed + 1, scale=0.1)
+    bias = randn(n, seed=seed + 2) if has_bias else None
+    residual = randn(rows, n, seed=seed + 3) if has_residual else None
+    layer = NativeLinear(weight, bias, mode=mode)
+    found = layer(x, residual=residual)
+    expected = torch_linear(mode, weight, bias)(x.float(), residual=residual.float() if residual is not None else None)
+    assert error(found, expected) < 4e-3
+    alone = torch.cat([layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None) for row in range(rows)])
+    assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize(("mode", "bound"), [("bf16", 6e-3), ("w8a8", 2.5e-2)])
+@pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 112), (7, 96, 200), (33, 896, 1000), (130, 256, 768)])
+def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden: int, inter: int) -> None:
+    x, norm = randn(rows, hidden), (1 + randn(hidden, seed=1) * 0.1).bfloat16()
+    gate_up, down = randn(2 * inter, hidden, seed=2, scale=0.1), randn(hidden, inter, seed=3, scale=0.1)
+    head = NativeLinear(gate_up, None, mode=mode)
+    logits = head.logits(x, norm=norm, eps=EPS)
+    normed = rms_norm(x, norm, EPS)
+    assert logits.dtype == torch.float32
+    assert error(logits, torch_linear(mode, gate_up, None)(normed.float())) < bound
+    mlp = NativeMlp(NativeLinear(gate_up, None, mode=mode, is_gated=True), NativeLinear(down, None, mode=mode))
+    found = mlp(x, norm=norm, eps=EPS)
+    reference = TorchMlp(torch_linear(mode, gate_up, None, is_gated=True), torch_linear(mode, down, None))
+    assert error(found, reference(x.float(), norm=norm.float(), eps=EPS)) < bound
+    assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
+
+
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+    """In float64. q: [n, heads, d]; k, v: [context, kv_heads, d]; positions: [n]. Returns [n, heads * d]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    scores = torch.einsum("nhd,chd->hnc", q.double(), k) / math.sqrt(q.shape[-1])
+    keys = torch.arange(len(k))[None, :]
+    is_seen = keys <= positions[:, None]
+    if window is not None:
+        is_seen &= keys > positions[:, None] - window
+    return torch.einsum("hnc,chd->nhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v).flatten(1)
+
+
+@pytest.mark.parametrize(
+    ("heads", "block_size", "window", "contexts", "lengths"),
+    [
+        (Heads(14, 2, 64), 16, None, [5, 33, 100, 2500], [1, 33, 7, 1]),
+        (Heads(4, 4, 32), 8, 20, [50, 17, 64], [50, 1, 3]),
+        (Heads(32, 8, 128), 16, None, [3000], [1]),
+        (Heads(8, 1, 96), 16, 700, [2100, 1500], [2, 150]),
+    ],
+)
+def test_attention(heads: Heads, block_size: int, window: int | None, contexts: list[int], lengths: list[int]) -> None:
+    """Over a cache that holds the context already; with angles of 0 nothing rotates, and the step's own K and V come from qkv."""
+    dim, num_heads = heads.head_dim, heads.num_heads
+    counts = [-(-context // block_size) for context in contexts]
+    blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
+    tables = [[blocks.pop() for _ in range(count)] for count in counts]
+    kv = torch.stack([randn(sum(counts), block_size, heads.num_kv_heads, dim, seed=seed) for seed in (6, 7)])
+    num_tokens = sum(lengths)
+    qkv = randn(num_tokens, (num_heads + 2 * heads.num_kv_heads) * dim, seed=8)
+    starts = [0, *accumulate(lengths)]
+    positions = [torch.arange(context - length, context) for context, length in zip(contexts, lengths, strict=True)]
+    slots = torch.cat([torch.tensor(table)[at // block_size] * block_size + at % block_size for table, at in zip(tables, positions, strict=True)])
+
+    def inputs(which: list[int], lens: list[int], ends: list[int], rows: slice) -> AttentionInputs:
+        count = rows.stop - rows.start
+        return AttentionInputs(lens, ends, [tables[each] for each in which], slots[rows], torch.ones(count, dim // 2), torch.zeros(count, dim // 2))
+
+    attention = NativeAttention(heads)
+    everything = inputs(list(range(len(contexts))), lengths, contexts, slice(0, num_tokens))
+    found = attention(qkv.clone(), kv, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS)
+    for number, table in enumerate(tables):
+        rows = slice(starts[number], starts[number + 1])
+        k, v = (kv[which][torch.tensor(table)].flatten(0, 1)[: contexts[number]] for which in (0, 1))
+        q = qkv[rows, : num_heads * dim].view(-1, num_heads, dim)
+        assert error(found[rows], exact_attention(q, k, v, positions[number], window)) < 5e-3
+        for row in range(rows.start, rows.stop, 7):
+            end = int(positions[number][row - rows.start]) + 1
+            one = inputs([number], [1], [end], slice(row, row + 1))
+            alone = attention(qkv[row : row + 1].clone(), kv, attention.plan(one, block_size), window=window, norms=(None, None), eps=EPS)
+            assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("has_norms", [False, True])
+def test_rotation_and_the_way_into_the_cache(has_norms: bool) -> None:
+    heads, tokens = Heads(6, 2, 64), 9
+    qkv = randn(tokens, 10 * 64)
+    angles = torch.rand(tokens, 32, generator=torch.Generator().manual_seed(1)) * 6
+    slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:tokens]
+    norms = tuple((1 + randn(64, seed=seed) * 0.1).bfloat16() if has_norms else None for seed in (3, 4))
+    kv = torch.zeros(2, 4, 16, 2, 64).bfloat16()
+    q, k, v = qkv.view(tokens, 10, 64).split_with_sizes([6, 2, 2], dim=1)
+    if norms[0] is not None and norms[1] is not None:
+        q, k = rms_norm(q, norms[0], EPS), rms_norm(k, norms[1], EPS)
+    q, k = (rotary(each, angles.cos()[:, None], angles.sin()[:, None]) for each in (q, k))
+    attention = NativeAttention(heads)
+    inputs = AttentionInputs([1] * tokens, [1] * tokens, [[int(slot) // 16] for slot in slots], slots, angles.cos(), angles.sin())
+    changed = qkv.clone()
+    attention(changed, kv, attention.plan(inputs, 16), window=None, norms=norms, eps=EPS)
+    torch.testing.assert_close(changed.view(tokens, 10, 64)[:, :6], q)
+    torch.testing.assert_close(kv[0].flatten(0, 1)[slots], k)
+    assert torch.equal(kv[1].flatten(0, 1)[slots], v)
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3", "demo"])
+def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: str, tmp_path: Path) -> None:
+    """Bit for bit: alone, in a batch, in chunks of any size, after preemption, and with a prefix that another computed."""
+    reference_model(name, tmp_path)
+    folder = DEMO_MODEL if name == "demo" else tmp_path
+    generator = torch.Generator().manual_seed(3)
+    some = [torch.randint(2, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in (1, 15, 16, 33, 5, 90, 64, 47, 100, 11)]
+    some += [some[8][:70] + some[5][:20], some[8][:50]]
+
+    def run(prompts: list[list[int]], **options: object) -> list[torch.Tensor]:
+        engine = Engine(folder, dtype=torch.bfloat16, quantization=quantization, **options)
+        engine.generate(prompts, 20)
+        return [torch.stack(engine.logits[number]) for number in range(len(prompts))]
+
+    alone = [run([prompt])[0] for prompt in some]
+    cases: list[dict[str, object]] = [
+        {}, {"max_num_seqs": 7, "max_batched_tokens": 9}, {"max_batched_tokens": 33, "block_size": 8}, {"num_blocks": 18, "strategy": "paged"},
+    ]  # fmt: skip
+    for options in cases:
+        for expected, found in zip(alone, run(some, **options), strict=True):
+            assert torch.equal(expected, found), options
+
+
+def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
+    """The demo model's own answers survive bfloat16 and int8 weights."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    texts = ["What is a KV cache?", "What is Penstock?", "What is continuous batching?", "What is a block table?"]
+    prompts = [
+        tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)) for text in texts
+    ]
+    expected = Engine(DEMO_MODEL).generate(prompts, 40, eos=1)
+    for quantization in ("none", "w8a8"):
+        assert Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate(prompts, 40, eos=1) == expected
+
+
+def test_what_is_not_there_is_named() -> None:
+    for value, message in (("mmx", "PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx2, torch"), ("torch", "")):
+        code = "from services.compute.kernels import is_native; import torch; print(is_native(torch.bfloat16, torch.device('cpu')))"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PENSTOCK_KERNELS": value, "PATH": "/usr/bin:/bin"})
+        assert (message in done.stderr) if message else done.stdout.strip() == "False"
