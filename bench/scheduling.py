@@ -234,7 +234,7 @@ def main() -> None:
         machine = real(args.real)
         some = [shorten(request, args.shorten) for request in requests[: args.num_requests or 128]]
         compare_policies(machine, some, args.rounds)
-        compare_prefix_caching(machine, some[:100], 4.0, 512, args.rounds)
+        compare_prefix_caching(machine, some[:100], 1.0, 512, args.rounds)
         compare_chunks(machine, 900, 8, args.rounds)
     measure_overhead()
 

@@ -59,7 +59,8 @@ class ComputeSettings(ModelSettings):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
-    quantization: Literal["none", "w8a8"] = Field("none", description="of weights and activations, at load: docs/kernels.md")
+    quantization: Literal["none", "w8a8", "w4", "nf4"] = Field("none", description="of weights, at load; activations then are int8: docs/kernels.md")
+    quantization_group: Literal[32, 64, 128] = Field(64, description="inputs that share a scale, with four bits")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")

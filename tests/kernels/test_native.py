@@ -24,7 +24,7 @@ from tests.kernels.families import SIZES, Engine, reference_model
 LIBRARY = load_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels are not built")
 EPS = 1e-6
-MODES = ("bf16", "w8a8")
+MODES = ("none", "w8a8", "w4", "nf4")
 
 
 @pytest.fixture(params=["amx", "avx512", "avx2"], autouse=True)
@@ -45,39 +45,42 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gated: bool = False) -> TorchLinear:
+def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, is_gated: bool = False) -> TorchLinear:
     """The reference, in float32 where the arithmetic is in floating point."""
-    if mode == "w8a8":
-        return QuantizedTorchLinear(weight, bias, is_gated=is_gated)
+    if mode != "none":
+        return QuantizedTorchLinear(weight, bias, quantization=mode, group=group, is_gated=is_gated)
     return TorchLinear(weight.float(), bias.float() if bias is not None else None, is_gated=is_gated)
 
 
 @pytest.mark.parametrize("mode", MODES)
-@given(rows=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 300), has_bias=st.booleans(), has_residual=st.booleans(), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 300), group=st.sampled_from([32, 64, 128]), has_bias=st.booleans(),
+    has_residual=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_linear_layers(mode: str, rows: int, n: int, k: int, has_bias: bool, has_residual: bool, seed: int) -> None:
+def test_linear_layers(mode: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int) -> None:
     x, weight = randn(rows, k, seed=seed), randn(n, k, seed=seed + 1, scale=0.1)
     bias = randn(n, seed=seed + 2) if has_bias else None
     residual = randn(rows, n, seed=seed + 3) if has_residual else None
-    layer = NativeLinear(weight, bias, mode=mode)
+    layer = NativeLinear(weight, bias, quantization=mode, group=group)
     found = layer(x, residual=residual)
-    expected = torch_linear(mode, weight, bias)(x.float(), residual=residual.float() if residual is not None else None)
+    expected = torch_linear(mode, weight, bias, group=group)(x.float(), residual=residual.float() if residual is not None else None)
     assert error(found, expected) < 4e-3
     alone = torch.cat([layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None) for row in range(rows)])
     assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize(("mode", "bound"), [("bf16", 6e-3), ("w8a8", 2.5e-2)])
+@pytest.mark.parametrize(("mode", "bound"), [("none", 6e-3), ("w8a8", 2.5e-2), ("w4", 2.5e-2), ("nf4", 2.5e-2)])
 @pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 112), (7, 96, 200), (33, 896, 1000), (130, 256, 768)])
 def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden: int, inter: int) -> None:
     x, norm = randn(rows, hidden), (1 + randn(hidden, seed=1) * 0.1).bfloat16()
     gate_up, down = randn(2 * inter, hidden, seed=2, scale=0.1), randn(hidden, inter, seed=3, scale=0.1)
-    head = NativeLinear(gate_up, None, mode=mode)
+    head = NativeLinear(gate_up, None, quantization=mode)
     logits = head.logits(x, norm=norm, eps=EPS)
     normed = rms_norm(x, norm, EPS)
     assert logits.dtype == torch.float32
     assert error(logits, torch_linear(mode, gate_up, None)(normed.float())) < bound
-    mlp = NativeMlp(NativeLinear(gate_up, None, mode=mode, is_gated=True), NativeLinear(down, None, mode=mode))
+    mlp = NativeMlp(NativeLinear(gate_up, None, quantization=mode, is_gated=True), NativeLinear(down, None, quantization=mode))
     found = mlp(x, norm=norm, eps=EPS)
     reference = TorchMlp(torch_linear(mode, gate_up, None, is_gated=True), torch_linear(mode, down, None))
     assert error(found, reference(x.float(), norm=norm.float(), eps=EPS)) < bound
@@ -158,7 +161,7 @@ def test_rotation_and_the_way_into_the_cache(has_norms: bool) -> None:
     assert torch.equal(kv[1].flatten(0, 1)[slots], v)
 
 
-@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+@pytest.mark.parametrize("quantization", MODES)
 @pytest.mark.parametrize("name", ["mistral-window", "qwen3", "demo"])
 def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: str, tmp_path: Path) -> None:
     """Bit for bit: alone, in a batch, in chunks of any size, after preemption, and with a prefix that another computed."""

@@ -23,18 +23,18 @@ def is_native(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype == torch.bfloat16 and load_library() is not None
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantization: str = "none", is_gated: bool = False) -> Linear:
+def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False) -> Linear:
     """A linear layer of weight [n, k] and bias [n]. With is_gated the first half of n is a gate, and the result silu(gate) * the other half.
 
-    Raises StartupError for a quantization that can't run here.
+    quantization: of QUANTIZATIONS; group: inputs that share a scale, with four bits. Raises StartupError for a quantization that can't run here.
     """
     if is_native(weight.dtype, weight.device):
-        return NativeLinear(weight, bias, mode="bf16" if quantization == "none" else quantization, is_gated=is_gated)
+        return NativeLinear(weight, bias, quantization=quantization, group=group, is_gated=is_gated)
     if quantization == "none":
         return TorchLinear(weight, bias, is_gated=is_gated)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {weight.device.type} in {weight.dtype}")
-    return QuantizedTorchLinear(weight, bias, is_gated=is_gated)
+    return QuantizedTorchLinear(weight, bias, quantization=quantization, group=group, is_gated=is_gated)
 
 
 def make_mlp(gate_up: Linear, down: Linear) -> Mlp:

@@ -7,11 +7,11 @@ from typing import Protocol
 
 import torch
 
-from services.compute.kernels.reference import dequantize_w8a8, linear, quantize_rows, quantize_weight, rms_norm, silu_mul
+from services.compute.kernels.reference import linear, quantize_four_bit, quantize_rows, quantize_weight, rms_norm, silu_mul
 
 Tensor = torch.Tensor
 
-QUANTIZATIONS = ("none", "w8a8")
+QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")
 
 
 class Linear(Protocol):
@@ -51,16 +51,20 @@ class TorchLinear:
 
 
 class QuantizedTorchLinear(TorchLinear):
-    """W8A8 without native code: slow, and the definition of what native code computes."""
+    """Quantized weights, and activations in int8 by rows, without native code: slow, and the definition of what native code computes."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False) -> None:
-        self.quantized, self.scales = quantize_weight(weight)
-        super().__init__(self.quantized, bias, is_gated=is_gated)
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, quantization: str, group: int = 64, is_gated: bool = False) -> None:
+        if quantization == "w8a8":
+            codes, scales = quantize_weight(weight)
+            weight = codes.double() * scales.double()[:, None]
+        else:
+            weight = quantize_four_bit(weight, quantization, group).dequantize()
+        super().__init__(weight, bias, is_gated=is_gated)
 
     def multiply(self, x: Tensor) -> Tensor:
-        rows, row_scales = quantize_rows(x)
-        product = dequantize_w8a8(rows, row_scales, self.quantized, self.scales)
-        return (product if self.bias is None else product + self.bias.float()).to(x.dtype)
+        rows, scales = quantize_rows(x)
+        product = (rows.double() @ self.weight.T) * scales.double()[:, None]
+        return (product if self.bias is None else product + self.bias.double()).to(x.dtype)
 
 
 class TorchMlp:

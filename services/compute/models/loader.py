@@ -6,6 +6,8 @@ is read, so the peak is the model in its final form plus the tensors of one laye
 
 import json
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +21,6 @@ from services.compute.models.decoder import LayerWeights, ModelWeights
 from shared.errors import StartupError
 
 Tensor = torch.Tensor
-
-OUTPUT_QUANTIZATION = {"none": "none", "w8a8": "none"}  # attention's output projection stays in 16 bits, as PPL.LLM has it
 
 
 class Checkpoint:
@@ -75,20 +75,21 @@ class Checkpoint:
         self._open.clear()
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none") -> ModelWeights:
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64) -> ModelWeights:
     """All of the model's weights, quantized layer by layer as they are read. Raises StartupError, naming the tensor that is missing or wrong."""
     checkpoint = Checkpoint(folder, dtype, device)
     try:
         embedding = checkpoint.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        layers = [_load_layer(checkpoint, config, f"model.layers.{number}.", quantization) for number in range(config.num_layers)]
+        make = partial(make_linear, quantization=quantization, group=group)
+        layers = [_load_layer(checkpoint, config, f"model.layers.{number}.", make) for number in range(config.num_layers)]
         norm = checkpoint.read("model.norm.weight", (config.hidden_size,))
         head = embedding if config.is_tied else checkpoint.read("lm_head.weight", (config.vocab_size, config.hidden_size))
-        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=make_linear(head, quantization=quantization))
+        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=make(head))
     finally:
         checkpoint.close()
 
 
-def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, quantization: str) -> LayerWeights:
+def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, make: Callable[..., Linear]) -> LayerWeights:
     hidden, inter, q_size, kv_size = (
         config.hidden_size,
         config.intermediate_size,
@@ -99,23 +100,23 @@ def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, quanti
     qkv_names, qkv_sizes = [attention + f"{name}_proj." for name in "qkv"], [q_size, kv_size, kv_size]
     gate_up_names = [mlp + "gate_proj.", mlp + "up_proj."]
 
-    def joined(names: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, quantization: str = quantization, is_gated: bool = False) -> Linear:
+    def joined(make: Callable[..., Linear], names: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False) -> Linear:
         weight = checkpoint.read_joined([name + "weight" for name in names], list(shapes))
         bias = checkpoint.read_joined([name + "bias" for name in names], [(shape[0],) for shape in shapes]) if has_bias else None
-        return make_linear(weight, bias, quantization=quantization, is_gated=is_gated)
+        return make(weight, bias, is_gated=is_gated)
 
     def head_norm(name: str) -> Tensor | None:
         return checkpoint.read(attention + name, (config.head_dim,)) if config.has_qk_norm else None
 
     return LayerWeights(
         input_norm=checkpoint.read(prefix + "input_layernorm.weight", (hidden,)),
-        qkv=joined(qkv_names, [(size, hidden) for size in qkv_sizes], config.has_qkv_bias),
+        qkv=joined(make, qkv_names, [(size, hidden) for size in qkv_sizes], config.has_qkv_bias),
         q_norm=head_norm("q_norm.weight"),
         k_norm=head_norm("k_norm.weight"),
-        output=joined([attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, quantization=OUTPUT_QUANTIZATION[quantization]),
+        output=joined(make_linear, [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias),  # in 16 bits always, as PPL.LLM has it
         post_norm=checkpoint.read(prefix + "post_attention_layernorm.weight", (hidden,)),
         mlp=make_mlp(
-            joined(gate_up_names, [(inter, hidden)] * 2, config.has_mlp_bias, is_gated=True),
-            joined([mlp + "down_proj."], [(hidden, inter)], config.has_mlp_bias),
+            joined(make, gate_up_names, [(inter, hidden)] * 2, config.has_mlp_bias, is_gated=True),
+            joined(make, [mlp + "down_proj."], [(hidden, inter)], config.has_mlp_bias),
         ),
     )

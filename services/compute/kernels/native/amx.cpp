@@ -3,6 +3,9 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
+
+#include "kernels.h"
 
 namespace {
 
@@ -34,7 +37,7 @@ inline void prefetch(const char* tile) {
   if (rows > 16) {                                                     \
     _tile_zero(2);                                                     \
     _tile_zero(3);                                                     \
-    for (int64_t at = 0; at < stride; at += 64) {                      \
+    for (int64_t at = 0; at < depth; at += 64) {                      \
       _tile_loadd(4, bytes + at, stride);                              \
       _tile_loadd(6, tile0 + at * 16, 64);                             \
       _tile_loadd(7, tile1 + at * 16, 64);                             \
@@ -47,7 +50,7 @@ inline void prefetch(const char* tile) {
     _tile_stored(2, c + 16 * 32, 128);                                 \
     _tile_stored(3, c + 16 * 32 + 16, 128);                            \
   } else {                                                             \
-    for (int64_t at = 0; at < stride; at += 64) {                      \
+    for (int64_t at = 0; at < depth; at += 64) {                      \
       prefetch(tile0 + at * 16);                                       \
       prefetch(tile1 + at * 16);                                       \
       _tile_loadd(4, bytes + at, stride);                              \
@@ -60,13 +63,15 @@ inline void prefetch(const char* tile) {
   _tile_stored(0, c, 128);                                             \
   _tile_stored(1, c + 16, 128)
 
-inline void block_int8(const int8_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t, int64_t rows, const int32_t*, int32_t* c) {
+inline void block_int8(const int8_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, int64_t rows, const int32_t*, int32_t* c) {
   const char* bytes = reinterpret_cast<const char*>(a);
+  const int64_t depth = k;
   PENSTOCK_AMX_BLOCK(_tile_dpbssd);
 }
 
-inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t, int64_t rows, float* c) {
+inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, int64_t rows, float* c) {
   const char* bytes = reinterpret_cast<const char*>(a);
+  const int64_t depth = k * 2;
   PENSTOCK_AMX_BLOCK(_tile_dpbf16ps);
 }
 
@@ -78,5 +83,5 @@ inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, con
 #include "attention.inc"
 
 namespace penstock {
-const Kernels kAmx = {"amx", gemm, to_bf16, to_int8, attention_workspace, attention, rotate_and_write};
+const Kernels kAmx = {"amx", gemm, to_bf16, to_int8, sum_groups, attention_workspace, attention, rotate_and_write};
 }

@@ -36,7 +36,7 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-Workspace activations, scales, hidden, partials;
+Workspace activations, scales, group_sums, hidden, partials;
 
 bool has_amx() {
   unsigned a, b, c, d;
@@ -50,7 +50,7 @@ bool has_amx() {
 }
 
 const Kernels* find(const char* name) {
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
                       __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
   const bool any = std::strcmp(name, "auto") == 0;
@@ -62,15 +62,20 @@ const Kernels* find(const char* name) {
 
 // Activations as the weights want them, in the workspace.
 void prepare(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
-  const int64_t padded_rows = (rows + 31) / 32 * 32, element = w.type == kInt8 ? 1 : 2;
+  const int64_t padded_rows = (rows + 31) / 32 * 32, element = w.type == kBf16 ? 2 : 1;
   char* to = activations.take(padded_rows * w.padded_k * element);
   gemm.weight = &w;
   gemm.rows = rows;
   gemm.activations = to;
-  if (w.type == kInt8) {
+  if (w.type != kBf16) {
     float* row_scales = reinterpret_cast<float*>(scales.take(padded_rows * 4));
     chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, reinterpret_cast<int8_t*>(to), row_scales);
     gemm.scales = row_scales;
+    if (w.zeros != nullptr) {
+      int32_t* sums = reinterpret_cast<int32_t*>(group_sums.take(padded_rows * (w.padded_k / w.group) * 4));
+      chosen->sum_groups(reinterpret_cast<const int8_t*>(to), rows, w.padded_k, w.group, sums);
+      gemm.sums = sums;
+    }
   } else {
     chosen->to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, reinterpret_cast<uint16_t*>(to));
   }
@@ -133,6 +138,34 @@ void penstock_pack(const Weight* weight, const uint16_t* source, const uint16_t*
     if (w.type == kInt8) {
       const_cast<float*>(w.scales)[column] = largest / 127.0f;
       const_cast<int32_t*>(w.sums)[column] = sum;
+    }
+    if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
+  }
+}
+
+// Pack four-bit codes [n][k], one in a byte, with their groups' scales (float16) and zeros (or null), both [n][ceil(k / group)].
+void penstock_pack_codes(const Weight* weight, const uint8_t* codes, const uint16_t* group_scales, const int8_t* zeros, const uint16_t* bias) {
+  const Weight& w = *weight;
+  const int64_t unit = std::min<int64_t>(w.group, 64), source_groups = (w.k + w.group - 1) / w.group, groups = w.padded_k / w.group;
+  const int64_t zero_code = std::find(w.table, w.table + 16, 0) - w.table;
+#pragma omp parallel for schedule(static)
+  for (int64_t column = 0; column < w.padded_n; ++column) {
+    const int64_t row = source_row(w, column), lane = column % kColumns;
+    uint8_t* tile = static_cast<uint8_t*>(const_cast<void*>(w.data)) + column / kColumns * w.padded_k * kColumns / 2;
+    for (int64_t group = 0; group < groups; ++group) {
+      const bool is_there = row >= 0 && group < source_groups;
+      int32_t sum = 0;
+      for (int64_t i = group * w.group; i < (group + 1) * w.group; ++i) {
+        const int64_t code = is_there && i < w.k ? codes[row * w.k + i] : zero_code;
+        const int64_t inside = i % unit, half = inside % (unit / 2);
+        uint8_t& byte = tile[i / unit * unit * kColumns / 2 + half / 4 * 4 * kColumns + lane * 4 + half % 4];
+        byte = inside < unit / 2 ? static_cast<uint8_t>((byte & 0xf0) | code) : static_cast<uint8_t>((byte & 0x0f) | code << 4);
+        sum += w.table[code];
+      }
+      const int64_t at = group * w.padded_n + column;
+      const_cast<uint16_t*>(w.group_scales)[at] = is_there ? group_scales[row * source_groups + group] : 0;
+      if (w.zeros != nullptr) const_cast<int8_t*>(w.zeros)[at] = is_there ? zeros[row * source_groups + group] : 0;
+      const_cast<int16_t*>(w.group_sums)[at] = static_cast<int16_t>(sum);
     }
     if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
   }

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace {
 
 constexpr int64_t kBlockRows = 2;
@@ -88,6 +90,25 @@ inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, con
   }
 }
 
+// `units` times: `bytes` bytes of codes become twice as many values, those of the low halves first.
+inline void unpack(const uint8_t* codes, const int8_t* table, int8_t* out, int64_t bytes, int64_t units) {
+  const __m256i values = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(table))), low = _mm256_set1_epi8(15);
+  for (int64_t unit = 0; unit < units; ++unit, codes += bytes, out += 2 * bytes) {
+    for (int64_t at = 0; at < bytes; at += 32) {
+      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + at));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(out + at), _mm256_shuffle_epi8(values, _mm256_and_si256(both, low)));
+      const __m256i high = _mm256_and_si256(_mm256_srli_epi16(both, 4), low);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(out + bytes + at), _mm256_shuffle_epi8(values, high));
+    }
+  }
+}
+
+inline void widen_halves(const uint16_t* halves, float* out) {
+  for (int at = 0; at < 32; at += 8) _mm256_store_ps(out + at, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(halves + at))));
+}
+
+inline bool few_rows_four_bit(const penstock::Gemm&, int64_t, int64_t, int64_t, const int8_t*, const uint8_t*, int64_t, float*) { return false; }
+
 inline float max_32(const float* x) {
   const __m256 m = _mm256_max_ps(_mm256_max_ps(_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)), _mm256_max_ps(_mm256_loadu_ps(x + 16), _mm256_loadu_ps(x + 24)));
   alignas(32) float lanes[8];
@@ -132,5 +153,5 @@ inline void transpose_keys(const uint32_t* const* keys, int64_t dim, uint32_t* o
 #include "attention.inc"
 
 namespace penstock {
-const Kernels kAvx2 = {"avx2", gemm, to_bf16, to_int8, attention_workspace, attention, rotate_and_write};
+const Kernels kAvx2 = {"avx2", gemm, to_bf16, to_int8, sum_groups, attention_workspace, attention, rotate_and_write};
 }

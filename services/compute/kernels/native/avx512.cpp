@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "kernels.h"
+
 namespace {
 
 constexpr int64_t kBlockRows = 6;
@@ -86,5 +88,5 @@ inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, con
 #include "attention.inc"
 
 namespace penstock {
-const Kernels kAvx512 = {"avx512", gemm, to_bf16, to_int8, attention_workspace, attention, rotate_and_write};
+const Kernels kAvx512 = {"avx512", gemm, to_bf16, to_int8, sum_groups, attention_workspace, attention, rotate_and_write};
 }

@@ -18,7 +18,7 @@ LIBRARY = HERE / "libpenstock_kernels.so"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mprefer-vector-width=512"]
 FLAGS = {
     "api.cpp": [],
-    "avx2.cpp": ["-mavx2", "-mfma"],
+    "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
     "avx512.cpp": AVX512,
     "amx.cpp": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
 }

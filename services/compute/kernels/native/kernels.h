@@ -10,7 +10,9 @@ namespace penstock {
 constexpr int64_t kColumns = 16;
 constexpr int64_t kPair = 32;  // columns of the two tiles that are computed together
 
-enum WeightType : int64_t { kBf16 = 0, kInt8 = 1 };
+// Four-bit weights are codes into a table of 16 int8 values. A unit of 64 inputs (32 with groups of 32) of a tile takes half the bytes: in each byte
+// the low four bits are the code of the unit's first half, the high ones of its second.
+enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2 };
 
 struct Weight {
   int64_t type;             // WeightType
@@ -22,6 +24,11 @@ struct Weight {
   const float* scales;      // int8: [padded_n]
   const int32_t* sums;      // int8: [padded_n], of each column's weights
   const float* bias;        // [padded_n] or null
+  int64_t group;            // four bits: inputs that share a scale, 32, 64 or 128; padded_k is a multiple
+  const int8_t* table;      // [16]
+  const uint16_t* group_scales;  // float16 [padded_k / group][padded_n]
+  const int8_t* zeros;           // [padded_k / group][padded_n], taken off the table's values, or null
+  const int16_t* group_sums;     // [padded_k / group][padded_n], of the table's values
 };
 
 // out = activations * weights (+ bias), or silu(gate) * up of it (+ nothing), or residual + it.
@@ -29,6 +36,7 @@ struct Gemm {
   const Weight* weight;
   const void* activations;  // [rows rounded up to 16][padded_k], int8 or bf16, zero beyond k
   const float* scales;      // int8: [rows]
+  const int32_t* sums;      // with zeros: [rows][padded_k / group], of the activations
   int64_t rows;
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
@@ -70,6 +78,7 @@ struct Kernels {
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
   void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int8_t* out, float* scales);
+  void (*sum_groups)(const int8_t* activations, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums);
   int64_t (*attention_workspace)(const Attention&);  // bytes
   void (*attention)(const Attention&);
   void (*rotate_and_write)(const Rotation&);

@@ -27,6 +27,8 @@ class Weight(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("type", "n", "k", "padded_n", "padded_k", "is_gated")),
         *((name, Pointer) for name in ("data", "scales", "sums", "bias")),
+        ("group", ctypes.c_int64),
+        *((name, Pointer) for name in ("table", "group_scales", "zeros", "group_sums")),
     ]
 
 
@@ -69,11 +71,12 @@ def load_library() -> ctypes.CDLL | None:
     library = ctypes.CDLL(str(LIBRARY))  # after torch: its libgomp is then the one that both use
     library.penstock_choose.restype = ctypes.c_char_p
     library.penstock_pack.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer]
+    library.penstock_pack_codes.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 4]
     library.penstock_linear.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer, Pointer, Pointer]
     library.penstock_mlp.argtypes = [ctypes.POINTER(Weight), ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer]
     library.penstock_attention.argtypes = [ctypes.POINTER(Attention)]
     library.penstock_rotate_and_write.argtypes = [ctypes.POINTER(Rotation)]
-    for name in ("penstock_pack", "penstock_linear", "penstock_mlp", "penstock_attention", "penstock_rotate_and_write"):
+    for name in ("penstock_pack", "penstock_pack_codes", "penstock_linear", "penstock_mlp", "penstock_attention", "penstock_rotate_and_write"):
         getattr(library, name).restype = None
     chosen = library.penstock_choose(wanted.encode())
     if chosen is None and wanted != "auto":

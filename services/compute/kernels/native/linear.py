@@ -1,7 +1,8 @@
-"""Linear layers in native code: weights packed for the instruction that reads them, in bfloat16 or int8.
+"""Linear layers in native code: weights packed for the instruction that reads them, in bfloat16, in int8, or in four bits.
 
-int8 is W8A8: weights have one scale for each output column, activations one for each token, taken when they are computed; products
-are summed exactly, in int32. What comes before a layer, the norm, and what comes after it, SiLU times up or the residual, happen inside.
+Quantized weights meet activations in int8, with one scale for each token, taken when they are computed; products are summed exactly, in
+int32, over all inputs (int8) or over a group (four bits). What comes before a layer, the norm, and what comes after it, SiLU times
+up or the residual, happen inside.
 """
 
 import ctypes
@@ -9,34 +10,50 @@ import ctypes
 import torch
 
 from services.compute.kernels.native.library import Weight, load_library, pointer
+from services.compute.kernels.reference import FourBitWeight, quantize_four_bit
 
 Tensor = torch.Tensor
 
-TYPES = {"bf16": 0, "w8a8": 1}
+TYPES = {"none": 0, "w8a8": 1, "w4": 2, "nf4": 2}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
 
 
 class NativeLinear:
     """x @ weight.T + bias on packed weights. The weight itself may be dropped."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, mode: str, is_gated: bool = False) -> None:
-        """weight: [n, k] bfloat16, with is_gated its first half is the gate's; bias: [n]; mode: bf16 or w8a8."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, *, quantization: str = "none", group: int = 64, is_gated: bool = False) -> None:
+        """weight: [n, k] bfloat16, with is_gated its first half is the gate's; bias: [n]; group: inputs that share a scale, with four bits."""
         library = load_library()
         assert library is not None and weight.dtype == torch.bfloat16
         self.library = library
         n, k = weight.shape
-        element = 1 if mode == "w8a8" else 2
-        padded_k = _round_up(k * element, TILE_BYTES) // element
+        kind = TYPES[quantization]
+        padded_k = _round_up(k, (TILE_BYTES // 2, TILE_BYTES, max(group, TILE_BYTES))[kind])
         padded_n = PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR)
         self.num_outputs = n // 2 if is_gated else n
-        self.data = _aligned(padded_n * padded_k * element)
-        self.scales = torch.zeros(padded_n) if mode == "w8a8" else None
-        self.sums = torch.zeros(padded_n, dtype=torch.int32) if mode == "w8a8" else None
         self.bias = torch.zeros(padded_n) if bias is not None else None
-        tensors = (pointer(each) for each in (self.data, self.scales, self.sums, self.bias))
-        self.struct = Weight(TYPES[mode], n, k, padded_n, padded_k, int(is_gated), *tensors)
+        self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), bias=pointer(self.bias), group=group)
         self.address = ctypes.byref(self.struct)
+        if kind == TYPES["w4"]:
+            self._pack_four_bit(quantize_four_bit(weight, quantization, group), bias)
+            return
+        self.data = _aligned(padded_n * padded_k * (2 if kind == 0 else 1))
+        self.scales = torch.zeros(padded_n)
+        self.sums = torch.zeros(padded_n, dtype=torch.int32)
+        self.struct.data, self.struct.scales, self.struct.sums = (each.data_ptr() for each in (self.data, self.scales, self.sums))
         library.penstock_pack(self.address, weight.contiguous().data_ptr(), pointer(bias))
+
+    def _pack_four_bit(self, weight: FourBitWeight, bias: Tensor | None) -> None:
+        struct = self.struct
+        shape = (struct.padded_k // weight.group, struct.padded_n)
+        self.data = _aligned(struct.padded_n * struct.padded_k // 2)
+        self.table = weight.table
+        self.scales, self.sums = torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.int16)
+        self.zeros = torch.zeros(shape, dtype=torch.int8) if weight.zeros is not None else None
+        struct.data, struct.table, struct.group_scales, struct.group_sums = (each.data_ptr() for each in (self.data, self.table, self.scales, self.sums))
+        struct.zeros = pointer(self.zeros)
+        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
+        self.library.penstock_pack_codes(self.address, codes.data_ptr(), scales.data_ptr(), pointer(weight.zeros), pointer(bias))
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((len(x), self.num_outputs), dtype=torch.bfloat16)

@@ -1,0 +1,131 @@
+"""How fast is the model alone? Decode tokens/s by batch and prefill tokens/s by length, beside the floor that memory and arithmetic set.
+
+Method: scheduler and runner in one process, tokens chosen at once; a round measures every case in turn, and the median of the rounds counts.
+The floor of a step is the larger of its weights' bytes over the measured read bandwidth, and its multiplications over what the GEMM itself
+reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at batch 1), prefill excluded.
+
+    python -m bench.model --shape qwen2.5-0.5b [--modes none w8a8] [--rounds 3]
+"""
+
+import argparse
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from services.compute.__main__ import build_engine
+from services.compute.kernels import QUANTIZATIONS, make_linear
+from services.compute.model_runner import ModelRunner
+from services.compute.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.model_files import open_model
+from shared.sampling_params import SamplingParams
+from shared.settings import ComputeSettings
+
+BATCHES, PREFILLS = (1, 4, 8, 16, 32), (512, 1024)
+WEIGHT_BYTES = {"none": 2.0, "w8a8": 1.0, "w4": 0.5625, "nf4": 0.5625}
+
+
+@dataclass
+class Engine:
+    scheduler: Scheduler
+    runner: ModelRunner
+    num_parameters: int
+    num_sequences: int = 0
+
+    def run(self, batch: int, num_in: int, num_out: int) -> tuple[float, float]:
+        """Returns decode tokens/s (0 if there was no decoding) and prefill tokens/s."""
+        for number in range(batch):
+            prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(num_in)]
+            self.scheduler.add(Sequence(self.num_sequences + number, "r", prompt, num_in, SamplingParams(max_tokens=num_out)))
+        self.num_sequences += batch
+        tokens, seconds = {"decode": 0, "prefill": 0}, {"decode": 0.0, "prefill": 0.0}
+        while (step := self.scheduler.schedule()) is not None:
+            kind = "prefill" if step.chunks else "decode"
+            started = time.perf_counter()
+            chosen = self.runner.forward(step).argmax(dim=-1).tolist()
+            seconds[kind] += time.perf_counter() - started
+            tokens[kind] += step.num_tokens
+            sampled = step.sampled
+            self.scheduler.advance(step)
+            for sequence, token_id in zip(sampled, chosen, strict=True):
+                self.scheduler.append(sequence, token_id)
+                if sequence.num_output_tokens == num_out:
+                    self.scheduler.finish(sequence, is_complete=True)
+        return tokens["decode"] / seconds["decode"] if seconds["decode"] else 0.0, tokens["prefill"] / seconds["prefill"]
+
+
+def load(model: Path, mode: str) -> Engine:
+    settings = ComputeSettings(
+        model=str(model), dtype="bfloat16", quantization=mode, prefix_caching=False, kv_cache_memory="1GiB", max_batched_tokens=1024,  # type: ignore[arg-type]
+    )  # fmt: skip
+    files = open_model(str(model), weights=True)
+    scheduler, runner, _ = build_engine(settings, files)
+    config = runner.model.config
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
+    layer = attention + 3 * config.hidden_size * config.intermediate_size
+    return Engine(scheduler, runner, config.num_layers * layer + config.vocab_size * config.hidden_size)
+
+
+def read_bandwidth() -> float:
+    """Bytes/s of summing 1 GiB with all threads, the best of five."""
+    data = torch.ones(1 << 27, dtype=torch.int64)
+    return max(data.nbytes / timed(lambda: data.sum()) for _ in range(5))
+
+
+def gemm_rate(mode: str) -> float:
+    """Multiplications/s of one layer of 8192 x 2048 at 512 rows, the best of five."""
+    layer = make_linear(torch.randn(8192, 2048).bfloat16(), quantization=mode)
+    x = torch.randn(512, 2048).bfloat16()
+    return max(512 * 8192 * 2048 / timed(lambda: layer(x)) for _ in range(5))
+
+
+def timed(function: object) -> float:
+    started = time.perf_counter()
+    function()  # type: ignore[operator]
+    return time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Decode and prefill tokens/s of the model alone, and their floor.")
+    parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model that is made (default: %(default)s)")
+    parser.add_argument("--model", type=Path, help="a folder to use instead")
+    parser.add_argument("--modes", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder) / "model"
+        if args.model is None:
+            subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True)
+        engines = {mode: load(model, mode) for mode in args.modes}
+        for engine in engines.values():
+            engine.run(1, 32, 8)
+        found: dict[tuple[str, str], list[float]] = {}
+        for _ in range(args.rounds):
+            for mode, engine in engines.items():
+                for batch in BATCHES:
+                    decode, _ = engine.run(batch, 32 if batch == 1 else 128, 128)
+                    found.setdefault((mode, f"decode, batch {batch}"), []).append(decode)
+                for length in PREFILLS:
+                    found.setdefault((mode, f"prefill, {length}"), []).append(engine.run(1, length, 1)[1])
+        bandwidth = read_bandwidth()
+        print(f"{torch.get_num_threads()} threads, memory read at {bandwidth / 1e9:.1f} GB/s; tokens/s, the floor's in brackets")
+        rates = {mode: gemm_rate(mode) for mode in args.modes}
+        print(f"{'':18}" + "".join(f"{mode:>20}" for mode in args.modes))
+        for case in [f"decode, batch {batch}" for batch in BATCHES] + [f"prefill, {length}" for length in PREFILLS]:
+            rows = int(case.split()[-1])
+            cells = []
+            for mode, engine in engines.items():
+                step = max(engine.num_parameters * WEIGHT_BYTES[mode] / bandwidth, rows * engine.num_parameters / rates[mode])
+                cells.append(f"{statistics.median(found[mode, case]):11.0f} ({rows / step:6.0f})")
+            print(f"{case:18}" + "".join(f"{cell:>20}" for cell in cells))
+        print("GEMM at 512 rows: " + ", ".join(f"{mode} {2 * rate / 1e9:,.0f} GOP/s" for mode, rate in rates.items()))
+
+
+if __name__ == "__main__":
+    main()
