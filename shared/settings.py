@@ -60,7 +60,7 @@ class ComputeSettings(ModelSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
     quantization: Literal["none", "w8a8", "w4", "nf4"] = Field("none", description="of weights, at load; activations then are int8: docs/kernels.md")
-    quantization_group: Literal[32, 64, 128] = Field(64, description="inputs that share a scale, with four bits")
+    quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
@@ -70,6 +70,8 @@ class ComputeSettings(ModelSettings):
     aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
     block_size: int = Field(16, gt=0, description="tokens in a KV cache block")
     prefix_caching: bool = Field(True, description="keep the KV of finished sequences for those that begin alike")
+    kv_cache_dtype: Literal["auto", "int8"] = Field("auto", description="of keys and values; int8: in groups, nearly twice the tokens")
+    kv_cache_group: Literal["8", "32", "64"] | None = Field(None, description="dimensions that share a scale with int8; by default 64 where heads allow")
     kv_cache_memory: ByteSize | None = Field(None, gt=0, description="size of the KV cache, as in 4GiB; else --kv-cache-share decides")
     kv_cache_share: float | None = Field(
         None, gt=0, le=1, description="share of the memory that is free beside the weights; by default 0.9 of a GPU's, 0.25 of a CPU's"

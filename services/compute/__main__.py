@@ -7,7 +7,7 @@ import torch
 from services.compute.admission import make_admission
 from services.compute.block_manager import BlockManager
 from services.compute.exchange import Exchange
-from services.compute.kv_cache import KVCache, choose_num_blocks
+from services.compute.kv_cache import KVCache, choose_group, choose_num_blocks
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
@@ -39,11 +39,11 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> tuple[Schedule
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files)
     config = read_config(files.config)
-    model = Decoder(config, load_weights(files.folder, config, dtype, device, quantization=settings.quantization, group=settings.quantization_group))
+    model = Decoder(config, load_weights(files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group)))
     longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)
     num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)
     longest = min(longest, num_blocks * settings.block_size)
-    kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device)
+    kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device, group=choose_group(settings, config))
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
     scheduler = Scheduler(
         block_manager,

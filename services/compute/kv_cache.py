@@ -1,10 +1,13 @@
 """KVCache: the tensors behind the block ids, and how many there can be. Who has which block is block_manager.py's."""
 
+import math
 from pathlib import Path
 
+import numpy as np
 import psutil
 import torch
 
+from services.compute.kernels.reference import kv_row_size
 from services.compute.models.config import ModelConfig
 from shared.errors import StartupError
 from shared.settings import ComputeSettings
@@ -15,21 +18,40 @@ CGROUP = Path("/sys/fs/cgroup")  # a container sees its own limits here
 
 
 class KVCache:
-    """Keys and values of every layer: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim]."""
+    """Keys and values of every layer: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], or a row of int8 groups instead of head_dim."""
 
-    def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, group: int = 0) -> None:
+        """group: dimensions that share a scale in a cache of int8; 0: a cache of dtype."""
         self.block_size = block_size
-        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, config.head_dim)
-        self.tensor = torch.zeros(shape, dtype=dtype, device=device)
+        row = kv_row_size(config.head_dim, group) if group else config.head_dim
+        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, row)
+        kind = torch.uint8 if group else dtype
+        if device.type == "cpu":  # numpy's zeros are pages that the system provides when they are first written; torch writes all of its own
+            self.tensor = torch.from_numpy(np.zeros(math.prod(shape) * kind.itemsize, np.uint8)).view(kind).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=kind, device=device)
 
     @property
     def num_blocks(self) -> int:
         return int(self.tensor.shape[2])
 
 
+def choose_group(settings: ComputeSettings, config: ModelConfig) -> int:
+    """The groups that --kv-cache-dtype and --kv-cache-group ask for; 0: none. Raises StartupError if they don't divide the heads."""
+    if settings.kv_cache_dtype == "auto":
+        return 0
+    asked = settings.kv_cache_group
+    group = int(asked) if asked is not None else next(size for size in (64, 32, 8, config.head_dim) if config.head_dim % size == 0)
+    if config.head_dim % group:
+        raise StartupError(f"--kv-cache-group {group}: heads of {config.head_dim} dimensions can't be divided by it")
+    return group
+
+
 def choose_num_blocks(settings: ComputeSettings, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> int:
     """As many blocks as fit in the memory asked for, or in a share of what is free now. Raises StartupError if not even one does."""
-    block_bytes = config.num_layers * 2 * settings.block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    group = choose_group(settings, config)
+    row_bytes = kv_row_size(config.head_dim, group) if group else config.head_dim * dtype.itemsize
+    block_bytes = config.num_layers * 2 * settings.block_size * config.num_kv_heads * row_bytes
     free = free_memory(device)
     wanted = settings.kv_cache_memory
     if wanted is None:

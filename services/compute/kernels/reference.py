@@ -19,7 +19,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """Symmetric int8 by each row's largest magnitude. x: [T, k]. Returns [T, k] int8, and [T] float32 scales: x is about int8 * scale."""
     largest = x.float().abs().amax(-1)
-    factor = torch.where(largest > 0, 127.0 / largest, 0.0)
+    factor = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)  # not 127.0 / largest: torch rounds that twice
     return (x.float() * factor[:, None]).round().to(torch.int8), largest / 127.0
 
 
@@ -98,11 +98,38 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def kv_row_size(head_dim: int, group: int) -> int:
+    """Bytes of a head's key, or value, of one token in a cache of int8 groups: the values, then a float16 scale for each group."""
+    return head_dim + 2 * (head_dim // group)
+
+
+def kv_group(kv: Tensor, head_dim: int) -> int:
+    """How many dimensions share a scale in this cache; 0: it is not quantized."""
+    return 2 * head_dim // (kv.shape[-1] - head_dim) if kv.dtype == torch.uint8 else 0
+
+
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-    """Scatter new keys and values into a layer's cache. kv: [2, blocks, block_size, kv_heads, head_dim]; k, v: [T, kv_heads, head_dim]."""
+    """Scatter new keys and values, [T, kv_heads, head_dim], into a layer's cache.
+
+    kv: [2, blocks, block_size, kv_heads, head_dim], or [..., kv_row_size] uint8 of int8 groups, symmetric by each group's largest magnitude.
+    """
     slots = kv.flatten(1, 2)
-    slots[0].index_copy_(0, slot_mapping, k)
-    slots[1].index_copy_(0, slot_mapping, v)
+    for which, x in enumerate((k, v)):
+        if group := kv_group(kv, x.shape[-1]):
+            groups = x.float().view(*x.shape[:-1], -1, group)
+            scales = (groups.abs().amax(-1) / 127.0).clamp(min=1e-7).half()
+            values = (groups / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8).flatten(-2)
+            x = torch.cat((values.view(torch.uint8), scales.view(torch.uint8)), dim=-1)
+        slots[which].index_copy_(0, slot_mapping, x)
+
+
+def read_kv(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Rows of a cache, [..., head_dim] or [..., kv_row_size], as [..., head_dim] in dtype."""
+    if not (group := kv_group(rows, head_dim)):
+        return rows
+    values = rows[..., :head_dim].contiguous().view(torch.int8).float()
+    scales = rows[..., head_dim:].contiguous().view(torch.float16).float()
+    return (values * scales.repeat_interleave(group, -1)).to(dtype)
 
 
 def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor) -> Tensor:
@@ -113,7 +140,7 @@ def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor) 
     """
     n, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[3]
-    k, v = (kv[which][block_tables].flatten(1, 2).transpose(1, 2) for which in (0, 1))  # [n, kv_heads, positions, head_dim]
+    k, v = (read_kv(kv[which][block_tables], head_dim, q.dtype).flatten(1, 2).transpose(1, 2) for which in (0, 1))  # [n, kv_heads, positions, head_dim]
     grouped = q.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None, :]).reshape(n, num_heads, head_dim)
 
@@ -123,7 +150,8 @@ def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: i
 
     q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each sees, itself included. Returns q's shape.
     """
-    k, v = (kv[which][block_table].flatten(0, 1)[:num_context].transpose(0, 1)[None] for which in (0, 1))  # [1, kv_heads, context, head_dim]
+    rows = (read_kv(kv[which][block_table], q.shape[-1], q.dtype) for which in (0, 1))
+    k, v = (each.flatten(0, 1)[:num_context].transpose(0, 1)[None] for each in rows)  # [1, kv_heads, context, head_dim]
     queries = q.transpose(0, 1)[None]
     is_whole = len(q) == num_context and (window is None or window >= num_context)
     mask = None

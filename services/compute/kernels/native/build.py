@@ -15,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock_kernels.so"
-AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mprefer-vector-width=512"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
 FLAGS = {
     "api.cpp": [],
     "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],

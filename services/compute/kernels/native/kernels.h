@@ -45,11 +45,19 @@ struct Gemm {
 
 constexpr int64_t kMaxHeadDim = 256;
 
+// A row of the cache is one token's key, or value, of one head: head_dim bf16; or, with groups, head_dim int8 and then a float16 scale for each
+// group of dimensions.
+struct CacheRows {
+  char *keys, *values;  // one layer: [slots][num_kv_heads] rows
+  int64_t row_bytes;
+  int64_t group;  // dimensions that share a scale; 0: bf16
+};
+
 // Causal attention of a step's new tokens over each sequence's cached ones, theirs included.
 struct Attention {
   const uint16_t* queries;  // bf16 [tokens][query_stride], of which the first num_heads * head_dim are q
   int64_t query_stride;
-  uint16_t *keys, *values;         // one layer of the cache, bf16 [slots][num_kv_heads][head_dim]
+  CacheRows cache;
   const int64_t* query_starts;     // [num_sequences + 1]: where each sequence's tokens begin
   const int64_t* context_lens;     // [num_sequences]: tokens in the cache, the step's included
   const int64_t* block_tables;     // [num_sequences][table_width]
@@ -68,7 +76,7 @@ struct Rotation {
   const uint16_t *q_norm, *k_norm;  // [head_dim] or null
   float eps;
   const int64_t* slots;  // [tokens]
-  uint16_t *keys, *values;
+  CacheRows cache;
   int64_t tokens, num_heads, num_kv_heads, head_dim;
 };
 

@@ -32,13 +32,20 @@ class Weight(ctypes.Structure):
     ]
 
 
+class CacheRows(ctypes.Structure):
+    """kernels.h's CacheRows."""
+
+    _fields_ = [("keys", Pointer), ("values", Pointer), ("row_bytes", ctypes.c_int64), ("group", ctypes.c_int64)]
+
+
 class Attention(ctypes.Structure):
     """kernels.h's Attention."""
 
     _fields_ = [
         ("queries", Pointer),
         ("query_stride", ctypes.c_int64),
-        *((name, Pointer) for name in ("keys", "values", "query_starts", "context_lens", "block_tables")),
+        ("cache", CacheRows),
+        *((name, Pointer) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "block_size", "num_heads", "num_kv_heads", "head_dim", "window")),
         ("scale", ctypes.c_float),
         ("out", Pointer),
@@ -52,7 +59,8 @@ class Rotation(ctypes.Structure):
     _fields_ = [
         *((name, Pointer) for name in ("qkv", "cosines", "sines", "q_norm", "k_norm")),
         ("eps", ctypes.c_float),
-        *((name, Pointer) for name in ("slots", "keys", "values")),
+        ("slots", Pointer),
+        ("cache", CacheRows),
         *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "num_kv_heads", "head_dim")),
     ]
 

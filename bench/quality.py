@@ -1,0 +1,135 @@
+"""What does quantization cost in quality? Perplexity and agreement of the demo model in each mode, and the error of number formats.
+
+Method: the model reads a text that it was not trained on, in windows of 256 tokens, each token given the ones before it (so single-token steps
+over the cache, as in decoding); perplexity is over all tokens, agreement how often the likeliest next token is float32's. Format errors are relative, root
+mean square: of the model's weights (INT8 and FP8 by output column, four bits in groups of 64), and of made-up activations, normal and with 8
+of 4,096 channels sixty times as large (INT8 and FP8 by row).
+
+    python -m bench.quality [--text docs/architecture.md]
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer
+
+from services.compute.admission import make_admission
+from services.compute.block_manager import BlockManager
+from services.compute.kernels.reference import quantize_four_bit, quantize_rows
+from services.compute.kv_cache import KVCache
+from services.compute.model_runner import ModelRunner
+from services.compute.models.config import read_config
+from services.compute.models.decoder import Decoder
+from services.compute.models.loader import Checkpoint, load_weights
+from services.compute.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.model_files import DEMO_MODEL
+from shared.sampling_params import SamplingParams
+
+WINDOW = 256
+FP8_LARGEST = 448.0
+
+MODES: dict[str, dict[str, object]] = {
+    "float32": {"dtype": torch.float32},
+    "bf16": {},
+    "w8a8": {"quantization": "w8a8"},
+    "w4, groups of 32": {"quantization": "w4", "group": 32},
+    "w4, groups of 64": {"quantization": "w4", "group": 64},
+    "w4, groups of 128": {"quantization": "w4", "group": 128},
+    "nf4, groups of 64": {"quantization": "nf4", "group": 64},
+    "bf16, KV int8 by 8": {"kv_group": 8},
+    "bf16, KV int8 by 32": {"kv_group": 32},
+    "bf16, KV int8 by 64": {"kv_group": 64},
+    "w8a8, KV int8 by 64": {"quantization": "w8a8", "kv_group": 64},
+}
+
+
+def read(windows: list[list[int]], *, dtype: torch.dtype = torch.bfloat16, quantization: str = "none", group: int = 64, kv_group: int = 0) -> torch.Tensor:
+    """Log probabilities after each token but the last of each window, [windows, WINDOW - 1, vocab] float32."""
+    config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
+    device = torch.device("cpu")
+    model = Decoder(config, load_weights(DEMO_MODEL, config, dtype, device, quantization=quantization, group=group))
+    num_blocks = len(windows) * WINDOW // 16
+    runner = ModelRunner(model, KVCache(config, num_blocks=num_blocks, block_size=16, dtype=dtype, device=device, group=kv_group), device)
+    blocks = BlockManager(num_blocks, 16, prefix_caching=False)
+    scheduler = Scheduler(blocks, make_admission("paged", blocks), max_num_seqs=len(windows), max_batched_tokens=len(windows))
+    sequences = [Sequence(number, "r", window[:1], 1, SamplingParams(max_tokens=WINDOW - 1)) for number, window in enumerate(windows)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    found = torch.zeros(len(windows), WINDOW - 1, config.vocab_size)
+    while (batch := scheduler.schedule()) is not None:
+        logits = runner.forward(batch)
+        sampled = batch.sampled
+        scheduler.advance(batch)
+        for sequence, row in zip(sampled, logits, strict=True):
+            at = sequence.num_output_tokens
+            found[sequence.handle, at] = row.log_softmax(-1)
+            scheduler.append(sequence, windows[sequence.handle][at + 1])
+            if at == WINDOW - 2:
+                scheduler.finish(sequence, is_complete=True)
+    return found
+
+
+def compare_modes(text: str) -> None:
+    tokens = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(text).ids
+    windows = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - WINDOW + 1, WINDOW)]
+    targets = torch.tensor(windows)[:, 1:, None]
+    print(f"{targets.numel()} tokens of text\n{'':22}{'perplexity':>12}{'agreement':>12}{'KL, nats':>10}")
+    reference = None
+    for name, options in MODES.items():
+        found = read(windows, **options)  # type: ignore[arg-type]
+        reference = found if reference is None else reference
+        perplexity = float(torch.exp(-found.gather(-1, targets).mean()))
+        agreement = float((found.argmax(-1) == reference.argmax(-1)).float().mean())
+        divergence = float((reference.exp() * (reference - found)).sum(-1).mean())
+        print(f"{name:22}{perplexity:12.2f}{agreement:12.2%}{divergence:10.5f}")
+
+
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def int8(x: torch.Tensor) -> torch.Tensor:
+    values, scales = quantize_rows(x)
+    return values.float() * scales[:, None]
+
+
+def fp8(x: torch.Tensor) -> torch.Tensor:
+    scales = x.abs().amax(-1, keepdim=True) / FP8_LARGEST
+    return (x / scales).to(torch.float8_e4m3fn).float() * scales
+
+
+def four_bit(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: quantize_four_bit(x, kind, 64).dequantize().float()
+
+
+def compare_formats() -> None:
+    checkpoint = Checkpoint(DEMO_MODEL, torch.float32, torch.device("cpu"))
+    config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
+    shape = (config.intermediate_size, config.hidden_size)
+    weights = torch.cat(
+        [checkpoint.read(f"model.layers.{number}.mlp.{kind}_proj.weight", shape) for number in range(config.num_layers) for kind in ("gate", "up")]
+    )
+    checkpoint.close()
+    rows = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
+    outliers = rows.clone()
+    outliers[:, :8] *= 60
+    tensors = {"weights": weights, "normal activations": rows, "with outlier channels": outliers}
+    formats = {"INT8": int8, "FP8 e4m3": fp8, "INT4, groups of 64": four_bit("w4"), "NF4, groups of 64": four_bit("nf4")}
+    print(f"\n{'':20}" + "".join(f"{name:>24}" for name in tensors))
+    for name, quantize in formats.items():
+        print(f"{name:20}" + "".join(f"{error(quantize(each), each):>24.3%}" for each in tensors.values()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Perplexity, agreement and number formats' errors.")
+    parser.add_argument("--text", type=Path, default=Path("docs/architecture.md"), help="default: %(default)s")
+    compare_modes(parser.parse_args().text.read_text(encoding="utf-8"))
+    compare_formats()
+
+
+if __name__ == "__main__":
+    main()
