@@ -39,6 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--system", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
     commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
+    quantize = commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds")
+    quantize.add_argument("source", help="a checkpoint folder, a hub id, or demo")
+    quantize.add_argument("out", type=Path, help="folder to write")
+    quantize.add_argument("--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s")
+    quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
     commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)")
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
     make.add_argument("out", type=Path, help="folder to write")
@@ -51,7 +56,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Errors are one line on standard error and exit code 2."""
     args, rest = build_parser().parse_known_args(argv)
-    if rest and args.command in ("chat", "make-model", "build-kernels"):
+    if rest and args.command in ("chat", "make-model", "quantize", "build-kernels"):
         print(f"penstock: unknown arguments: {' '.join(rest)}", file=sys.stderr)
         return 2
     try:
@@ -88,6 +93,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.compute.simulation.__main__ import simulate
 
             simulate(rest)
+        case "quantize":
+            from services.compute.quantize import quantize
+
+            quantize(args.source, args.out, quantization=args.quantization, group=args.group)
         case "build-kernels":
             from services.compute.kernels.native.build import LIBRARY, build
 

@@ -1,5 +1,6 @@
 """Native kernels: against their torch references, on every instruction set of this machine; and a row's bits do not depend on other rows."""
 
+import json
 import math
 import subprocess
 import sys
@@ -12,12 +13,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from services.cli import main
 from services.compute.kernels.attention import AttentionInputs, Heads
 from services.compute.kernels.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.kernels.native.attention import NativeAttention
 from services.compute.kernels.native.library import load_library
 from services.compute.kernels.native.linear import NativeLinear, NativeMlp
 from services.compute.kernels.reference import kv_row_size, read_kv, rms_norm, rotary, write_kv
+from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import SIZES, Engine, reference_model
 
@@ -45,6 +48,10 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
+def native(weight: torch.Tensor, bias: torch.Tensor | None, mode: str, *, group: int = 64, is_gated: bool = False) -> NativeLinear:
+    return NativeLinear(*weight.shape, quantization=mode, group=group, is_gated=is_gated, has_bias=bias is not None).pack(weight, bias)
+
+
 def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, is_gated: bool = False) -> TorchLinear:
     """The reference, in float32 where the arithmetic is in floating point."""
     if mode != "none":
@@ -62,7 +69,7 @@ def test_linear_layers(mode: str, rows: int, n: int, k: int, group: int, has_bia
     x, weight = randn(rows, k, seed=seed), randn(n, k, seed=seed + 1, scale=0.1)
     bias = randn(n, seed=seed + 2) if has_bias else None
     residual = randn(rows, n, seed=seed + 3) if has_residual else None
-    layer = NativeLinear(weight, bias, quantization=mode, group=group)
+    layer = native(weight, bias, mode, group=group)
     found = layer(x, residual=residual)
     expected = torch_linear(mode, weight, bias, group=group)(x.float(), residual=residual.float() if residual is not None else None)
     assert error(found, expected) < 4e-3
@@ -75,12 +82,12 @@ def test_linear_layers(mode: str, rows: int, n: int, k: int, group: int, has_bia
 def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden: int, inter: int) -> None:
     x, norm = randn(rows, hidden), (1 + randn(hidden, seed=1) * 0.1).bfloat16()
     gate_up, down = randn(2 * inter, hidden, seed=2, scale=0.1), randn(hidden, inter, seed=3, scale=0.1)
-    head = NativeLinear(gate_up, None, quantization=mode)
+    head = native(gate_up, None, mode)
     logits = head.logits(x, norm=norm, eps=EPS)
     normed = rms_norm(x, norm, EPS)
     assert logits.dtype == torch.float32
     assert error(logits, torch_linear(mode, gate_up, None)(normed.float())) < bound
-    mlp = NativeMlp(NativeLinear(gate_up, None, quantization=mode, is_gated=True), NativeLinear(down, None, quantization=mode))
+    mlp = NativeMlp(native(gate_up, None, mode, is_gated=True), native(down, None, mode))
     found = mlp(x, norm=norm, eps=EPS)
     reference = TorchMlp(torch_linear(mode, gate_up, None, is_gated=True), torch_linear(mode, down, None))
     assert error(found, reference(x.float(), norm=norm.float(), eps=EPS)) < bound
@@ -213,3 +220,29 @@ def test_what_is_not_there_is_named() -> None:
         code = "from services.compute.kernels import is_native; import torch; print(is_native(torch.bfloat16, torch.device('cpu')))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PENSTOCK_KERNELS": value, "PATH": "/usr/bin:/bin"})
         assert (message in done.stderr) if message else done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
+def test_a_quantized_checkpoint_is_the_same_model(quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = [[5, 6, 7], list(range(40, 90))]
+    at_load = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization)
+    expected = at_load.generate(prompts, 12)
+    assert main(["quantize", "demo", str(tmp_path), "--quantization", quantization]) == 0
+    from_file = Engine(tmp_path, dtype=torch.bfloat16)
+    assert from_file.generate(prompts, 12) == expected
+    for number in range(len(prompts)):
+        assert torch.equal(torch.stack(from_file.logits[number]), torch.stack(at_load.logits[number]))
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size < (0.9 if quantization == "w8a8" else 0.75) * (DEMO_MODEL / "model.safetensors").stat().st_size
+    capsys.readouterr()
+    for arguments, message in (
+        (["quantize", str(tmp_path), str(tmp_path / "twice")], "is quantized already"),
+        (["quantize", "demo", str(DEMO_MODEL)], "of its own"),
+    ):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err.splitlines()[-1]
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["quantization"] = "w4" if quantization == "w8a8" else "w8a8"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(StartupError, match="its parts have other shapes"):
+        Engine(tmp_path, dtype=torch.bfloat16)

@@ -13,7 +13,7 @@ from services.compute.kernels.native.library import load_library
 from services.compute.kernels.native.linear import NativeLinear, NativeMlp
 from shared.errors import StartupError
 
-__all__ = ["QUANTIZATIONS", "Attention", "AttentionInputs", "Heads", "Linear", "Mlp", "make_attention", "make_linear", "make_mlp"]
+__all__ = ["QUANTIZATIONS", "Attention", "AttentionInputs", "Heads", "Linear", "Mlp", "make_attention", "make_linear", "make_mlp", "restore_linear"]
 
 Attention = TorchAttention | NativeAttention
 
@@ -29,12 +29,20 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quant
     quantization: of QUANTIZATIONS; group: inputs that share a scale, with four bits. Raises StartupError for a quantization that can't run here.
     """
     if is_native(weight.dtype, weight.device):
-        return NativeLinear(weight, bias, quantization=quantization, group=group, is_gated=is_gated)
+        n, k = weight.shape
+        return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=bias is not None).pack(weight, bias)
     if quantization == "none":
         return TorchLinear(weight, bias, is_gated=is_gated)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {weight.device.type} in {weight.dtype}")
     return QuantizedTorchLinear(weight, bias, quantization=quantization, group=group, is_gated=is_gated)
+
+
+def restore_linear(parts: dict[str, torch.Tensor], n: int, k: int, *, quantization: str, group: int, is_gated: bool, has_bias: bool) -> Linear:
+    """A layer from the parts of one that was packed before. Raises StartupError without native code, ValueError for parts of another layer."""
+    if load_library() is None:
+        raise StartupError("this checkpoint was packed for the native kernels: build them (penstock build-kernels), or use the checkpoint it was made from")
+    return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias).restore(parts)
 
 
 def make_mlp(gate_up: Linear, down: Linear) -> Mlp:

@@ -8,7 +8,17 @@ import torch
 
 from shared.errors import StartupError
 
+PACKED_METHOD = "penstock"  # quantization_config's quant_method
+
 ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """How a checkpoint's layers are quantized and packed; what `penstock quantize` writes into config.json as quantization_config."""
+
+    quantization: str
+    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +41,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # per layer: how many tokens back attention sees
     inv_freq: torch.Tensor  # [head_dim / 2] float32, rotary frequencies after scaling
     rotary_scale: float  # multiplies cos and sin (yarn; 1 otherwise)
+    packed: Packed | None = None
 
 
 def read_config(config: dict[str, Any]) -> ModelConfig:
@@ -40,8 +51,9 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
         raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
     if config.get("hidden_act", "silu") != "silu":
         raise StartupError(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
-    if config.get("quantization_config"):
-        raise StartupError("this checkpoint is quantized; only float32 and bfloat16 checkpoints can be loaded")
+    quantized = config.get("quantization_config")
+    if quantized and quantized.get("quant_method") != PACKED_METHOD:
+        raise StartupError("this checkpoint is quantized; only float32 and bfloat16 ones, and those of penstock quantize, can be loaded")
     try:
         num_heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
@@ -64,6 +76,7 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
             sliding_windows=sliding_windows(config, architecture),
             inv_freq=inv_freq,
             rotary_scale=rotary_scale,
+            packed=Packed(quantized["quantization"], quantized["group"]) if quantized else None,
         )
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None

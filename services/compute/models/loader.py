@@ -6,8 +6,7 @@ is read, so the peak is the model in its final form plus the tensors of one laye
 
 import json
 import sys
-from collections.abc import Callable
-from functools import partial
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from services.compute.kernels import Linear, make_linear, make_mlp
-from services.compute.models.config import ModelConfig
+from services.compute.kernels import Linear, make_linear, make_mlp, restore_linear
+from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights
 from shared.errors import StartupError
 
@@ -70,53 +69,88 @@ class Checkpoint:
         """Several tensors as one, along the first dimension."""
         return torch.cat([self.read(name, shape) for name, shape in zip(names, shapes, strict=True)])
 
+    def parts(self, prefix: str) -> dict[str, Tensor]:
+        """A packed layer's parts, as they are."""
+        found = {}
+        for name, file in self.file_by_name.items():
+            if name.startswith(prefix):
+                if file not in self._open:
+                    self._open[file] = safe_open(file, framework="pt")
+                found[name.removeprefix(prefix)] = self._open[file].get_tensor(name)
+                self._bar.update()
+        return found
+
     def close(self) -> None:
         self._bar.close()
         self._open.clear()
 
 
 def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64) -> ModelWeights:
-    """All of the model's weights, quantized layer by layer as they are read. Raises StartupError, naming the tensor that is missing or wrong."""
+    """All of the model's weights, quantized layer by layer as they are read, or packed as `penstock quantize` left them.
+
+    Raises StartupError, naming the tensor that is missing or wrong.
+    """
     checkpoint = Checkpoint(folder, dtype, device)
+    loader = Loader(checkpoint, config, config.packed or Packed(quantization, group))
     try:
         embedding = checkpoint.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        make = partial(make_linear, quantization=quantization, group=group)
-        layers = [_load_layer(checkpoint, config, f"model.layers.{number}.", make) for number in range(config.num_layers)]
+        layers = [loader.layer(f"model.layers.{number}.") for number in range(config.num_layers)]
         norm = checkpoint.read("model.norm.weight", (config.hidden_size,))
-        head = embedding if config.is_tied else checkpoint.read("lm_head.weight", (config.vocab_size, config.hidden_size))
-        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=make(head))
+        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
     finally:
         checkpoint.close()
 
 
-def _load_layer(checkpoint: Checkpoint, config: ModelConfig, prefix: str, make: Callable[..., Linear]) -> LayerWeights:
-    hidden, inter, q_size, kv_size = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.num_heads * config.head_dim,
-        config.num_kv_heads * config.head_dim,
-    )
-    attention, mlp = prefix + "self_attn.", prefix + "mlp."
-    qkv_names, qkv_sizes = [attention + f"{name}_proj." for name in "qkv"], [q_size, kv_size, kv_size]
-    gate_up_names = [mlp + "gate_proj.", mlp + "up_proj."]
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """Makes a model's layers from a checkpoint's tensors, or restores them from packed ones."""
 
-    def joined(make: Callable[..., Linear], names: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False) -> Linear:
-        weight = checkpoint.read_joined([name + "weight" for name in names], list(shapes))
-        bias = checkpoint.read_joined([name + "bias" for name in names], [(shape[0],) for shape in shapes]) if has_bias else None
-        return make(weight, bias, is_gated=is_gated)
+    checkpoint: Checkpoint
+    config: ModelConfig
+    packing: Packed
 
-    def head_norm(name: str) -> Tensor | None:
-        return checkpoint.read(attention + name, (config.head_dim,)) if config.has_qk_norm else None
+    def layer(self, prefix: str) -> LayerWeights:
+        config, read = self.config, self.checkpoint.read
+        hidden, inter, q_size, kv_size = (
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+        )
+        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+        qkv_names, qkv_shapes = [attention + f"{name}_proj." for name in "qkv"], [(size, hidden) for size in (q_size, kv_size, kv_size)]
+        gate_up_names = [mlp + "gate_proj.", mlp + "up_proj."]
+        gate_up = self.linear(prefix + "gate_up.", gate_up_names, [(inter, hidden)] * 2, config.has_mlp_bias, is_gated=True)
+        down = self.linear(prefix + "down.", [mlp + "down_proj."], [(hidden, inter)], config.has_mlp_bias)
+        return LayerWeights(
+            input_norm=read(prefix + "input_layernorm.weight", (hidden,)),
+            qkv=self.linear(prefix + "qkv.", qkv_names, qkv_shapes, config.has_qkv_bias),
+            q_norm=read(attention + "q_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
+            k_norm=read(attention + "k_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
+            output=self.linear(prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, is_quantized=False),
+            post_norm=read(prefix + "post_attention_layernorm.weight", (hidden,)),
+            mlp=make_mlp(gate_up, down),
+        )
 
-    return LayerWeights(
-        input_norm=checkpoint.read(prefix + "input_layernorm.weight", (hidden,)),
-        qkv=joined(make, qkv_names, [(size, hidden) for size in qkv_sizes], config.has_qkv_bias),
-        q_norm=head_norm("q_norm.weight"),
-        k_norm=head_norm("k_norm.weight"),
-        output=joined(make_linear, [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias),  # in 16 bits always, as PPL.LLM has it
-        post_norm=checkpoint.read(prefix + "post_attention_layernorm.weight", (hidden,)),
-        mlp=make_mlp(
-            joined(make, gate_up_names, [(inter, hidden)] * 2, config.has_mlp_bias, is_gated=True),
-            joined(make, [mlp + "down_proj."], [(hidden, inter)], config.has_mlp_bias),
-        ),
-    )
+    def head(self, embedding: Tensor) -> Linear:
+        """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
+        shape = (self.config.vocab_size, self.config.hidden_size)
+        if self.config.is_tied and self.config.packed is None:
+            return make_linear(embedding, quantization=self.packing.quantization, group=self.packing.group)
+        return self.linear("lm_head.", ["lm_head."], [shape], False)
+
+    def linear(
+        self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, is_quantized: bool = True
+    ) -> Linear:
+        """A layer of several matrices with the same inputs. Not quantized: attention's output, which stays in 16 bits as PPL.LLM has it."""
+        quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
+        if self.config.packed is not None:
+            n, k = sum(shape[0] for shape in shapes), shapes[0][1]
+            parts = self.checkpoint.parts(name)
+            try:
+                return restore_linear(parts, n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias)
+            except ValueError as error:
+                raise StartupError(f"{self.checkpoint.folder}: {name.rstrip('.')}: {error}") from None
+        weight = self.checkpoint.read_joined([source + "weight" for source in sources], list(shapes))
+        bias = self.checkpoint.read_joined([source + "bias" for source in sources], [(shape[0],) for shape in shapes]) if has_bias else None
+        return make_linear(weight, bias, quantization=quantization, group=group, is_gated=is_gated)

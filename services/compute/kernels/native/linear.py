@@ -10,7 +10,7 @@ import ctypes
 import torch
 
 from services.compute.kernels.native.library import Weight, load_library, pointer
-from services.compute.kernels.reference import FourBitWeight, quantize_four_bit
+from services.compute.kernels.reference import FOUR_BIT_TABLES, quantize_four_bit
 
 Tensor = torch.Tensor
 
@@ -19,41 +19,52 @@ PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
 
 
 class NativeLinear:
-    """x @ weight.T + bias on packed weights. The weight itself may be dropped."""
+    """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in memory or in a file."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, quantization: str = "none", group: int = 64, is_gated: bool = False) -> None:
-        """weight: [n, k] bfloat16, with is_gated its first half is the gate's; bias: [n]; group: inputs that share a scale, with four bits."""
+    def __init__(self, n: int, k: int, *, quantization: str = "none", group: int = 64, is_gated: bool = False, has_bias: bool = False) -> None:
+        """n, k: outputs and inputs; with is_gated the first half of n is the gate's; group: inputs that share a scale, with four bits."""
         library = load_library()
-        assert library is not None and weight.dtype == torch.bfloat16
+        assert library is not None
         self.library = library
-        n, k = weight.shape
+        self.quantization, self.group = quantization, group
         kind = TYPES[quantization]
         padded_k = _round_up(k, (TILE_BYTES // 2, TILE_BYTES, max(group, TILE_BYTES))[kind])
         padded_n = PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR)
         self.num_outputs = n // 2 if is_gated else n
-        self.bias = torch.zeros(padded_n) if bias is not None else None
-        self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), bias=pointer(self.bias), group=group)
+        self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), group=group)
         self.address = ctypes.byref(self.struct)
-        if kind == TYPES["w4"]:
-            self._pack_four_bit(quantize_four_bit(weight, quantization, group), bias)
-            return
-        self.data = _aligned(padded_n * padded_k * (2 if kind == 0 else 1))
-        self.scales = torch.zeros(padded_n)
-        self.sums = torch.zeros(padded_n, dtype=torch.int32)
-        self.struct.data, self.struct.scales, self.struct.sums = (each.data_ptr() for each in (self.data, self.scales, self.sums))
-        library.penstock_pack(self.address, weight.contiguous().data_ptr(), pointer(bias))
+        groups = (padded_k // group, padded_n)
+        self.parts = {"data": _aligned(padded_n * padded_k * (4, 2, 1)[kind] // 2)}
+        if quantization == "w8a8":
+            self.parts |= {"scales": torch.zeros(padded_n), "sums": torch.zeros(padded_n, dtype=torch.int32)}
+        elif kind == TYPES["w4"]:
+            self.parts |= {"table": torch.tensor(FOUR_BIT_TABLES[quantization], dtype=torch.int8)}
+            self.parts |= {"group_scales": torch.zeros(groups, dtype=torch.float16), "group_sums": torch.zeros(groups, dtype=torch.int16)}
+        if quantization == "w4":
+            self.parts["zeros"] = torch.zeros(groups, dtype=torch.int8)
+        if has_bias:
+            self.parts["bias"] = torch.zeros(padded_n)
+        for name, part in self.parts.items():
+            setattr(self.struct, name, part.data_ptr())
 
-    def _pack_four_bit(self, weight: FourBitWeight, bias: Tensor | None) -> None:
-        struct = self.struct
-        shape = (struct.padded_k // weight.group, struct.padded_n)
-        self.data = _aligned(struct.padded_n * struct.padded_k // 2)
-        self.table = weight.table
-        self.scales, self.sums = torch.zeros(shape, dtype=torch.float16), torch.zeros(shape, dtype=torch.int16)
-        self.zeros = torch.zeros(shape, dtype=torch.int8) if weight.zeros is not None else None
-        struct.data, struct.table, struct.group_scales, struct.group_sums = (each.data_ptr() for each in (self.data, self.table, self.scales, self.sums))
-        struct.zeros = pointer(self.zeros)
-        codes, scales = weight.codes.contiguous(), weight.scales.contiguous()
-        self.library.penstock_pack_codes(self.address, codes.data_ptr(), scales.data_ptr(), pointer(weight.zeros), pointer(bias))
+    def pack(self, weight: Tensor, bias: Tensor | None) -> "NativeLinear":
+        """Fill the parts from weight [n, k] and bias [n], bfloat16."""
+        assert weight.dtype == torch.bfloat16
+        if TYPES[self.quantization] == TYPES["w4"]:
+            quantized = quantize_four_bit(weight, self.quantization, self.group)
+            codes, scales = quantized.codes.contiguous(), quantized.scales.contiguous()
+            self.library.penstock_pack_codes(self.address, codes.data_ptr(), scales.data_ptr(), pointer(quantized.zeros), pointer(bias))
+        else:
+            self.library.penstock_pack(self.address, weight.contiguous().data_ptr(), pointer(bias))
+        return self
+
+    def restore(self, parts: dict[str, Tensor]) -> "NativeLinear":
+        """Fill the parts from others of the same layer. Raises ValueError if they are not."""
+        if {name: (part.shape, part.dtype) for name, part in parts.items()} != {name: (part.shape, part.dtype) for name, part in self.parts.items()}:
+            raise ValueError("its parts have other shapes or types")
+        for name, part in parts.items():
+            self.parts[name].copy_(part)
+        return self
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((len(x), self.num_outputs), dtype=torch.bfloat16)

@@ -1,0 +1,51 @@
+"""`penstock quantize`: a checkpoint with its layers quantized and packed, which loads as fast as it is read.
+
+The packed form is the same for every instruction set. Embedding and norms stay as they are; a tied LM head is stored beside the embedding.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from services.compute.kernels.native.library import load_library
+from services.compute.kernels.native.linear import NativeLinear, NativeMlp
+from services.compute.models.config import PACKED_METHOD, read_config
+from services.compute.models.loader import load_weights
+from shared.errors import StartupError
+from shared.model_files import TOKENIZER_FILES, open_model
+
+
+def quantize(source: str, out: Path, *, quantization: str, group: int) -> None:
+    """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError."""
+    files = open_model(source, weights=True)
+    if out.resolve() == files.folder:
+        raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
+    if load_library() is None:
+        raise StartupError("quantizing needs the native kernels: penstock build-kernels")
+    config = read_config(files.config)
+    if config.packed is not None:
+        raise StartupError(f"{files.folder} is quantized already")
+    weights = load_weights(files.folder, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group)
+    tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
+    packed = {"lm_head.": weights.lm_head}
+    for number, layer in enumerate(weights.layers):
+        prefix = f"model.layers.{number}."
+        tensors |= {prefix + "input_layernorm.weight": layer.input_norm, prefix + "post_attention_layernorm.weight": layer.post_norm}
+        if layer.q_norm is not None and layer.k_norm is not None:
+            tensors |= {prefix + "self_attn.q_norm.weight": layer.q_norm, prefix + "self_attn.k_norm.weight": layer.k_norm}
+        assert isinstance(layer.mlp, NativeMlp)
+        packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output, prefix + "gate_up.": layer.mlp.gate_up, prefix + "down.": layer.mlp.down}
+    for prefix, linear in packed.items():
+        assert isinstance(linear, NativeLinear)
+        tensors |= {prefix + name: part for name, part in linear.parts.items()}
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for pattern in TOKENIZER_FILES:
+        for file in files.folder.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, out)
+    described = {"quant_method": PACKED_METHOD, "quantization": quantization, "group": group}
+    (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
