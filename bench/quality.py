@@ -1,20 +1,23 @@
 """What does quantization cost in quality? Perplexity and agreement of the demo model in each mode, and the error of number formats.
 
-Method: the model reads a text that it was not trained on, in windows of 256 tokens, each token given the ones before it (so single-token steps
-over the cache, as in decoding); perplexity is over all tokens, agreement how often the likeliest next token is float32's. Format errors are relative, root
-mean square: of the model's weights (INT8 and FP8 by output column, four bits in groups of 64), and of made-up activations, normal and with 8
-of 4,096 channels sixty times as large (INT8 and FP8 by row).
+Method: two texts, each token given the ones before it, in single-token steps over the cache as in decoding. Conversations made from the demo's
+exchanges with wordings and orders that its training did not use: it knows their answers by heart. And a text that it never saw: there it knows
+nothing, its perplexity means little, but its broad distributions show the smallest change. Agreement is how often the likeliest next token
+is float32's, KL the distance from float32's distribution. Format errors are relative, root mean square: of the model's weights (INT8 and FP8
+by output column, four bits in groups of 64), and of made-up activations, normal and with 8 of 4,096 channels sixty times as
+large (INT8 and FP8 by row).
 
-    python -m bench.quality [--text docs/architecture.md]
+    python -m bench.quality [--conversations 40] [--text docs/architecture.md]
 """
 
 import argparse
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from services.compute.admission import make_admission
 from services.compute.block_manager import BlockManager
@@ -26,10 +29,13 @@ from services.compute.models.decoder import Decoder
 from services.compute.models.loader import Checkpoint, load_weights
 from services.compute.scheduler import Scheduler
 from services.compute.sequence import Sequence
+from services.demo.train import IGNORED, conversation, read_exchanges
 from shared.model_files import DEMO_MODEL
 from shared.sampling_params import SamplingParams
 
 WINDOW = 256
+SEED = 20_000_000  # training counts up from 0
+CONVERSATIONS = DEMO_MODEL.parent / "conversations.txt"
 FP8_LARGEST = 448.0
 
 MODES: dict[str, dict[str, object]] = {
@@ -47,45 +53,43 @@ MODES: dict[str, dict[str, object]] = {
 }
 
 
-def read(windows: list[list[int]], *, dtype: torch.dtype = torch.bfloat16, quantization: str = "none", group: int = 64, kv_group: int = 0) -> torch.Tensor:
-    """Log probabilities after each token but the last of each window, [windows, WINDOW - 1, vocab] float32."""
+def read(texts: list[list[int]], *, dtype: torch.dtype = torch.bfloat16, quantization: str = "none", group: int = 64, kv_group: int = 0) -> list[torch.Tensor]:
+    """Log probabilities after each token but the last of each text, [length - 1, vocab] float32."""
     config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
     device = torch.device("cpu")
     model = Decoder(config, load_weights(DEMO_MODEL, config, dtype, device, quantization=quantization, group=group))
-    num_blocks = len(windows) * WINDOW // 16
+    num_blocks = sum(len(text) // 16 + 1 for text in texts)
     runner = ModelRunner(model, KVCache(config, num_blocks=num_blocks, block_size=16, dtype=dtype, device=device, group=kv_group), device)
     blocks = BlockManager(num_blocks, 16, prefix_caching=False)
-    scheduler = Scheduler(blocks, make_admission("paged", blocks), max_num_seqs=len(windows), max_batched_tokens=len(windows))
-    sequences = [Sequence(number, "r", window[:1], 1, SamplingParams(max_tokens=WINDOW - 1)) for number, window in enumerate(windows)]
-    for sequence in sequences:
-        scheduler.add(sequence)
-    found = torch.zeros(len(windows), WINDOW - 1, config.vocab_size)
+    scheduler = Scheduler(blocks, make_admission("reserve", blocks), max_num_seqs=len(texts), max_batched_tokens=len(texts))
+    for number, text in enumerate(texts):
+        scheduler.add(Sequence(number, "r", text[:1], 1, SamplingParams(max_tokens=len(text) - 1)))
+    found: list[list[torch.Tensor]] = [[] for _ in texts]
     while (batch := scheduler.schedule()) is not None:
         logits = runner.forward(batch)
         sampled = batch.sampled
         scheduler.advance(batch)
         for sequence, row in zip(sampled, logits, strict=True):
-            at = sequence.num_output_tokens
-            found[sequence.handle, at] = row.log_softmax(-1)
-            scheduler.append(sequence, windows[sequence.handle][at + 1])
-            if at == WINDOW - 2:
+            rows, text = found[sequence.handle], texts[sequence.handle]
+            rows.append(row.log_softmax(-1))
+            scheduler.append(sequence, text[len(rows)])
+            if len(rows) == len(text) - 1:
                 scheduler.finish(sequence, is_complete=True)
-    return found
+    return [torch.stack(rows) for rows in found]
 
 
-def compare_modes(text: str) -> None:
-    tokens = Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")).encode(text).ids
-    windows = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - WINDOW + 1, WINDOW)]
-    targets = torch.tensor(windows)[:, 1:, None]
-    print(f"{targets.numel()} tokens of text\n{'':22}{'perplexity':>12}{'agreement':>12}{'KL, nats':>10}")
+def compare_modes(title: str, texts: list[list[int]], is_counted: torch.Tensor) -> None:
+    """is_counted: which of the tokens after each text's first, all texts in a row, count."""
+    targets = torch.cat([torch.tensor(text[1:]) for text in texts])[is_counted]
+    print(f"\n{title}, {len(targets)} tokens\n{'':22}{'perplexity':>14}{'agreement':>12}{'KL, nats':>10}")
     reference = None
     for name, options in MODES.items():
-        found = read(windows, **options)  # type: ignore[arg-type]
+        found = torch.cat(read(texts, **options))[is_counted]  # type: ignore[arg-type]
         reference = found if reference is None else reference
-        perplexity = float(torch.exp(-found.gather(-1, targets).mean()))
+        perplexity = float(torch.exp(-found.gather(-1, targets[:, None]).mean()))
         agreement = float((found.argmax(-1) == reference.argmax(-1)).float().mean())
         divergence = float((reference.exp() * (reference - found)).sum(-1).mean())
-        print(f"{name:22}{perplexity:12.2f}{agreement:12.2%}{divergence:10.5f}")
+        print(f"{name:22}{perplexity:14,.4f}{agreement:12.2%}{divergence:10.5f}")
 
 
 def error(found: torch.Tensor, exact: torch.Tensor) -> float:
@@ -126,8 +130,16 @@ def compare_formats() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Perplexity, agreement and number formats' errors.")
-    parser.add_argument("--text", type=Path, default=Path("docs/architecture.md"), help="default: %(default)s")
-    compare_modes(parser.parse_args().text.read_text(encoding="utf-8"))
+    parser.add_argument("--conversations", type=int, default=40, help="default: %(default)s")
+    parser.add_argument("--text", type=Path, default=Path("docs/architecture.md"), help="that the model never saw (default: %(default)s)")
+    args = parser.parse_args()
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    rng, exchanges = random.Random(SEED), read_exchanges(CONVERSATIONS)
+    texts, labels = zip(*(conversation(exchanges, tokenizer, rng) for _ in range(args.conversations)), strict=True)
+    compare_modes("the demo's answers", list(texts), torch.cat([torch.tensor(each[1:]) for each in labels]) != IGNORED)
+    tokens = tokenizer.encode(args.text.read_text(encoding="utf-8"))
+    windows = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - WINDOW + 1, WINDOW)]
+    compare_modes("a text it never saw", windows, torch.ones(len(windows) * (WINDOW - 1), dtype=torch.bool))
     compare_formats()
 
 

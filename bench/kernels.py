@@ -1,0 +1,112 @@
+"""How fast is each kernel, beside torch's and beside the machine's ceilings? Every layer of two models' shapes, and attention.
+
+Method: native layers in each mode and torch's bfloat16 linear take turns on the same random data; the median of --rounds. GB/s counts the
+weights' bytes once, GOP/s two operations a multiplication. The ceilings are measured in the same run: reading 1 GiB with all threads, and the
+best GEMM rate seen. Layers are used in turn from several copies, as a model does, so that weights come from memory and not from a cache.
+
+    python -m bench.kernels [--shape qwen2.5-0.5b] [--rows 1 4 16 64 256 1024]
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from bench.model import WEIGHT_BYTES, read_bandwidth
+from services.compute.kernels import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
+from services.compute.make_model import SHAPES, Shape
+
+COPIES_BYTES = 600 << 20  # of each layer's copies together: more than the caches hold
+
+
+def layers(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each kind of layer."""
+    qkv = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    return {
+        "qkv": (qkv, shape.hidden_size),
+        "gate, up": (2 * shape.intermediate_size, shape.hidden_size),
+        "down": (shape.hidden_size, shape.intermediate_size),
+        "LM head": (shape.vocab_size, shape.hidden_size),
+    }
+
+
+def timed(function: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def measure_layers(shape: Shape, rows: list[int], rounds: int) -> float:
+    """Prints a table. Returns the best rate, in operations/s."""
+    best = 0.0
+    print(f"{'layer':10}{'rows':>6}{'torch bf16, us':>16}" + "".join(f"{mode:>30}" for mode in QUANTIZATIONS))
+    for name, (n, k) in layers(shape).items():
+        copies = max(1, min(8, COPIES_BYTES // (2 * n * k)))
+        weights = [torch.randn(n, k).bfloat16() for _ in range(copies)]
+        native = {mode: [make_linear(weight, quantization=mode) for weight in weights] for mode in QUANTIZATIONS}
+        for count in rows:
+            x = torch.randn(count, k).bfloat16()
+            seconds: dict[str, list[float]] = {}
+            for number in range(rounds * copies):
+                at = number % copies
+                seconds.setdefault("torch", []).append(timed(lambda x=x, weight=weights[at]: F.linear(x, weight)))  # type: ignore[misc]
+                for mode, made in native.items():
+                    seconds.setdefault(mode, []).append(timed(lambda x=x, layer=made[at]: layer(x)))  # type: ignore[misc]
+            medians = {case: statistics.median(values) for case, values in seconds.items()}
+            cells = []
+            for mode in QUANTIZATIONS:
+                rate = 2 * count * n * k / medians[mode]
+                best = max(best, rate)
+                gigabytes = n * k * WEIGHT_BYTES[mode] / medians[mode] / 1e9
+                cells.append(f"{medians['torch'] / medians[mode]:.2f}x {gigabytes:5.1f} GB/s {rate / 1e9:6,.0f} GOP/s")
+            print(f"{name:10}{count:6}{medians['torch'] * 1e6:16.0f}" + "".join(f"{cell:>30}" for cell in cells), flush=True)
+    return best
+
+
+def measure_attention(shape: Shape, rounds: int) -> None:
+    """Decoding at several contexts, and a prompt; native over blocks, torch's SDPA over keys and values that lie there in one piece."""
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    attention = make_attention(heads, torch.bfloat16, torch.device("cpu"))
+    print(f"{'attention':28}{'native, us':>12}{'torch SDPA':>12}{'ratio':>8}{'KV read':>14}")
+    for name, sequences, context, new in (
+        ("decode, 1 x 1024", 1, 1024, 1),
+        ("decode, 1 x 4096", 1, 4096, 1),
+        ("decode, 32 x 256", 32, 256, 1),
+        ("prefill, 1024", 1, 1024, 1024),
+    ):
+        blocks = context // 16
+        kv = torch.randn(2, sequences * blocks, 16, heads.num_kv_heads, heads.head_dim).bfloat16()
+        tables = [list(range(number * blocks, (number + 1) * blocks)) for number in range(sequences)]
+        tokens = sequences * new
+        slots = torch.tensor([table[at // 16] * 16 + at % 16 for table in tables for at in range(context - new, context)])
+        angles = torch.zeros(tokens, heads.head_dim // 2)
+        plan = attention.plan(AttentionInputs([new] * sequences, [context] * sequences, tables, slots, angles.cos(), angles.sin()), 16)
+        qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).bfloat16()
+        k, v = (kv[which].view(sequences, context, heads.num_kv_heads, heads.head_dim).transpose(1, 2).contiguous() for which in (0, 1))
+        q = qkv[:, : heads.num_heads * heads.head_dim].reshape(sequences, new, heads.num_heads, heads.head_dim).transpose(1, 2).contiguous()
+        ours, theirs = [], []
+        for _ in range(rounds * 4):
+            ours.append(timed(lambda: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)))  # type: ignore[arg-type] # noqa: B023
+            theirs.append(timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True)))  # noqa: B023
+        native, torch_s = statistics.median(ours), statistics.median(theirs)
+        rate = kv.nbytes / native / 1e9
+        print(f"{name:28}{native * 1e6:12.0f}{torch_s * 1e6:12.0f}{torch_s / native:8.2f}{rate:9.1f} GB/s", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Every kernel over a model's shapes, beside torch and the machine's ceilings.")
+    parser.add_argument("--shape", choices=[name for name in SHAPES if name != "tiny"], default="qwen2.5-0.5b", help="default: %(default)s")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--rounds", type=int, default=3)
+    args = parser.parse_args()
+    with torch.inference_mode():
+        best = measure_layers(SHAPES[args.shape], args.rows, args.rounds)
+        measure_attention(SHAPES[args.shape], args.rounds)
+        print(f"ceilings: memory read {read_bandwidth() / 1e9:.1f} GB/s; best rate of a GEMM here {best / 1e9:,.0f} GOP/s")
+
+
+if __name__ == "__main__":
+    main()
