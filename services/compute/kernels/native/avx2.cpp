@@ -109,24 +109,65 @@ inline void widen_halves(const uint16_t* halves, float* out) {
 
 inline bool few_rows_four_bit(const penstock::Gemm&, int64_t, int64_t, int64_t, const int8_t*, const uint8_t*, int64_t, float*) { return false; }
 
-inline float max_32(const float* x) {
-  const __m256 m = _mm256_max_ps(_mm256_max_ps(_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)), _mm256_max_ps(_mm256_loadu_ps(x + 16), _mm256_loadu_ps(x + 24)));
+inline float reduce_8(__m256 x, bool is_sum) {
   alignas(32) float lanes[8];
-  _mm256_store_ps(lanes, m);
+  _mm256_store_ps(lanes, x);
   for (int width = 4; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] = lanes[lane] > lanes[lane + width] ? lanes[lane] : lanes[lane + width];
+    for (int lane = 0; lane < width; ++lane) {
+      const float other = lanes[lane + width];
+      lanes[lane] = is_sum ? lanes[lane] + other : (lanes[lane] > other ? lanes[lane] : other);
+    }
   }
   return lanes[0];
 }
 
+// To nearest, ties to even; NaN is kept.
+inline void narrow_16(const float* values, uint16_t* out) {
+  __m256i halves[2];
+  for (int half = 0; half < 2; ++half) {
+    const __m256 x = _mm256_loadu_ps(values + 8 * half);
+    const __m256i bits = _mm256_castps_si256(x);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    const __m256i nan = _mm256_or_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(0x40));
+    halves[half] = _mm256_blendv_epi8(rounded, nan, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  }
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves[0], halves[1]), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), packed);
+}
+
+// The largest magnitude of k numbers.
+inline float max_abs(const float* x, int64_t k) {
+  const __m256 magnitude = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fffffff));
+  __m256 largest = _mm256_setzero_ps();
+  int64_t i = 0;
+  for (; i + 8 <= k; i += 8) largest = _mm256_max_ps(largest, _mm256_and_ps(_mm256_loadu_ps(x + i), magnitude));
+  float all = reduce_8(largest, false);
+  for (; i < k; ++i) all = all > x[i] ? (all > -x[i] ? all : -x[i]) : x[i];
+  return all;
+}
+
+// Of k bf16 numbers, in 8 lanes.
+inline float sum_squares(const uint16_t* x, int64_t k) {
+  __m256 sum = _mm256_setzero_ps();
+  for (int64_t i = 0; i < k; i += 8) {
+    uint16_t some[8] = {};
+    std::memcpy(some, x + i, (k - i < 8 ? k - i : 8) * 2);
+    const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(some)));
+    const __m256 values = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+    sum = _mm256_fmadd_ps(values, values, sum);
+  }
+  return reduce_8(sum, true);
+}
+
+inline float max_32(const float* x) {
+  const __m256 m = _mm256_max_ps(_mm256_max_ps(_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)), _mm256_max_ps(_mm256_loadu_ps(x + 16), _mm256_loadu_ps(x + 24)));
+  return reduce_8(m, false);
+}
+
 inline float sum_32(const float* x) {
   const __m256 s = _mm256_add_ps(_mm256_add_ps(_mm256_loadu_ps(x), _mm256_loadu_ps(x + 8)), _mm256_add_ps(_mm256_loadu_ps(x + 16), _mm256_loadu_ps(x + 24)));
-  alignas(32) float lanes[8];
-  _mm256_store_ps(lanes, s);
-  for (int width = 4; width > 0; width /= 2) {
-    for (int lane = 0; lane < width; ++lane) lanes[lane] += lanes[lane + width];
-  }
-  return lanes[0];
+  return reduce_8(s, true);
 }
 
 // Sixteen dimensions of two neighbours in position, side by side.
