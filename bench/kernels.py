@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from bench.model import WEIGHT_BYTES, read_bandwidth
+from bench.model import read_bandwidth, stored_bytes
 from services.compute.kernels import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
 from services.compute.make_model import SHAPES, Shape
 
@@ -60,7 +60,7 @@ def measure_layers(shape: Shape, rows: list[int], rounds: int) -> float:
             for mode in QUANTIZATIONS:
                 rate = 2 * count * n * k / medians[mode]
                 best = max(best, rate)
-                gigabytes = n * k * WEIGHT_BYTES[mode] / medians[mode] / 1e9
+                gigabytes = stored_bytes(native[mode][0]) / medians[mode] / 1e9
                 cells.append(f"{medians['torch'] / medians[mode]:.2f}x {gigabytes:5.1f} GB/s {rate / 1e9:6,.0f} GOP/s")
             print(f"{name:10}{count:6}{medians['torch'] * 1e6:16.0f}" + "".join(f"{cell:>30}" for cell in cells), flush=True)
     return best

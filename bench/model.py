@@ -1,8 +1,8 @@
 """How fast is the model alone? Decode tokens/s by batch and prefill tokens/s by length, beside the floor that memory and arithmetic set.
 
 Method: scheduler and runner in one process, tokens chosen at once; a round measures every case in turn, and the median of the rounds counts.
-The floor of a step is the larger of its weights' bytes over the measured read bandwidth, and its multiplications over what the GEMM itself
-reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at batch 1), prefill excluded.
+The floor of a step is the larger of its layers' bytes (as stored, scales and all) over the measured read bandwidth, and its multiplications over
+what the GEMM itself reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at batch 1), prefill excluded.
 
     python -m bench.model --shape qwen2.5-0.5b [--modes none w8a8] [--rounds 3]
 """
@@ -19,7 +19,8 @@ from pathlib import Path
 import torch
 
 from services.compute.__main__ import build_engine
-from services.compute.kernels import QUANTIZATIONS, make_linear
+from services.compute.kernels import QUANTIZATIONS, Linear, make_linear
+from services.compute.kernels.native.linear import NativeLinear
 from services.compute.model_runner import ModelRunner
 from services.compute.scheduler import Scheduler
 from services.compute.sequence import Sequence
@@ -28,7 +29,6 @@ from shared.sampling_params import SamplingParams
 from shared.settings import ComputeSettings
 
 BATCHES, PREFILLS = (1, 4, 8, 16, 32), (512, 1024)
-WEIGHT_BYTES = {"none": 2.0, "w8a8": 1.0, "w4": 0.5625, "nf4": 0.5625}
 
 
 @dataclass
@@ -36,6 +36,7 @@ class Engine:
     scheduler: Scheduler
     runner: ModelRunner
     num_parameters: int
+    weight_bytes: int
     num_sequences: int = 0
 
     def run(self, batch: int, num_in: int, num_out: int) -> tuple[float, float]:
@@ -69,7 +70,15 @@ def load(model: Path, mode: str) -> Engine:
     config = runner.model.config
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
-    return Engine(scheduler, runner, config.num_layers * layer + config.vocab_size * config.hidden_size)
+    weights = runner.model.weights
+    linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, at.mlp.gate_up, at.mlp.down))]
+    num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
+    return Engine(scheduler, runner, num_parameters, sum(map(stored_bytes, linears)))
+
+
+def stored_bytes(linear: Linear) -> int:
+    """What a layer reads of its own."""
+    return sum(part.nbytes for part in linear.parts.values()) if isinstance(linear, NativeLinear) else linear.weight.nbytes  # type: ignore[attr-defined]
 
 
 def read_bandwidth() -> float:
@@ -121,7 +130,7 @@ def main() -> None:
             rows = int(case.split()[-1])
             cells = []
             for mode, engine in engines.items():
-                step = max(engine.num_parameters * WEIGHT_BYTES[mode] / bandwidth, rows * engine.num_parameters / rates[mode])
+                step = max(engine.weight_bytes / bandwidth, rows * engine.num_parameters / rates[mode])
                 cells.append(f"{statistics.median(found[mode, case]):11.0f} ({rows / step:6.0f})")
             print(f"{case:18}" + "".join(f"{cell:>20}" for cell in cells))
         print("GEMM at 512 rows: " + ", ".join(f"{mode} {2 * rate / 1e9:,.0f} GOP/s" for mode, rate in rates.items()))

@@ -31,6 +31,7 @@ from shared.settings import ComputeSettings
 
 StepSeconds = Callable[[ScheduledBatch], float]
 BLOCK_SIZE = 16
+SHARED, LONG_PROMPT = 1000, 4000  # tokens
 REAL_BLOCKS, REAL_LONGEST = 512, 1024  # the KV cache, and what a sequence may take of it: 8 sequences of full length
 
 
@@ -89,12 +90,12 @@ def simulated(model: str) -> Machine:
     )
 
 
-def real(model: str) -> Machine:
-    """A model on this CPU."""
+def real(model: str) -> tuple[Machine, Machine]:
+    """A model on this CPU: with a small KV cache, and with one for prompts as long as the model takes."""
     from services.compute.__main__ import build_engine
     from services.compute.candidates import reduce
 
-    settings = ComputeSettings(model=model, max_model_len=REAL_LONGEST, kv_cache_share=0.1)
+    settings = ComputeSettings(model=model, kv_cache_share=0.1)
     _, runner, longest = build_engine(settings, open_model(model, weights=True))
 
     def step_seconds(batch: ScheduledBatch) -> float:
@@ -104,7 +105,9 @@ def real(model: str) -> Machine:
             reduce(logits, sampled)
         return time.perf_counter() - started
 
-    return Machine(f"{Path(model).name}, this CPU, measured", step_seconds, REAL_BLOCKS, longest, 64, 512)
+    name = f"{Path(model).name}, this CPU, measured"
+    small = Machine(name, step_seconds, REAL_BLOCKS, min(longest, REAL_LONGEST), 64, 512)
+    return small, replace(small, num_blocks=runner.kv_cache.num_blocks, longest=min(longest, LONG_PROMPT + 512))
 
 
 def compare_policies(machine: Machine, requests: list[TraceRequest], rounds: int) -> None:
@@ -228,14 +231,14 @@ def main() -> None:
     for model in ("llama-2-7b", "llama-3-8b"):
         machine = simulated(model)
         compare_policies(machine, requests, 1)
-        compare_prefix_caching(machine, requests, 6.0, 1000, 1)
-        compare_chunks(machine, 3500, 32, 1)
+        compare_prefix_caching(machine, requests, 6.0, SHARED, 1)
+        compare_chunks(machine, LONG_PROMPT, 32, 1)
     if args.real:
-        machine = real(args.real)
+        machine, long = real(args.real)
         some = [shorten(request, args.shorten) for request in requests[: args.num_requests or 128]]
         compare_policies(machine, some, args.rounds)
-        compare_prefix_caching(machine, some[:100], 1.0, 512, args.rounds)
-        compare_chunks(machine, 900, 8, args.rounds)
+        compare_prefix_caching(long, some[:40], 0.5, min(SHARED, long.longest // 2), args.rounds)
+        compare_chunks(long, min(LONG_PROMPT, long.longest - 124), 8, args.rounds)
     measure_overhead()
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from services.compute.kernels.native.library import load_library
 from services.compute.kernels.native.linear import NativeLinear, NativeMlp
 from services.compute.models.config import PACKED_METHOD, read_config
+from services.compute.models.decoder import ModelWeights
 from services.compute.models.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, open_model
@@ -29,6 +30,22 @@ def quantize(source: str, out: Path, *, quantization: str, group: int) -> None:
     if config.packed is not None:
         raise StartupError(f"{files.folder} is quantized already")
     weights = load_weights(files.folder, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group)
+    tensors = collect(weights)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartupError(f"{out}: {error.strerror}") from None
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    for pattern in TOKENIZER_FILES:
+        for file in files.folder.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, out)
+    described = {"quant_method": PACKED_METHOD, "quantization": quantization, "group": group}
+    (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
+
+
+def collect(weights: ModelWeights) -> dict[str, torch.Tensor]:
+    """Every tensor of the packed checkpoint, by its name."""
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     packed = {"lm_head.": weights.lm_head}
     for number, layer in enumerate(weights.layers):
@@ -41,11 +58,4 @@ def quantize(source: str, out: Path, *, quantization: str, group: int) -> None:
     for prefix, linear in packed.items():
         assert isinstance(linear, NativeLinear)
         tensors |= {prefix + name: part for name, part in linear.parts.items()}
-    out.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    for pattern in TOKENIZER_FILES:
-        for file in files.folder.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, out)
-    described = {"quant_method": PACKED_METHOD, "quantization": quantization, "group": group}
-    (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
+    return tensors

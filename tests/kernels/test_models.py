@@ -1,6 +1,9 @@
 """Every model against transformers on the same weights: token for token, and logits to 1e-4."""
 
+import os
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,7 @@ from shared.model_files import DEMO_MODEL
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 
 NUM_TOKENS = 40
+ROOT = Path(__file__).parent.parent.parent
 
 
 def prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -98,6 +102,23 @@ def test_choices_of_one_prompt_are_as_if_each_were_alone(name: str, tmp_path: Pa
         assert engine.generate([prompt] * 4, 20, group_id="choices") == alone
         cramped = Engine(folder, num_blocks=4 * -(-(len(prompt) + 20) // 16) - 3, strategy="paged")
         assert cramped.generate([prompt] * 4, 20, group_id="choices") == alone
+
+
+def test_torch_computes_the_quantized_modes_as_well() -> None:
+    """float32 with keys and values in int8, and, without native code, quantized layers: the demo's answer survives."""
+    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}], tokenize=False, add_generation_prompt=True)
+    prompt = tokenizer.encode(text)
+    expected = Engine(DEMO_MODEL).generate([prompt], 40, eos=1)
+    assert Engine(DEMO_MODEL, kv_group=32).generate([prompt], 40, eos=1) == expected
+    code = (
+        "import sys, torch; from tests.kernels.families import Engine, DEMO_MODEL; prompt = list(map(int, sys.argv[2:]));"
+        "print(Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=sys.argv[1]).generate([prompt], 40, eos=1))"
+    )
+    for quantization in ("none", "w8a8", "w4", "nf4"):
+        command = [sys.executable, "-c", code, quantization, *map(str, prompt)]
+        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PENSTOCK_KERNELS": "torch", "PYTHONPATH": str(ROOT)}, check=True)
+        assert done.stdout.strip() == str(expected), quantization
 
 
 def test_sharded_checkpoints_load_the_same(tmp_path: Path) -> None:

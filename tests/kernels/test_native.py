@@ -202,7 +202,7 @@ def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: 
 
 
 def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
-    """The demo model's own answers survive bfloat16 and int8 weights."""
+    """The demo model's own answers survive quantization."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -211,7 +211,7 @@ def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
         tokenizer.encode(tokenizer.apply_chat_template([{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True)) for text in texts
     ]
     expected = Engine(DEMO_MODEL).generate(prompts, 40, eos=1)
-    for quantization in ("none", "w8a8"):
+    for quantization in MODES:
         assert Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate(prompts, 40, eos=1) == expected
 
 
@@ -241,6 +241,10 @@ def test_a_quantized_checkpoint_is_the_same_model(quantization: str, tmp_path: P
     ):
         assert main(arguments) == 2
         assert message in capsys.readouterr().err.splitlines()[-1]
+    with pytest.raises(StartupError, match="packed for the native kernels"):
+        Engine(tmp_path, dtype=torch.float32)
+    with pytest.raises(StartupError, match="quantized already"):
+        Engine(tmp_path, dtype=torch.bfloat16, quantization="nf4" if quantization != "nf4" else "w4")
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["quantization"] = "w4" if quantization == "w8a8" else "w8a8"
     (tmp_path / "config.json").write_text(json.dumps(config))

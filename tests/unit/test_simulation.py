@@ -110,6 +110,11 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) ->
     assert "requests/s" in printed and "TPOT, ms" in printed and "0 preemptions" in printed
     (tmp_path / "mine.json").write_text(json.dumps({"fixed_s": 0.01, "per_token_s": 1e-4, "per_context_token_s": 1e-7, "kv_tokens": 50_000}))
     assert main(["simulate", "--num-requests", "20", "--hardware", str(tmp_path / "mine.json"), "--model", str(DEMO_MODEL)]) == 0
-    for bad in (["--hardware", "abacus"], ["--model", "gpt-9"], ["--rate", "0"], ["--model", "llama-3-70b"], ["--max-total-tokens", "100"]):
+    (tmp_path / "free.json").write_text(json.dumps({"fixed_s": 0, "per_token_s": 0, "per_context_token_s": 0, "kv_tokens": 50_000}))
+    (tmp_path / "empty.jsonl").write_text('{"prompt_tokens": 0, "output_tokens": 7}\n')
+    for bad in (
+        ["--hardware", "abacus"], ["--hardware", str(tmp_path / "free.json")], ["--model", "gpt-9"], ["--rate", "0"], ["--model", "llama-3-70b"],
+        ["--max-total-tokens", "100"], ["--seed", "-1"], ["--trace", str(tmp_path / "empty.jsonl")],
+    ):  # fmt: skip
         assert main(["simulate", *bad]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(f"penstock: {bad[0]}")

@@ -13,7 +13,19 @@ from services.compute.kernels.native.library import load_library
 from services.compute.kernels.native.linear import NativeLinear, NativeMlp
 from shared.errors import StartupError
 
-__all__ = ["QUANTIZATIONS", "Attention", "AttentionInputs", "Heads", "Linear", "Mlp", "make_attention", "make_linear", "make_mlp", "restore_linear"]
+__all__ = [
+    "QUANTIZATIONS",
+    "Attention",
+    "AttentionInputs",
+    "Heads",
+    "Linear",
+    "Mlp",
+    "is_native",
+    "make_attention",
+    "make_linear",
+    "make_mlp",
+    "restore_linear",
+]
 
 Attention = TorchAttention | NativeAttention
 
@@ -39,9 +51,7 @@ def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quant
 
 
 def restore_linear(parts: dict[str, torch.Tensor], n: int, k: int, *, quantization: str, group: int, is_gated: bool, has_bias: bool) -> Linear:
-    """A layer from the parts of one that was packed before. Raises StartupError without native code, ValueError for parts of another layer."""
-    if load_library() is None:
-        raise StartupError("this checkpoint was packed for the native kernels: build them (penstock build-kernels), or use the checkpoint it was made from")
+    """A native layer from the parts of one that was packed before. Raises ValueError for parts of another layer."""
     return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias).restore(parts)
 
 

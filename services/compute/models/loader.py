@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from services.compute.kernels import Linear, make_linear, make_mlp, restore_linear
+from services.compute.kernels import Linear, is_native, make_linear, make_mlp, restore_linear
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights
 from shared.errors import StartupError
@@ -90,6 +90,13 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
 
     Raises StartupError, naming the tensor that is missing or wrong.
     """
+    if config.packed is not None:
+        if not is_native(dtype, device):
+            raise StartupError(
+                f"{folder} is packed for the native kernels, which run in bfloat16 on a CPU: build them (penstock build-kernels), or use its source"
+            )
+        if quantization not in ("none", config.packed.quantization):
+            raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
     checkpoint = Checkpoint(folder, dtype, device)
     loader = Loader(checkpoint, config, config.packed or Packed(quantization, group))
     try:

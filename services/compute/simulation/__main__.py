@@ -49,6 +49,8 @@ def simulate(argv: list[str]) -> None:
         value = getattr(args, name)
         if value is not None and value <= 0:
             raise StartupError(f"--{name.replace('_', '-')}: must be above 0, got {value}")
+    if args.seed < 0:
+        raise StartupError(f"--seed: must not be negative, got {args.seed}")
     requests = load_trace(args.trace, args.num_requests, seed=args.seed)
     if args.rate is not None:
         requests = with_rate(requests, args.rate, seed=args.seed)
@@ -76,6 +78,10 @@ def simulate(argv: list[str]) -> None:
         raise StartupError(f"--max-total-tokens: {error}") from None
     print(f"{args.model} on {args.hardware}: KV cache of {kv_tokens:,} tokens, admission {args.admission}")
     print(describe(result))
+    peaks = scheduler.admission.metrics()
+    if followed := peaks.get("predicted_peaks"):
+        ratio = peaks["predicted_peak_ratio_sum"] / followed
+        print(f"predicted peaks of KV memory: {peaks['predicted_peaks_exceeded']:.0f} of {followed:.0f} exceeded, real / predicted {ratio:.2f} in the mean")
 
 
 def describe(result: Replay) -> str:

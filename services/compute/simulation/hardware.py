@@ -92,7 +92,7 @@ def find_model(name: str) -> ModelShape:
         kv_heads, head_dim = config.get("num_key_value_heads") or heads, config.get("head_dim") or hidden // heads
         layer = hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
         embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
         raise StartupError(f"--model {name}: no checkpoint folder ({error!r}), and not one of {', '.join(MODELS)}") from None
     return ModelShape(layers * layer + embeddings, layers, kv_heads, head_dim)
 
@@ -103,7 +103,10 @@ def find_hardware(name: str, model: ModelShape) -> tuple[Cost, int]:
         return Roofline(model, HARDWARE[name]), kv_tokens(model, HARDWARE[name])
     try:
         fields = json.loads(Path(name).read_text())
-        return StepCost(*(float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s"))), int(fields["kv_tokens"])
+        fixed_s, *others = costs = [float(fields[key]) for key in ("fixed_s", "per_token_s", "per_context_token_s")]
+        if fixed_s <= 0 or min(others) < 0:
+            raise ValueError("costs must not be negative, fixed_s not 0")
+        return StepCost(*costs), int(fields["kv_tokens"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, per_context_token_s and kv_tokens"
         raise StartupError(f"{text} ({error!r})") from None

@@ -90,11 +90,11 @@ def replay(
                 now = arrivals[num_arrived].arrived_at
                 continue
             num_tokens, num_context_tokens, sampled = batch.num_tokens, batch.num_context_tokens, batch.sampled
-            seconds = step_seconds(batch)
+            seconds, before = step_seconds(batch), now
             now += seconds
             started = time.perf_counter()
             scheduler.advance(batch)
-            ended = record(result, scheduler, sampled, now, seconds)
+            ended = record(result, scheduler, sampled, before, now)
             scheduler.step_cost.observe(num_tokens, num_context_tokens, seconds)
             result.scheduler_s += time.perf_counter() - started
             bar.update(ended)
@@ -102,10 +102,9 @@ def replay(
     return result
 
 
-def record(result: Replay, scheduler: Scheduler, sampled: list[Sequence], now: float, seconds: float) -> int:
+def record(result: Replay, scheduler: Scheduler, sampled: list[Sequence], before: float, now: float) -> int:
     """Each of the step's sequences gets a token, and its time is noted. Returns how many came to their ends."""
     num_usual = num_ended = 0
-    before = now - seconds
     for sequence in sampled:
         timeline = result.timelines[sequence.handle]
         scheduler.append(sequence, 0)
@@ -119,7 +118,7 @@ def record(result: Replay, scheduler: Scheduler, sampled: list[Sequence], now: f
         if sequence.num_output_tokens == timeline.request.num_output_tokens:
             scheduler.finish(sequence, is_complete=True)
             num_ended += 1
-    result.steps.append((seconds, num_usual))
+    result.steps.append((now - before, num_usual))
     result.num_steps += 1
     result.num_sequence_steps += len(sampled)
     return num_ended

@@ -1,6 +1,7 @@
 """What is asked: lengths and arrival times of requests, from a file or made up."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -40,6 +41,9 @@ def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRe
         raise StartupError(f"--trace {source}: neither ShareGPT's JSON nor lines of prompt_tokens and output_tokens: {error!r}") from None
     if not found:
         raise StartupError(f"--trace {source}: it holds no request")
+    for request in found:
+        if request.num_prompt_tokens < 1 or request.num_output_tokens < 1 or not 0 <= request.arrived_at < math.inf:
+            raise StartupError(f"--trace {source}: a request needs at least one prompt and one output token, and a time from 0 up: {request}")
     period = max(request.arrived_at for request in found)
     count = count or len(found)
     rounds = -(-count // len(found))

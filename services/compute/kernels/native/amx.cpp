@@ -37,7 +37,7 @@ inline void prefetch(const char* tile) {
   if (rows > 16) {                                                     \
     _tile_zero(2);                                                     \
     _tile_zero(3);                                                     \
-    for (int64_t at = 0; at < depth; at += 64) {                      \
+    for (int64_t at = 0; at < depth; at += 64) {                       \
       _tile_loadd(4, bytes + at, stride);                              \
       _tile_loadd(6, tile0 + at * 16, 64);                             \
       _tile_loadd(7, tile1 + at * 16, 64);                             \
@@ -50,7 +50,7 @@ inline void prefetch(const char* tile) {
     _tile_stored(2, c + 16 * 32, 128);                                 \
     _tile_stored(3, c + 16 * 32 + 16, 128);                            \
   } else {                                                             \
-    for (int64_t at = 0; at < depth; at += 64) {                      \
+    for (int64_t at = 0; at < depth; at += 64) {                       \
       prefetch(tile0 + at * 16);                                       \
       prefetch(tile1 + at * 16);                                       \
       _tile_loadd(4, bytes + at, stride);                              \
