@@ -9,6 +9,8 @@
 
 namespace {
 
+#include "lanes_avx512.inc"
+
 constexpr int64_t kBlockRows = 32;
 constexpr int64_t kAhead = 4096;  // bytes of weights that are asked for before they are read
 
@@ -31,51 +33,75 @@ inline void prefetch(const char* tile) {
   for (int line = 0; line < 16; ++line) _mm_prefetch(tile + kAhead + 64 * line, _MM_HINT_T0);
 }
 
-#define PENSTOCK_AMX_BLOCK(DOT)                                        \
-  _tile_zero(0);                                                       \
-  _tile_zero(1);                                                       \
-  if (rows > 16) {                                                     \
-    _tile_zero(2);                                                     \
-    _tile_zero(3);                                                     \
-    for (int64_t at = 0; at < depth; at += 64) {                       \
-      _tile_loadd(4, bytes + at, stride);                              \
-      _tile_loadd(6, tile0 + at * 16, 64);                             \
-      _tile_loadd(7, tile1 + at * 16, 64);                             \
-      _tile_loadd(5, bytes + 16 * stride + at, stride);                \
-      DOT(0, 4, 6);                                                    \
-      DOT(1, 4, 7);                                                    \
-      DOT(2, 5, 6);                                                    \
-      DOT(3, 5, 7);                                                    \
-    }                                                                  \
-    _tile_stored(2, c + 16 * 32, 128);                                 \
-    _tile_stored(3, c + 16 * 32 + 16, 128);                            \
-  } else {                                                             \
-    for (int64_t at = 0; at < depth; at += 64) {                       \
-      prefetch(tile0 + at * 16);                                       \
-      prefetch(tile1 + at * 16);                                       \
-      _tile_loadd(4, bytes + at, stride);                              \
-      _tile_loadd(6, tile0 + at * 16, 64);                             \
-      _tile_loadd(7, tile1 + at * 16, 64);                             \
-      DOT(0, 4, 6);                                                    \
-      DOT(1, 4, 7);                                                    \
-    }                                                                  \
-  }                                                                    \
-  _tile_stored(0, c, 128);                                             \
+#define PENSTOCK_AMX_BLOCK(DOT)                           \
+  _tile_zero(0);                                          \
+  _tile_zero(1);                                          \
+  if (rows > 16) {                                        \
+    _tile_zero(2);                                        \
+    _tile_zero(3);                                        \
+    for (int64_t at = 0; at < bytes * 16; at += 1024) {   \
+      if (is_first) prefetch(tile0 + at);                 \
+      if (is_first) prefetch(tile1 + at);                 \
+      _tile_loadd(4, a + at, 64);                         \
+      _tile_loadd(6, tile0 + at, 64);                     \
+      _tile_loadd(7, tile1 + at, 64);                     \
+      _tile_loadd(5, a + next + at, 64);                  \
+      DOT(0, 4, 6);                                       \
+      DOT(1, 4, 7);                                       \
+      DOT(2, 5, 6);                                       \
+      DOT(3, 5, 7);                                       \
+    }                                                     \
+    _tile_stored(2, c + 16 * 32, 128);                    \
+    _tile_stored(3, c + 16 * 32 + 16, 128);               \
+  } else {                                                \
+    for (int64_t at = 0; at < bytes * 16; at += 1024) {   \
+      if (is_first) prefetch(tile0 + at);                 \
+      if (is_first) prefetch(tile1 + at);                 \
+      _tile_loadd(4, a + at, 64);                         \
+      _tile_loadd(6, tile0 + at, 64);                     \
+      _tile_loadd(7, tile1 + at, 64);                     \
+      DOT(0, 4, 6);                                       \
+      DOT(1, 4, 7);                                       \
+    }                                                     \
+  }                                                       \
+  _tile_stored(0, c, 128);                                \
   _tile_stored(1, c + 16, 128)
 
-inline void block_int8(const int8_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, int64_t rows, const int32_t*, int32_t* c) {
-  const char* bytes = reinterpret_cast<const char*>(a);
-  const int64_t depth = k;
+inline void block_int8(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c, bool is_first) {
   PENSTOCK_AMX_BLOCK(_tile_dpbssd);
 }
 
-inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, int64_t rows, float* c) {
-  const char* bytes = reinterpret_cast<const char*>(a);
-  const int64_t depth = k * 2;
+inline void block_bf16(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool is_first) {
   PENSTOCK_AMX_BLOCK(_tile_dpbf16ps);
 }
 
-#include "vectors_avx512.inc"
+inline void score_keys(const char* keys0, const char* keys1, int64_t stride, const uint16_t* queries, int64_t dim, float* c) {
+  _tile_zero(0);
+  _tile_zero(1);
+  for (int64_t at = 0; at < dim; at += 32) {
+    _tile_loadd(4, keys0 + at * 2, stride);
+    _tile_loadd(5, keys1 + at * 2, stride);
+    _tile_loadd(6, queries + at * 16, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 5, 6);
+  }
+  _tile_stored(0, c, 64);
+  _tile_stored(1, c + 256, 64);
+}
+
+inline void add_values(const uint16_t* weights, const uint16_t* values, int64_t dim, int64_t, float* out) {
+  _tile_loadd(4, weights, 64);
+  for (int64_t at = 0; at < dim; at += 32) {
+    _tile_loadd(0, out + at, dim * 4);
+    _tile_loadd(1, out + at + 16, dim * 4);
+    _tile_loadd(6, values + at * 32, 64);
+    _tile_loadd(7, values + at * 32 + 512, 64);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_stored(0, out + at, dim * 4);
+    _tile_stored(1, out + at + 16, dim * 4);
+  }
+}
 
 }  // namespace
 
@@ -83,5 +109,5 @@ inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, con
 #include "attention.inc"
 
 namespace penstock {
-const Kernels kAmx = {"amx", gemm, to_bf16, to_int8, sum_groups, attention_workspace, attention, rotate_and_write};
+const Kernels kAmx = {"amx", gemm_workspace, gemm, to_bf16, to_int8, sum_groups, attention_workspace, attention, rotate_and_write};
 }

@@ -36,7 +36,7 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-Workspace activations, scales, group_sums, hidden, partials;
+Workspace activations, scales, group_sums, hidden, unpacked, partials;
 
 bool has_amx() {
   unsigned a, b, c, d;
@@ -63,7 +63,7 @@ const Kernels* find(const char* name) {
 // Activations as the weights want them, in the workspace.
 void prepare(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
   const int64_t padded_rows = (rows + 31) / 32 * 32, element = w.type == kBf16 ? 2 : 1;
-  char* to = activations.take(padded_rows * w.padded_k * element);
+  char* to = activations.take(padded_rows * w.padded_k * element + 64);  // a half of a tile may be read from its middle
   gemm.weight = &w;
   gemm.rows = rows;
   gemm.activations = to;
@@ -79,6 +79,7 @@ void prepare(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, fl
   } else {
     chosen->to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, reinterpret_cast<uint16_t*>(to));
   }
+  gemm.workspace = unpacked.take(chosen->gemm_workspace(gemm));
 }
 
 float widen(uint16_t value) {

@@ -1,4 +1,4 @@
-// AVX-512 with VNNI and BF16: a block is up to 6 rows by 32 columns, in 12 registers.
+// AVX-512 with VNNI and BF16: a block is up to 8 rows by 32 columns, in 16 registers.
 
 #include <immintrin.h>
 
@@ -9,9 +9,13 @@
 
 namespace {
 
-constexpr int64_t kBlockRows = 6;
+#include "lanes_avx512.inc"
 
-struct ThreadState {};
+constexpr int64_t kBlockRows = 8;
+
+struct ThreadState {
+  ThreadState() {}
+};
 
 inline int32_t four_bytes(const void* from) {
   int32_t bits;
@@ -21,15 +25,17 @@ inline int32_t four_bytes(const void* from) {
 
 // The instruction multiplies unsigned by signed bytes: activations are shifted up by 128, and 128 times the weights' sum taken off.
 template <int kRows>
-void rows_int8(const int8_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, const int32_t* sums, int32_t* c) {
+void rows_int8(const char* a, const char* tile0, const char* tile1, int64_t bytes, const int32_t* sums, int32_t* c) {
   __m512i acc[kRows][2];
   for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_si512();
-  for (int64_t at = 0; at < k; at += 4) {
-    const __m512i b0 = _mm512_load_si512(tile0 + at * 16), b1 = _mm512_load_si512(tile1 + at * 16);
-    for (int row = 0; row < kRows; ++row) {
-      const __m512i x = _mm512_set1_epi32(four_bytes(a + row * stride + at) ^ static_cast<int32_t>(0x80808080));
-      acc[row][0] = _mm512_dpbusd_epi32(acc[row][0], x, b0);
-      acc[row][1] = _mm512_dpbusd_epi32(acc[row][1], x, b1);
+  for (int64_t chunk = 0; chunk < bytes; chunk += 64, a += 1024) {
+    for (int64_t at = 0; at < 64 && chunk + at < bytes; at += 4, tile0 += 64, tile1 += 64) {
+      const __m512i b0 = _mm512_load_si512(tile0), b1 = _mm512_load_si512(tile1);
+      for (int row = 0; row < kRows; ++row) {
+        const __m512i x = _mm512_set1_epi32(four_bytes(a + row * 64 + at) ^ static_cast<int32_t>(0x80808080));
+        acc[row][0] = _mm512_dpbusd_epi32(acc[row][0], x, b0);
+        acc[row][1] = _mm512_dpbusd_epi32(acc[row][1], x, b1);
+      }
     }
   }
   const __m512i over0 = _mm512_slli_epi32(_mm512_loadu_si512(sums), 7), over1 = _mm512_slli_epi32(_mm512_loadu_si512(sums + 16), 7);
@@ -40,16 +46,17 @@ void rows_int8(const int8_t* a, int64_t stride, const char* tile0, const char* t
 }
 
 template <int kRows>
-void rows_bf16(const uint16_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, float* c) {
+void rows_bf16(const char* a, const char* tile0, const char* tile1, int64_t bytes, float* c) {
   __m512 acc[kRows][2];
   for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_ps();
-  const char* bytes = reinterpret_cast<const char*>(a);
-  for (int64_t at = 0; at < k * 2; at += 4) {
-    const __m512bh b0 = (__m512bh)_mm512_load_si512(tile0 + at * 16), b1 = (__m512bh)_mm512_load_si512(tile1 + at * 16);
-    for (int row = 0; row < kRows; ++row) {
-      const __m512bh x = (__m512bh)_mm512_set1_epi32(four_bytes(bytes + row * stride + at));
-      acc[row][0] = _mm512_dpbf16_ps(acc[row][0], x, b0);
-      acc[row][1] = _mm512_dpbf16_ps(acc[row][1], x, b1);
+  for (int64_t chunk = 0; chunk < bytes; chunk += 64, a += 1024) {
+    for (int64_t at = 0; at < 64; at += 4, tile0 += 64, tile1 += 64) {
+      const __m512bh b0 = (__m512bh)_mm512_load_si512(tile0), b1 = (__m512bh)_mm512_load_si512(tile1);
+      for (int row = 0; row < kRows; ++row) {
+        const __m512bh x = (__m512bh)_mm512_set1_epi32(four_bytes(a + row * 64 + at));
+        acc[row][0] = _mm512_dpbf16_ps(acc[row][0], x, b0);
+        acc[row][1] = _mm512_dpbf16_ps(acc[row][1], x, b1);
+      }
     }
   }
   for (int row = 0; row < kRows; ++row) {
@@ -65,22 +72,46 @@ void rows_bf16(const uint16_t* a, int64_t stride, const char* tile0, const char*
     case 3: CALL(3); break;    \
     case 4: CALL(4); break;    \
     case 5: CALL(5); break;    \
-    default: CALL(6);          \
+    case 6: CALL(6); break;    \
+    case 7: CALL(7); break;    \
+    default: CALL(8);          \
   }
 
-inline void block_int8(const int8_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, int64_t rows, const int32_t* sums, int32_t* c) {
-#define CALL(kRows) rows_int8<kRows>(a, stride, tile0, tile1, k, sums, c)
+inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool) {
+#define CALL(kRows) rows_int8<kRows>(a, tile0, tile1, bytes, sums, c)
   PENSTOCK_BY_ROWS(CALL)
 #undef CALL
 }
 
-inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, const char* tile1, int64_t k, int64_t rows, float* c) {
-#define CALL(kRows) rows_bf16<kRows>(a, stride, tile0, tile1, k, c)
+inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool) {
+#define CALL(kRows) rows_bf16<kRows>(a, tile0, tile1, bytes, c)
   PENSTOCK_BY_ROWS(CALL)
 #undef CALL
 }
 
-#include "vectors_avx512.inc"
+// c[8][16] += 8 rows of words, `stride` bytes apart, times `words` rows of 16 words of a tile.
+inline void dot_eight(const char* a, int64_t stride, const uint16_t* tile, int64_t words, float* c, int64_t c_stride) {
+  __m512 acc[8];
+  for (int row = 0; row < 8; ++row) acc[row] = _mm512_loadu_ps(c + row * c_stride);
+  for (int64_t at = 0; at < words; ++at) {
+    const __m512bh b = (__m512bh)_mm512_loadu_si512(tile + at * 32);
+    for (int row = 0; row < 8; ++row) acc[row] = _mm512_dpbf16_ps(acc[row], (__m512bh)_mm512_set1_epi32(four_bytes(a + row * stride + at * 4)), b);
+  }
+  for (int row = 0; row < 8; ++row) _mm512_storeu_ps(c + row * c_stride, acc[row]);
+}
+
+inline void score_keys(const char* keys0, const char* keys1, int64_t stride, const uint16_t* queries, int64_t dim, float* c) {
+  std::memset(c, 0, 32 * 16 * 4);
+  for (int key = 0; key < 32; key += 8) dot_eight((key < 16 ? keys0 : keys1) + key % 16 * stride, stride, queries, dim / 2, c + key * 16, 16);
+}
+
+inline void add_values(const uint16_t* weights, const uint16_t* values, int64_t dim, int64_t rows, float* out) {
+  for (int64_t row = 0; row < rows; row += 8) {
+    for (int64_t at = 0; at < dim; at += 16) {
+      dot_eight(reinterpret_cast<const char*>(weights + row * 32), 64, values + at * 32, 16, out + row * dim + at, dim);
+    }
+  }
+}
 
 }  // namespace
 
@@ -88,5 +119,5 @@ inline void block_bf16(const uint16_t* a, int64_t stride, const char* tile0, con
 #include "attention.inc"
 
 namespace penstock {
-const Kernels kAvx512 = {"avx512", gemm, to_bf16, to_int8, sum_groups, attention_workspace, attention, rotate_and_write};
+const Kernels kAvx512 = {"avx512", gemm_workspace, gemm, to_bf16, to_int8, sum_groups, attention_workspace, attention, rotate_and_write};
 }

@@ -34,13 +34,14 @@ struct Weight {
 // out = activations * weights (+ bias), or silu(gate) * up of it (+ nothing), or residual + it.
 struct Gemm {
   const Weight* weight;
-  const void* activations;  // [rows rounded up to 16][padded_k], int8 or bf16, zero beyond k
+  const void* activations;  // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
   const float* scales;      // int8: [rows]
   const int32_t* sums;      // with zeros: [rows][padded_k / group], of the activations
   int64_t rows;
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
   float* out_float;          // [rows][n]
+  void* workspace;
 };
 
 constexpr int64_t kMaxHeadDim = 256;
@@ -82,6 +83,7 @@ struct Rotation {
 
 struct Kernels {
   const char* name;
+  int64_t (*gemm_workspace)(const Gemm&);  // bytes
   void (*gemm)(const Gemm&);
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
