@@ -3,10 +3,10 @@
 import math
 from pathlib import Path
 
-import numpy as np
 import psutil
 import torch
 
+from services.compute.host_memory import mapped_zeros
 from services.compute.kernels.reference import kv_row_size
 from services.compute.models.config import ModelConfig
 from shared.errors import StartupError
@@ -26,10 +26,11 @@ class KVCache:
         row = kv_row_size(config.head_dim, group) if group else config.head_dim
         shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, row)
         kind = torch.uint8 if group else dtype
-        if device.type == "cpu":  # numpy's zeros are pages that the system provides when they are first written; torch writes all of its own
-            self.tensor = torch.from_numpy(np.zeros(math.prod(shape) * kind.itemsize, np.uint8)).view(kind).view(shape)
+        if device.type == "cpu":
+            self.tensor = mapped_zeros(math.prod(shape) * kind.itemsize).view(kind).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=kind, device=device)
+        self.layers = self.tensor.unbind()  # [2, num_blocks, ...] each
 
     @property
     def num_blocks(self) -> int:

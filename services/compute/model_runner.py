@@ -17,7 +17,7 @@ class ModelRunner:
         """Run one step. Returns the logits [len(batch.sampled), vocab_size] float32, in that order."""
         if batch.block_copies:
             self._copy_blocks(batch.block_copies)
-        return self.model.forward(self.prepare(batch), self.kv_cache.tensor)
+        return self.model.forward(self.prepare(batch), self.kv_cache.layers)
 
     def prepare(self, batch: ScheduledBatch) -> ForwardBatch:
         """The batch's tokens in its own order: decodes, then chunks."""

@@ -20,7 +20,7 @@ class Linear(Protocol):
         ...
 
     def logits(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
-        """The same in float32: the last layer."""
+        """The same in float32: the last layer. The result is good until the next call."""
         ...
 
 

@@ -54,17 +54,18 @@ class Decoder:
         self.attention = make_attention(heads, weights.embedding.dtype, weights.embedding.device)
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_cache: Tensor) -> Tensor:
-        """Write the step's K and V and return the logits of the sampled rows. kv_cache: KVCache.tensor. Returns [R, vocab] float32."""
+    def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
+        """Write the step's K and V and return the logits of the sampled rows. kv_layers: KVCache.layers. Returns [R, vocab] float32,
+        good until the next call."""
         config, eps = self.config, self.config.rms_norm_eps
         cos, sin = self._rotary_table(batch.positions)
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, cos, sin)
-        plan = self.attention.plan(inputs, kv_cache.shape[3])
+        plan = self.attention.plan(inputs, kv_layers[0].shape[2])
         x = self.weights.embedding[batch.input_ids]
-        for number, layer in enumerate(self.weights.layers):
+        for layer, kv, window in zip(self.weights.layers, kv_layers, config.sliding_windows, strict=True):
             qkv = layer.qkv(x, norm=layer.input_norm, eps=eps)
             norms = (layer.q_norm, layer.k_norm)
-            h = self.attention(qkv, kv_cache[number], plan, window=config.sliding_windows[number], norms=norms, eps=eps)  # type: ignore[arg-type]
+            h = self.attention(qkv, kv, plan, window=window, norms=norms, eps=eps)  # type: ignore[arg-type]
             x = layer.output(h, residual=x)
             x = layer.mlp(x, norm=layer.post_norm, eps=eps)
         return self.weights.lm_head.logits(x[batch.sampled_rows], norm=self.weights.norm, eps=eps)

@@ -29,8 +29,10 @@ struct ThreadState {
   ~ThreadState() { _tile_release(); }
 };
 
-inline void prefetch(const char* tile) {
-  for (int line = 0; line < 16; ++line) _mm_prefetch(tile + kAhead + 64 * line, _MM_HINT_T0);
+// What the loop will need: of this tile, and at its end of the one in its place in the next pair.
+inline void prefetch(const char* tile, int64_t at, int64_t tile_bytes) {
+  const char* later = tile + at + kAhead + (at + kAhead < tile_bytes ? 0 : tile_bytes);
+  for (int line = 0; line < 16; ++line) _mm_prefetch(later + 64 * line, _MM_HINT_T0);
 }
 
 #define PENSTOCK_AMX_BLOCK(DOT)                           \
@@ -40,8 +42,8 @@ inline void prefetch(const char* tile) {
     _tile_zero(2);                                        \
     _tile_zero(3);                                        \
     for (int64_t at = 0; at < bytes * 16; at += 1024) {   \
-      if (is_first) prefetch(tile0 + at);                 \
-      if (is_first) prefetch(tile1 + at);                 \
+      if (is_first) prefetch(tile0, at, bytes * 16);      \
+      if (is_first) prefetch(tile1, at, bytes * 16);      \
       _tile_loadd(4, a + at, 64);                         \
       _tile_loadd(6, tile0 + at, 64);                     \
       _tile_loadd(7, tile1 + at, 64);                     \
@@ -55,8 +57,8 @@ inline void prefetch(const char* tile) {
     _tile_stored(3, c + 16 * 32 + 16, 128);               \
   } else {                                                \
     for (int64_t at = 0; at < bytes * 16; at += 1024) {   \
-      if (is_first) prefetch(tile0 + at);                 \
-      if (is_first) prefetch(tile1 + at);                 \
+      if (is_first) prefetch(tile0, at, bytes * 16);      \
+      if (is_first) prefetch(tile1, at, bytes * 16);      \
       _tile_loadd(4, a + at, 64);                         \
       _tile_loadd(6, tile0 + at, 64);                     \
       _tile_loadd(7, tile1 + at, 64);                     \

@@ -16,10 +16,12 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    inputs: AttentionInputs
-    query_starts: Tensor  # [S + 1] int64
-    context_lens: Tensor  # [S] int64
-    block_tables: Tensor  # [S, blocks] int64
+    """The structures of a step's calls, in which a layer puts its own; and the tensors that they point to."""
+
+    rotation: Rotation
+    attention: Attention
+    out: Tensor  # [T, heads * head_dim]: a layer's result, until the next writes its own
+    kept: tuple[Tensor, ...]
 
 
 class NativeAttention:
@@ -33,23 +35,30 @@ class NativeAttention:
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> NativePlan:
         width = max(-(-context // block_size) for context in inputs.context_lens)
-        tables = [table[:width] + [0] * (width - len(table)) for table in inputs.block_tables]
-        starts = torch.tensor([0, *accumulate(inputs.query_lens)])
-        return NativePlan(inputs, starts, torch.tensor(inputs.context_lens), torch.tensor(tables))
+        tables = torch.tensor([table[:width] + [0] * (width - len(table)) for table in inputs.block_tables])
+        starts, contexts = torch.tensor([0, *accumulate(inputs.query_lens)]), torch.tensor(inputs.context_lens)
+        heads, num_tokens = self.heads, len(inputs.slot_mapping)
+        sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
+        out = torch.empty((num_tokens, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
+        rotation = Rotation(
+            cosines=inputs.cos.data_ptr(), sines=inputs.sin.data_ptr(), slots=inputs.slot_mapping.data_ptr(),
+            tokens=num_tokens, num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2],
+        )  # fmt: skip
+        attention = Attention(
+            query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
+            num_sequences=len(contexts), table_width=width, block_size=block_size, num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2],
+            scale=1.0 / math.sqrt(heads.head_dim), out=out.data_ptr(),
+        )  # fmt: skip
+        return NativePlan(rotation, attention, out, (starts, contexts, tables, inputs.cos, inputs.sin, inputs.slot_mapping))
 
     def __call__(self, qkv: Tensor, kv: Tensor, plan: NativePlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float) -> Tensor:
-        heads, inputs = self.heads, plan.inputs
-        cache = CacheRows(kv[0].data_ptr(), kv[1].data_ptr(), kv.shape[-1] * kv.element_size(), kv_group(kv, heads.head_dim))
-        rotation = Rotation(
-            qkv.data_ptr(), inputs.cos.data_ptr(), inputs.sin.data_ptr(), pointer(norms[0]), pointer(norms[1]), eps, inputs.slot_mapping.data_ptr(),
-            cache, len(qkv), heads.num_heads, heads.num_kv_heads, heads.head_dim,
-        )  # fmt: skip
+        rotation, attention = plan.rotation, plan.attention
+        keys = kv.data_ptr()
+        cache = CacheRows(keys, keys + kv.stride(0) * kv.element_size(), kv.shape[-1] * kv.element_size(), kv_group(kv, self.heads.head_dim))
+        rotation.qkv = attention.queries = qkv.data_ptr()
+        rotation.cache = attention.cache = cache
+        rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps
+        attention.query_stride, attention.window = qkv.shape[1], window or 0
         self.library.penstock_rotate_and_write(ctypes.byref(rotation))
-        out = torch.empty((len(qkv), heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
-        attention = Attention(
-            qkv.data_ptr(), qkv.shape[1], cache, plan.query_starts.data_ptr(), plan.context_lens.data_ptr(), plan.block_tables.data_ptr(),
-            len(plan.context_lens), plan.block_tables.shape[1], kv.shape[2], heads.num_heads, heads.num_kv_heads, heads.head_dim, window or 0,
-            1.0 / math.sqrt(heads.head_dim), out.data_ptr(), None,
-        )  # fmt: skip
         self.library.penstock_attention(ctypes.byref(attention))
-        return out
+        return plan.out

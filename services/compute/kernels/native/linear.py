@@ -9,6 +9,7 @@ import ctypes
 
 import torch
 
+from services.compute.host_memory import mapped_zeros
 from services.compute.kernels.native.library import Weight, load_library, pointer
 from services.compute.kernels.reference import FOUR_BIT_TABLES, quantize_four_bit
 
@@ -31,10 +32,11 @@ class NativeLinear:
         padded_k = _round_up(k, (TILE_BYTES // 2, TILE_BYTES, max(group, TILE_BYTES))[kind])
         padded_n = PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR)
         self.num_outputs = n // 2 if is_gated else n
+        self.rows = torch.empty((0, self.num_outputs))  # of logits
         self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), group=group)
         self.address = ctypes.byref(self.struct)
         groups = (padded_k // group, padded_n)
-        self.parts = {"data": _aligned(padded_n * padded_k * (4, 2, 1)[kind] // 2)}
+        self.parts = {"data": mapped_zeros(padded_n * padded_k * (4, 2, 1)[kind] // 2)}
         if quantization == "w8a8":
             self.parts |= {"scales": torch.zeros(padded_n), "sums": torch.zeros(padded_n, dtype=torch.int32)}
         elif kind == TYPES["w4"]:
@@ -67,15 +69,18 @@ class NativeLinear:
         return self
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
-        out = torch.empty((len(x), self.num_outputs), dtype=torch.bfloat16)
-        self.library.penstock_linear(self.address, x.data_ptr(), pointer(norm), eps, len(x), pointer(residual), out.data_ptr(), None)
+        out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
+        self.library.penstock_linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None)
         return out
 
     def logits(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
-        """The same in float32, as the sampler wants it."""
-        out = torch.empty((len(x), self.num_outputs), dtype=torch.float32)
-        self.library.penstock_linear(self.address, x.data_ptr(), norm.data_ptr(), eps, len(x), None, None, out.data_ptr())
-        return out
+        """The same in float32, as the sampler wants it, in memory that the next call writes again: fresh pages would take the system longer than
+        the kernel takes to fill them."""
+        rows = x.shape[0]
+        if rows > len(self.rows):
+            self.rows = mapped_zeros(rows * self.num_outputs * 4).view(torch.float32).view(rows, self.num_outputs)
+        self.library.penstock_linear(self.address, x.data_ptr(), norm.data_ptr(), eps, rows, None, None, self.rows.data_ptr())
+        return self.rows[:rows]
 
 
 class NativeMlp:
@@ -87,16 +92,10 @@ class NativeMlp:
 
     def __call__(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
         out = torch.empty_like(x)
-        self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), norm.data_ptr(), eps, len(x), out.data_ptr())
+        self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), norm.data_ptr(), eps, x.shape[0], out.data_ptr())
         return out
 
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
 
-
-def _aligned(num_bytes: int) -> Tensor:
-    """Zeros that begin at a cache line."""
-    buffer = torch.zeros(num_bytes + TILE_BYTES, dtype=torch.uint8)
-    start = -buffer.data_ptr() % TILE_BYTES
-    return buffer[start : start + num_bytes]
