@@ -52,6 +52,7 @@ inline void prefetch(const char* tile, int64_t at, int64_t tile_bytes) {
       DOT(1, 4, 7);                                       \
       DOT(2, 5, 6);                                       \
       DOT(3, 5, 7);                                       \
+      between();                                          \
     }                                                     \
     _tile_stored(2, c + 16 * 32, 128);                    \
     _tile_stored(3, c + 16 * 32 + 16, 128);               \
@@ -64,16 +65,21 @@ inline void prefetch(const char* tile, int64_t at, int64_t tile_bytes) {
       _tile_loadd(7, tile1 + at, 64);                     \
       DOT(0, 4, 6);                                       \
       DOT(1, 4, 7);                                       \
+      between();                                          \
     }                                                     \
   }                                                       \
   _tile_stored(0, c, 128);                                \
   _tile_stored(1, c + 16, 128)
 
-inline void block_int8(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c, bool is_first) {
+template <typename Between>
+inline void block_int8(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c,
+                       bool is_first, Between&& between) {
   PENSTOCK_AMX_BLOCK(_tile_dpbssd);
 }
 
-inline void block_bf16(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool is_first) {
+template <typename Between>
+inline void block_bf16(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool is_first,
+                       Between&& between) {
   PENSTOCK_AMX_BLOCK(_tile_dpbf16ps);
 }
 

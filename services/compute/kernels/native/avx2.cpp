@@ -81,7 +81,9 @@ void tile_bf16(const char* a, const char* tile, int64_t bytes, float* c) {
   }
 }
 
-inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c, bool) {
+template <typename Between>
+inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c, bool,
+                       Between&&) {
   if (rows == 1) {
     tile_int8<1>(a, tile0, bytes, c);
     tile_int8<1>(a, tile1, bytes, c + 16);
@@ -91,7 +93,8 @@ inline void block_int8(const char* a, int64_t, const char* tile0, const char* ti
   }
 }
 
-inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool) {
+template <typename Between>
+inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool, Between&&) {
   if (rows == 1) {
     tile_bf16<1>(a, tile0, bytes, c);
     tile_bf16<1>(a, tile1, bytes, c + 16);

@@ -77,13 +77,16 @@ void rows_bf16(const char* a, const char* tile0, const char* tile1, int64_t byte
     default: CALL(8);          \
   }
 
-inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool) {
+template <typename Between>
+inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool,
+                       Between&&) {
 #define CALL(kRows) rows_int8<kRows>(a, tile0, tile1, bytes, sums, c)
   PENSTOCK_BY_ROWS(CALL)
 #undef CALL
 }
 
-inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool) {
+template <typename Between>
+inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool, Between&&) {
 #define CALL(kRows) rows_bf16<kRows>(a, tile0, tile1, bytes, c)
   PENSTOCK_BY_ROWS(CALL)
 #undef CALL
