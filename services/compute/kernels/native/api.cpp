@@ -63,26 +63,51 @@ const Kernels* find(const char* name) {
   return nullptr;
 }
 
-// Activations as the weights want them, in the workspace.
-void prepare(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
-  const int64_t padded_rows = (rows + 31) / 32 * 32, element = w.type == kBf16 ? 2 : 1;
-  char* to = activations.take(padded_rows * w.padded_k * element + 64);  // a half of a tile may be read from its middle
+// Room for the activations of a layer in int8, and what is known of each row.
+int8_t* begin_int8(const Weight& w, int64_t rows, Gemm& gemm, float*& row_scales) {
+  const int64_t padded_rows = (rows + 31) / 32 * 32;
+  row_scales = reinterpret_cast<float*>(scales.take(padded_rows * 4));
+  gemm.activations = activations.take(padded_rows * w.padded_k + 64);  // a half of a tile may be read from its middle
+  gemm.scales = row_scales;
+  return static_cast<int8_t*>(const_cast<void*>(gemm.activations));
+}
+
+void run(const Weight& w, int64_t rows, Gemm& gemm) {
   gemm.weight = &w;
   gemm.rows = rows;
-  gemm.activations = to;
-  if (w.type != kBf16) {
-    float* row_scales = reinterpret_cast<float*>(scales.take(padded_rows * 4));
-    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, reinterpret_cast<int8_t*>(to), row_scales);
-    gemm.scales = row_scales;
-    if (w.zeros != nullptr) {
-      int32_t* sums = reinterpret_cast<int32_t*>(group_sums.take(padded_rows * (w.padded_k / w.group) * 4));
-      chosen->sum_groups(reinterpret_cast<const int8_t*>(to), rows, w.padded_k, w.group, sums);
-      gemm.sums = sums;
-    }
-  } else {
-    chosen->to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, reinterpret_cast<uint16_t*>(to));
+  if (w.type == kFourBit && w.zeros != nullptr) {
+    int32_t* sums = reinterpret_cast<int32_t*>(group_sums.take((rows + 31) / 32 * 32 * (w.padded_k / w.group) * 4));
+    chosen->sum_groups(static_cast<const int8_t*>(gemm.activations), rows, w.padded_k, w.group, sums);
+    gemm.sums = sums;
   }
   gemm.workspace = unpacked.take(chosen->gemm_workspace(gemm));
+  chosen->gemm(gemm);
+}
+
+// The layer of the rows of x, normalized if there is a norm_weight.
+void run_rows(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
+  if (w.type == kBf16) {
+    uint16_t* to = reinterpret_cast<uint16_t*>(activations.take((rows + 31) / 32 * 32 * w.padded_k * 2));
+    chosen->to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, to);
+    gemm.activations = to;
+  } else {
+    float* row_scales;
+    int8_t* to = begin_int8(w, rows, gemm, row_scales);
+    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, to, row_scales);
+  }
+  run(w, rows, gemm);
+}
+
+// The layer of rows that stand in tiles of bf16.
+void run_tiles(const Weight& w, const uint16_t* tiles, int64_t padded_from, int64_t rows, Gemm& gemm) {
+  if (w.type == kBf16) {
+    gemm.activations = tiles;
+  } else {
+    float* row_scales;
+    int8_t* to = begin_int8(w, rows, gemm, row_scales);
+    chosen->tiles_to_int8(tiles, padded_from, rows, w.k, w.padded_k, to, row_scales);
+  }
+  run(w, rows, gemm);
 }
 
 float widen(uint16_t value) {
@@ -179,11 +204,10 @@ void penstock_pack_codes(const Weight* weight, const uint8_t* codes, const uint1
 void penstock_linear(const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, const uint16_t* residual,
                      uint16_t* out, float* out_float) {
   Gemm gemm = {};
-  prepare(*weight, x, norm_weight, eps, rows, gemm);
   gemm.residual = residual;
   gemm.out = out;
   gemm.out_float = out_float;
-  chosen->gemm(gemm);
+  run_rows(*weight, x, norm_weight, eps, rows, gemm);
 }
 
 // queries and out [tokens] as in kernels.h; workspace is found here.
@@ -198,12 +222,12 @@ void penstock_rotate_and_write(const Rotation* rotation) { chosen->rotate_and_wr
 // out = x + down(silu(gate) * up), with gate and up from norm(x).
 void penstock_mlp(const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, uint16_t* out) {
   Gemm first = {}, second = {};
-  prepare(*gate_up, x, norm_weight, eps, rows, first);
-  first.out = reinterpret_cast<uint16_t*>(hidden.take(rows * gate_up->n));
-  chosen->gemm(first);
-  prepare(*down, first.out, nullptr, 0.0f, rows, second);
+  const int64_t inter = (gate_up->n / 2 + 31) / 32 * 32;
+  first.out = reinterpret_cast<uint16_t*>(hidden.take((rows + 31) / 32 * 32 * inter * 2));
+  first.out_padded_k = inter;
+  run_rows(*gate_up, x, norm_weight, eps, rows, first);
   second.residual = x;
   second.out = out;
-  chosen->gemm(second);
+  run_tiles(*down, first.out, inter, rows, second);
 }
 }

@@ -40,6 +40,7 @@ struct Gemm {
   int64_t rows;
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
+  int64_t out_padded_k;      // gated: not 0 if the result is wanted in tiles, as bf16 activations of so many inputs
   float* out_float;          // [rows][n]
   void* workspace;
 };
@@ -88,6 +89,8 @@ struct Kernels {
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
   void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int8_t* out, float* scales);
+  // The same from rows that stand in tiles of bf16, with padded_from inputs.
+  void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t k, int64_t padded_k, int8_t* out, float* scales);
   void (*sum_groups)(const int8_t* activations, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums);
   int64_t (*attention_workspace)(const Attention&);  // bytes
   void (*attention)(const Attention&);
