@@ -75,7 +75,7 @@ int8_t* begin_int8(const Weight& w, int64_t rows, Gemm& gemm, float*& row_scales
 void run(const Weight& w, int64_t rows, Gemm& gemm) {
   gemm.weight = &w;
   gemm.rows = rows;
-  if (w.type == kFourBit && w.zeros != nullptr) {
+  if (w.type == kFourBit) {
     int32_t* sums = reinterpret_cast<int32_t*>(group_sums.take((rows + 31) / 32 * 32 * (w.padded_k / w.group) * 4));
     chosen->sum_groups(static_cast<const int8_t*>(gemm.activations), rows, w.padded_k, w.group, sums);
     gemm.sums = sums;
@@ -183,18 +183,15 @@ void penstock_pack_codes(const Weight* weight, const uint8_t* codes, const uint1
     uint8_t* tile = static_cast<uint8_t*>(const_cast<void*>(w.data)) + column / kColumns * w.padded_k * kColumns / 2;
     for (int64_t group = 0; group < groups; ++group) {
       const bool is_there = row >= 0 && group < source_groups;
-      int32_t sum = 0;
       for (int64_t i = group * w.group; i < (group + 1) * w.group; ++i) {
         const int64_t code = is_there && i < w.k ? codes[row * w.k + i] : zero_code;
         const int64_t inside = i % unit, half = inside % (unit / 2);
         uint8_t& byte = tile[i / unit * unit * kColumns / 2 + half / 4 * 4 * kColumns + lane * 4 + half % 4];
         byte = inside < unit / 2 ? static_cast<uint8_t>((byte & 0xf0) | code) : static_cast<uint8_t>((byte & 0x0f) | code << 4);
-        sum += w.table[code];
       }
-      const int64_t at = group * w.padded_n + column;
+      const int64_t at = (column / kPair * groups + group) * kPair + column % kPair;
       const_cast<uint16_t*>(w.group_scales)[at] = is_there ? group_scales[row * source_groups + group] : 0;
       if (w.zeros != nullptr) const_cast<int8_t*>(w.zeros)[at] = is_there ? zeros[row * source_groups + group] : 0;
-      const_cast<int16_t*>(w.group_sums)[at] = static_cast<int16_t>(sum);
     }
     if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
   }

@@ -26,9 +26,8 @@ struct Weight {
   const float* bias;        // [padded_n] or null
   int64_t group;            // four bits: inputs that share a scale, 32, 64 or 128; padded_k is a multiple
   const int8_t* table;      // [16]
-  const uint16_t* group_scales;  // float16 [padded_k / group][padded_n]
-  const int8_t* zeros;           // [padded_k / group][padded_n], taken off the table's values, or null
-  const int16_t* group_sums;     // [padded_k / group][padded_n], of the table's values
+  const uint16_t* group_scales;  // float16 [padded_n / kPair][padded_k / group][kPair]
+  const int8_t* zeros;           // the same, taken off the table's values; or null
 };
 
 // out = activations * weights (+ bias), or silu(gate) * up of it (+ nothing), or residual + it.
@@ -36,7 +35,7 @@ struct Gemm {
   const Weight* weight;
   const void* activations;  // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
   const float* scales;      // int8: [rows]
-  const int32_t* sums;      // with zeros: [rows][padded_k / group], of the activations
+  const int32_t* sums;      // four bits: [rows][padded_k / group], of the activations
   int64_t rows;
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float

@@ -28,7 +28,7 @@ class Weight(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("type", "n", "k", "padded_n", "padded_k", "is_gated")),
         *((name, Pointer) for name in ("data", "scales", "sums", "bias")),
         ("group", ctypes.c_int64),
-        *((name, Pointer) for name in ("table", "group_scales", "zeros", "group_sums")),
+        *((name, Pointer) for name in ("table", "group_scales", "zeros")),
     ]
 
 

@@ -35,13 +35,13 @@ class NativeLinear:
         self.rows = torch.empty((0, self.num_outputs))  # of logits
         self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), group=group)
         self.address = ctypes.byref(self.struct)
-        groups = (padded_k // group, padded_n)
+        groups = (padded_n // PAIR, padded_k // group, PAIR)
         self.parts = {"data": mapped_zeros(padded_n * padded_k * (4, 2, 1)[kind] // 2)}
         if quantization == "w8a8":
             self.parts |= {"scales": torch.zeros(padded_n), "sums": torch.zeros(padded_n, dtype=torch.int32)}
         elif kind == TYPES["w4"]:
             self.parts |= {"table": torch.tensor(FOUR_BIT_TABLES[quantization], dtype=torch.int8)}
-            self.parts |= {"group_scales": torch.zeros(groups, dtype=torch.float16), "group_sums": torch.zeros(groups, dtype=torch.int16)}
+            self.parts["group_scales"] = torch.zeros(groups, dtype=torch.float16)
         if quantization == "w4":
             self.parts["zeros"] = torch.zeros(groups, dtype=torch.int8)
         if has_bias:
