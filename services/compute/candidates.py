@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.row_search import SortedHead, find_largest, sort_until, total_mass
+from services.compute.row_search import SortedHead, find_largest, sort_until, total_masses
 from services.compute.sequence import Sequence
 from shared.decision import GREEDY, cumulative_mass, falls_beyond, kept_count, uniform
 from shared.messages import SequenceIntro, StepCandidates
@@ -85,8 +85,9 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
             token_ids[rows, :k], values[rows, :k] = ids, largest
     values[np.arange(width) >= counts[:, None]] = -np.inf
     logsumexp = np.zeros(num_rows, np.float32)
-    for row in (row for row, each in enumerate(params) if each.logprobs is not None):
-        logsumexp[row] = torch.logsumexp(logits[row], dim=-1).item()
+    rows = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
+    if len(rows):
+        logsumexp[rows] = values[rows, 0] + np.log(total_masses(logits, rows, values[rows, 0], np.ones(len(rows), np.float32)))
     kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts)
     return CandidateRows(sequences, counts, token_ids, values, logsumexp, kept_mass, tail_token_ids, tail_logits)
 
@@ -123,13 +124,16 @@ def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts:
     params = [sequences[row].params for row in rows]
     u = uniform(np.array([each.seed for each in params], np.uint64), np.array([sequences[row].next_position for row in rows], np.int32))
     mass = cumulative_mass(values[rows], np.array([each.temperature for each in params]))
+    totals = mass[np.arange(len(rows)), counts[rows] - 1]
+    whole = np.array([at for at, each in enumerate(params) if each.top_k == 0 and (each.top_p < 1.0 or each.min_p == 0.0)], np.int64)
+    if len(whole):
+        which, temperatures = np.array(rows, np.int64)[whole], np.array([params[at].temperature for at in whole], np.float32)
+        totals[whole] = np.maximum(totals[whole], total_masses(logits, which, values[which, 0], temperatures))
     heads: dict[int, SortedHead] = {}
     for at, (row, each) in enumerate(zip(rows, params, strict=True)):
         count = int(counts[row])
         listed, listed_mass = values[row, :count], mass[at, :count]
-        total = float(listed_mass[-1])
-        if each.top_k == 0 and (each.top_p < 1.0 or each.min_p == 0.0):
-            total = max(total, total_mass(logits[row], float(listed[0]), each.temperature))
+        total = float(totals[at])
         kept = kept_mass_of(each, listed_mass, listed, total, is_whole=count == logits.shape[1])
         if kept is None:
             head = heads[at] = sort_until(logits[row], each.temperature, lambda head: kept_mass_of(each, head.mass, head.values, total) is not None)  # noqa: B023

@@ -1,6 +1,6 @@
 """Searches through rows of logits: the k largest, the mass of all, and which token stands at a place of the sorted row.
 
-On the CPU they are numpy's, whose maxima and sorts use the vector units; on a GPU torch's. What has to be sorted
+On a CPU the first two are native code; without it numpy's, whose maxima and sorts use the vector units; on a GPU torch's. What has to be sorted
 is sorted without its token ids, many times faster, and a token is then found by its value. Equal logits stand in the order of their ids.
 """
 
@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from services.compute.kernels.native import reduction
+from services.compute.kernels.native.library import load_library
 from shared.decision import cumulative_mass
 
 Array = np.ndarray[Any, Any]
@@ -24,6 +26,13 @@ def find_largest(logits: torch.Tensor, k: int) -> tuple[Array, Array]:
     One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest logit from below, so only the few logits that
     reach it are sorted.
     """
+    if logits.device.type == "cpu" and load_library() is not None:
+        return reduction.find_largest(logits, k)
+    return find_largest_by_library(logits, k)
+
+
+def find_largest_by_library(logits: torch.Tensor, k: int) -> tuple[Array, Array]:
+    """The same by numpy or torch."""
     num_rows, vocab_size = logits.shape
     num_chunks = vocab_size // CHUNK
     is_host = logits.device.type == "cpu"
@@ -73,12 +82,20 @@ def _largest_on_device(logits: torch.Tensor, k: int, num_chunks: int) -> tuple[A
     return values.cpu().numpy(), ids.cpu().numpy()
 
 
-def total_mass(row: torch.Tensor, largest: float, temperature: float) -> float:
-    """The sum over the row [vocab] of exp((logit - largest) / temperature), in float32."""
-    weights = (row - largest).div_(temperature).exp_()
-    if row.device.type != "cpu":
-        return weights.sum().item()
-    return float(weights.numpy().sum())  # numpy's order of summation does not depend on the number of threads
+def total_masses(logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
+    """Of each of some rows [n] of the logits [R, vocab] the sum of exp((logit - largest) / temperature), in float32. Returns [n] float64."""
+    if logits.device.type == "cpu" and load_library() is not None:
+        return reduction.total_masses(logits, rows, largest, temperatures)
+    return total_masses_by_library(logits, rows, largest, temperatures)
+
+
+def total_masses_by_library(logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
+    """The same by numpy, whose order of summation does not depend on the number of threads, or torch."""
+    masses = np.empty(len(rows))
+    for at, row in enumerate(rows.tolist()):
+        weights = (logits[row] - float(largest[at])).div_(float(temperatures[at])).exp_()
+        masses[at] = weights.numpy().sum() if logits.device.type == "cpu" else weights.sum().item()
+    return masses
 
 
 class SortedHead:

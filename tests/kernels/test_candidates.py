@@ -9,7 +9,7 @@ import torch
 from scipy import stats
 
 from services.compute.candidates import reduce
-from services.compute.row_search import CHUNK, SortedHead, _largest_on_device, find_largest
+from services.compute.row_search import CHUNK, SortedHead, _largest_on_device, find_largest, find_largest_by_library, total_masses, total_masses_by_library
 from services.compute.sequence import Sequence
 from shared.decision import decide, pad, uniform
 from shared.messages import StepCandidates, decode, encode
@@ -138,13 +138,15 @@ def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
 
 
 @pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
-@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("place", ["host", "numpy", "device"])
 def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str) -> None:
     """Rounded to quarters, so that most values are tied, at the list's border too. The GPU's way runs on the CPU as well."""
     logits = (torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 4).round() / 4
     logits[-1, 5:] = -torch.inf
     if place == "host":
         values, ids = find_largest(logits, k)
+    elif place == "numpy":
+        values, ids = find_largest_by_library(logits, k)
     elif k <= vocab // CHUNK:
         values, ids = _largest_on_device(logits, k, vocab // CHUNK)
     else:
@@ -153,6 +155,12 @@ def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str
         order = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:k]
         assert ids[row].tolist() == order.tolist()
         assert values[row].tolist() == logits[row].numpy()[order].tolist()
+
+
+def test_the_mass_of_a_row_is_the_same_by_numpy() -> None:
+    logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
+    some = (np.array([3, 0]), logits.amax(1).numpy()[[3, 0]], np.array([0.7, 1.3], np.float32))
+    np.testing.assert_allclose(total_masses(logits, *some), total_masses_by_library(logits, *some), rtol=1e-5)
 
 
 def test_a_sorted_row_knows_which_token_is_where() -> None:

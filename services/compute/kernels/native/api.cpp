@@ -216,6 +216,18 @@ void penstock_attention(const Attention* attention) {
 
 void penstock_rotate_and_write(const Rotation* rotation) { chosen->rotate_and_write(*rotation); }
 
+void penstock_find_largest(const Largest* largest) {
+  Largest l = *largest;
+  l.maxima = reinterpret_cast<float*>(partials.take(l.rows * (l.vocab / 64 + 1) * 4));
+  chosen->find_largest(l);
+}
+
+void penstock_sum_masses(const Masses* masses) {
+  Masses m = *masses;
+  m.partial = reinterpret_cast<float*>(partials.take(m.count * (m.vocab / 64 + 1) * 4));
+  chosen->sum_masses(m);
+}
+
 // out = x + down(silu(gate) * up), with gate and up from norm(x).
 void penstock_mlp(const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, uint16_t* out) {
   Gemm first = {}, second = {};

@@ -81,6 +81,25 @@ struct Rotation {
   int64_t tokens, num_heads, num_kv_heads, head_dim;
 };
 
+// The k largest of each row of logits, by falling value, equal ones by rising id.
+struct Largest {
+  const float* logits;  // [rows][vocab]
+  int64_t rows, vocab, k;
+  float* values;  // [rows][k]
+  int64_t* ids;   // [rows][k]
+  float* maxima;  // workspace
+};
+
+// The mass of some rows of logits.
+struct Masses {
+  const float* logits;  // [...][vocab]
+  int64_t vocab, count;
+  const int64_t* rows;        // [count]
+  const float *largest, *temperatures;  // [count]
+  double* out;                // [count]
+  float* partial;             // workspace
+};
+
 struct Kernels {
   const char* name;
   int64_t (*gemm_workspace)(const Gemm&);  // bytes
@@ -94,6 +113,8 @@ struct Kernels {
   int64_t (*attention_workspace)(const Attention&);  // bytes
   void (*attention)(const Attention&);
   void (*rotate_and_write)(const Rotation&);
+  void (*find_largest)(const Largest&);
+  void (*sum_masses)(const Masses&);
 };
 
 extern const Kernels kAvx2, kAvx512, kAmx;

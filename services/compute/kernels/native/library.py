@@ -65,6 +65,22 @@ class Rotation(ctypes.Structure):
     ]
 
 
+class Largest(ctypes.Structure):
+    """kernels.h's Largest."""
+
+    _fields_ = [("logits", Pointer), *((name, ctypes.c_int64) for name in ("rows", "vocab", "k")), *((name, Pointer) for name in ("values", "ids", "maxima"))]
+
+
+class Masses(ctypes.Structure):
+    """kernels.h's Masses."""
+
+    _fields_ = [
+        ("logits", Pointer),
+        *((name, ctypes.c_int64) for name in ("vocab", "count")),
+        *((name, Pointer) for name in ("rows", "largest", "temperatures", "out", "partial")),
+    ]
+
+
 @cache
 def load_library() -> ctypes.CDLL | None:
     """The library with an instruction set chosen; None: run on torch. Says once which, and why. Raises StartupError for a wrong choice."""
@@ -84,8 +100,10 @@ def load_library() -> ctypes.CDLL | None:
     library.penstock_mlp.argtypes = [ctypes.POINTER(Weight), ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer]
     library.penstock_attention.argtypes = [ctypes.POINTER(Attention)]
     library.penstock_rotate_and_write.argtypes = [ctypes.POINTER(Rotation)]
-    for name in ("penstock_pack", "penstock_pack_codes", "penstock_linear", "penstock_mlp", "penstock_attention", "penstock_rotate_and_write"):
-        getattr(library, name).restype = None
+    library.penstock_find_largest.argtypes = [ctypes.POINTER(Largest)]
+    library.penstock_sum_masses.argtypes = [ctypes.POINTER(Masses)]
+    for name in ("pack", "pack_codes", "linear", "mlp", "attention", "rotate_and_write", "find_largest", "sum_masses"):
+        getattr(library, f"penstock_{name}").restype = None
     chosen = library.penstock_choose(wanted.encode())
     if chosen is None and wanted != "auto":
         raise StartupError(f"{VARIABLE}={wanted}: this machine does not have it")

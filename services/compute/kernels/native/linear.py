@@ -98,4 +98,3 @@ class NativeMlp:
 
 def _round_up(value: int, unit: int) -> int:
     return -(-value // unit) * unit
-

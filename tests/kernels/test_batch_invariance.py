@@ -1,0 +1,64 @@
+"""A sequence's logits are the same bits alone, in any batch, in chunks of any size, and after they were computed anew: whole models in native code."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.compute.kernels.native.library import load_library
+from shared.model_files import DEMO_MODEL
+from tests.kernels.families import SIZES, Engine, reference_model
+
+LIBRARY = load_library()
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels are not built")
+NUM_OUT = 20
+LENGTHS = (1, 15, 16, 33, 5, 90, 64, 47, 100, 11)
+MODES = [("none", 0), ("w8a8", 0), ("w4", 0), ("nf4", 0), ("none", 32), ("w8a8", 32)]
+
+
+@pytest.fixture(params=["amx", "avx512", "avx2"], autouse=True)
+def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
+    assert LIBRARY is not None
+    if LIBRARY.penstock_choose(request.param.encode()) is None:
+        pytest.skip(f"this machine has no {request.param}")
+    yield request.param
+    LIBRARY.penstock_choose(b"auto")
+
+
+def random_prompts() -> list[list[int]]:
+    """33, of which some share a prefix."""
+    generator = torch.Generator().manual_seed(3)
+    some = [torch.randint(2, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+    some += [some[8][:70] + some[5][:20], some[8][:50]]
+    return some + [torch.randint(2, SIZES["vocab_size"], (3 + 5 * number,), generator=generator).tolist() for number in range(33 - len(some))]
+
+
+@pytest.mark.parametrize(("quantization", "kv_group"), MODES)
+@pytest.mark.parametrize("name", ["mistral-window", "qwen3", "demo"])
+def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
+    reference_model(name, tmp_path)
+    folder = DEMO_MODEL if name == "demo" else tmp_path
+    prompts = random_prompts()
+
+    def run(some: list[list[int]], num_out: int = NUM_OUT, **options: object) -> tuple[list[list[int]], list[torch.Tensor]]:
+        engine = Engine(folder, dtype=torch.bfloat16, quantization=quantization, kv_group=kv_group, **options)
+        outputs = engine.generate(some, num_out)
+        return outputs, [torch.stack(engine.logits[number]) for number in range(len(some))]
+
+    all_alone = [run([prompt]) for prompt in prompts[: len(LENGTHS) + 2]]
+    alone = [logits[0] for _, logits in all_alone]
+    everything, together = run(prompts)
+    cases: list[tuple[int, dict[str, object]]] = [
+        (2, {}), (7, {"max_batched_tokens": 9}), (12, {"max_num_seqs": 7, "max_batched_tokens": 9}), (12, {"max_batched_tokens": 33, "block_size": 8}),
+        (12, {"num_blocks": 18, "strategy": "paged"}), (33, {"max_batched_tokens": 50}),
+    ]  # fmt: skip
+    for expected, found in zip(alone, together, strict=False):
+        assert torch.equal(expected, found)
+    for count, options in cases:
+        for expected, found in zip(together, run(prompts[:count], **options)[1], strict=False):
+            assert torch.equal(expected, found), (count, options)
+    for at in (1, 5, 15, 16, 17, 19):  # what was decoded is a part of the prompt now
+        again = run([prompt + output[:at] for prompt, output in zip(prompts[:8], everything, strict=False)], NUM_OUT - at)[1]
+        for expected, found in zip(together, again, strict=False):
+            assert torch.equal(expected[at:], found), at
