@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from bench.model import read_bandwidth, stored_bytes
+from services.compute.host_memory import mapped_zeros
 from services.compute.kernels import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
+from services.compute.kernels.reference import kv_row_size, write_kv
 from services.compute.make_model import SHAPES, Shape
 
+LAYERS_BYTES = 100 << 20  # of the caches that attention takes in turn
 COPIES_BYTES = 600 << 20  # of each layer's copies together: more than the caches hold
 
 
@@ -67,33 +70,51 @@ def measure_layers(shape: Shape, rows: list[int], rounds: int) -> float:
 
 
 def measure_attention(shape: Shape, rounds: int) -> None:
-    """Decoding at several contexts, and a prompt; native over blocks, torch's SDPA over keys and values that lie there in one piece."""
+    """Decoding at several contexts, and a prompt; native over blocks, in bf16 and in int8 groups; torch's SDPA over keys and values in one piece."""
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
     attention = make_attention(heads, torch.bfloat16, torch.device("cpu"))
-    print(f"{'attention':28}{'native, us':>12}{'torch SDPA':>12}{'ratio':>8}{'KV read':>14}")
+    groups = [group for group in (64, 32, 8) if shape.head_dim % group == 0]
+    titles = ["bf16, us", "GB/s", "SDPA, us", "ratio", *(f"int8/{group}, us" for group in groups)]
+    print(f"{'attention':20}" + "".join(f"{title:>14}" for title in titles))
     for name, sequences, context, new in (
         ("decode, 1 x 1024", 1, 1024, 1),
-        ("decode, 1 x 4096", 1, 4096, 1),
+        ("decode, 1 x 4000", 1, 4000, 1),
+        ("decode, 8 x 4000", 8, 4000, 1),
         ("decode, 32 x 256", 32, 256, 1),
         ("prefill, 1024", 1, 1024, 1024),
     ):
         blocks = context // 16
-        kv = torch.randn(2, sequences * blocks, 16, heads.num_kv_heads, heads.head_dim).bfloat16()
         tables = [list(range(number * blocks, (number + 1) * blocks)) for number in range(sequences)]
         tokens = sequences * new
         slots = torch.tensor([table[at // 16] * 16 + at % 16 for table in tables for at in range(context - new, context)])
         angles = torch.zeros(tokens, heads.head_dim // 2)
         plan = attention.plan(AttentionInputs([new] * sequences, [context] * sequences, tables, slots, angles.cos(), angles.sin()), 16)
         qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).bfloat16()
-        k, v = (kv[which].view(sequences, context, heads.num_kv_heads, heads.head_dim).transpose(1, 2).contiguous() for which in (0, 1))
         q = qkv[:, : heads.num_heads * heads.head_dim].reshape(sequences, new, heads.num_heads, heads.head_dim).transpose(1, 2).contiguous()
-        ours, theirs = [], []
-        for _ in range(rounds * 4):
-            ours.append(timed(lambda: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)))  # type: ignore[arg-type] # noqa: B023
-            theirs.append(timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True)))  # noqa: B023
-        native, torch_s = statistics.median(ours), statistics.median(theirs)
-        rate = kv.nbytes / native / 1e9
-        print(f"{name:28}{native * 1e6:12.0f}{torch_s * 1e6:12.0f}{torch_s / native:8.2f}{rate:9.1f} GB/s", flush=True)
+        copies = range(max(1, LAYERS_BYTES // (4 * sequences * context * heads.num_kv_heads * heads.head_dim)))  # in turn, as layers do
+        x = [torch.randn(sequences * context, heads.num_kv_heads, heads.head_dim).bfloat16() for _ in range(2)]
+        caches = {group: [make_cache(x, blocks * sequences, group) for _ in copies] for group in (0, *groups)}
+        pieces = [[each.view(sequences, context, *each.shape[1:]).transpose(1, 2).contiguous() for each in x] for _ in copies]
+        seconds: dict[object, list[float]] = {}
+        for number in range(rounds * max(4, len(copies))):
+            at = number % len(copies)
+            for group, made in caches.items():
+                call = lambda kv=made[at]: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)  # type: ignore[arg-type, misc] # noqa: B023, E731
+                seconds.setdefault(group, []).append(timed(call))
+            k, v = pieces[at]
+            seconds.setdefault("sdpa", []).append(timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True)))  # noqa: B023
+        medians = {case: statistics.median(values) * 1e6 for case, values in seconds.items()}
+        cells = [f"{medians[0]:.0f}", f"{caches[0][0].nbytes / medians[0] / 1e3:.1f}", f"{medians['sdpa']:.0f}", f"{medians['sdpa'] / medians[0]:.2f}"]
+        print(f"{name:20}" + "".join(f"{cell:>14}" for cell in [*cells, *(f"{medians[group]:.0f}" for group in groups)]), flush=True)
+
+
+def make_cache(x: list[torch.Tensor], num_blocks: int, group: int) -> torch.Tensor:
+    """A layer's cache with keys and values x, [slots, kv_heads, head_dim] both; group: of int8, 0: bfloat16."""
+    _, num_kv_heads, head_dim = x[0].shape
+    row = kv_row_size(head_dim, group) if group else head_dim * 2
+    kv = mapped_zeros(2 * num_blocks * 16 * num_kv_heads * row).view(torch.uint8 if group else torch.bfloat16).view(2, num_blocks, num_kv_heads, 16, -1)
+    write_kv(kv, x[0], x[1], torch.arange(num_blocks * 16))
+    return kv
 
 
 def main() -> None:

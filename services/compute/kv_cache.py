@@ -18,13 +18,14 @@ CGROUP = Path("/sys/fs/cgroup")  # a container sees its own limits here
 
 
 class KVCache:
-    """Keys and values of every layer: [num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim], or a row of int8 groups instead of head_dim."""
+    """Keys and values of every layer: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], or a row of int8 groups instead of
+    head_dim."""
 
     def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, group: int = 0) -> None:
         """group: dimensions that share a scale in a cache of int8; 0: a cache of dtype."""
         self.block_size = block_size
         row = kv_row_size(config.head_dim, group) if group else config.head_dim
-        shape = (config.num_layers, 2, num_blocks, block_size, config.num_kv_heads, row)
+        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, row)
         kind = torch.uint8 if group else dtype
         if device.type == "cpu":
             self.tensor = mapped_zeros(math.prod(shape) * kind.itemsize).view(kind).view(shape)

@@ -124,10 +124,10 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
     counts = [-(-context // block_size) for context in contexts]
     blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
     tables = [[blocks.pop() for _ in range(count)] for count in counts]
-    kv = torch.stack([randn(sum(counts), block_size, heads.num_kv_heads, dim, seed=seed) for seed in (6, 7)])
+    kv = torch.stack([randn(sum(counts), heads.num_kv_heads, block_size, dim, seed=seed) for seed in (6, 7)])
     if group:
         quantized = torch.zeros(*kv.shape[:-1], kv_row_size(dim, group), dtype=torch.uint8)
-        write_kv(quantized, kv[0].flatten(0, 1), kv[1].flatten(0, 1), torch.arange(sum(counts) * block_size))
+        write_kv(quantized, *(each.transpose(1, 2).flatten(0, 1) for each in kv), torch.arange(sum(counts) * block_size))
         kv = quantized
     num_tokens = sum(lengths)
     qkv = randn(num_tokens, (num_heads + 2 * heads.num_kv_heads) * dim, seed=8)
@@ -144,7 +144,7 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
     found = attention(qkv.clone(), kv, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS)
     for number, table in enumerate(tables):
         rows = slice(starts[number], starts[number + 1])
-        k, v = (read_kv(kv[which][torch.tensor(table)], dim, torch.bfloat16).flatten(0, 1)[: contexts[number]] for which in (0, 1))
+        k, v = (read_kv(kv[which][torch.tensor(table)], dim, torch.bfloat16).transpose(1, 2).flatten(0, 1)[: contexts[number]] for which in (0, 1))
         q = qkv[rows, : num_heads * dim].view(-1, num_heads, dim)
         assert error(found[rows], exact_attention(q, k, v, positions[number], window)) < 5e-3
         for row in range(rows.start, rows.stop, 7):
@@ -162,7 +162,7 @@ def test_rotation_and_the_way_into_the_cache(has_norms: bool, group: int) -> Non
     angles = torch.rand(tokens, 32, generator=torch.Generator().manual_seed(1)) * 6
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:tokens]
     norms = tuple((1 + randn(64, seed=seed) * 0.1).bfloat16() if has_norms else None for seed in (3, 4))
-    kv = torch.zeros(2, 4, 16, 2, kv_row_size(64, group), dtype=torch.uint8) if group else torch.zeros(2, 4, 16, 2, 64).bfloat16()
+    kv = torch.zeros(2, 4, 2, 16, kv_row_size(64, group), dtype=torch.uint8) if group else torch.zeros(2, 4, 2, 16, 64).bfloat16()
     expected = kv.clone()
     q, k, v = qkv.view(tokens, 10, 64).split_with_sizes([6, 2, 2], dim=1)
     if norms[0] is not None and norms[1] is not None:

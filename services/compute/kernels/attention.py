@@ -102,7 +102,7 @@ class TorchAttention:
     def __call__(self, qkv: Tensor, kv: Tensor, plan: TorchPlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float) -> Tensor:
         """Rotate, write K and V, attend.
 
-        qkv: [T, (heads + 2 kv_heads) * head_dim], may be overwritten; kv: a layer's cache [2, blocks, block_size, kv_heads, head_dim]; window: how many
+        qkv: [T, (heads + 2 kv_heads) * head_dim], may be overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim]; window: how many
         tokens back each sees; norms: of q's and k's heads, where the model has them. Returns [T, heads * head_dim].
         """
         heads, inputs = self.heads, plan.inputs
@@ -115,7 +115,7 @@ class TorchAttention:
         write_kv(kv, k, v, inputs.slot_mapping)
         out = torch.empty_like(q)
         for group in plan.decode_groups:
-            out[group.rows] = decode_attention(q[group.rows], kv, group.block_tables, group.mask(window, kv.shape[2]))
+            out[group.rows] = decode_attention(q[group.rows], kv, group.block_tables, group.mask(window, kv.shape[3]))
         for chunk in plan.prefill_chunks:
             out[chunk.rows] = prefill_attention(q[chunk.rows], kv, chunk.block_table, chunk.num_context, window)
         return out.flatten(1)

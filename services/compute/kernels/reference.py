@@ -111,16 +111,16 @@ def kv_group(kv: Tensor, head_dim: int) -> int:
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Scatter new keys and values, [T, kv_heads, head_dim], into a layer's cache.
 
-    kv: [2, blocks, block_size, kv_heads, head_dim], or [..., kv_row_size] uint8 of int8 groups, symmetric by each group's largest magnitude.
+    kv: [2, blocks, kv_heads, block_size, head_dim], or [..., kv_row_size] uint8 of int8 groups, symmetric by each group's largest magnitude.
     """
-    slots = kv.flatten(1, 2)
+    blocks, offsets = slot_mapping // kv.shape[3], slot_mapping % kv.shape[3]
     for which, x in enumerate((k, v)):
         if group := kv_group(kv, x.shape[-1]):
             groups = x.float().view(*x.shape[:-1], -1, group)
             scales = (groups.abs().amax(-1) / 127.0).clamp(min=1e-7).half()
             values = (groups / scales.float()[..., None]).round().clamp(-127, 127).to(torch.int8).flatten(-2)
             x = torch.cat((values.view(torch.uint8), scales.view(torch.uint8)), dim=-1)
-        slots[which].index_copy_(0, slot_mapping, x)
+        kv[which][blocks, :, offsets] = x
 
 
 def read_kv(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
@@ -139,8 +139,8 @@ def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor) 
     True where the position is seen. Returns [n, heads, head_dim]. The query heads that share a KV head are its queries, so K and V are read once.
     """
     n, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[3]
-    k, v = (read_kv(kv[which][block_tables], head_dim, q.dtype).flatten(1, 2).transpose(1, 2) for which in (0, 1))  # [n, kv_heads, positions, head_dim]
+    num_kv_heads = kv.shape[2]
+    k, v = (read_kv(kv[which][block_tables], head_dim, q.dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))  # [n, kv_heads, positions, head_dim]
     grouped = q.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None, :]).reshape(n, num_heads, head_dim)
 
@@ -151,7 +151,7 @@ def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: i
     q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each sees, itself included. Returns q's shape.
     """
     rows = (read_kv(kv[which][block_table], q.shape[-1], q.dtype) for which in (0, 1))
-    k, v = (each.flatten(0, 1)[:num_context].transpose(0, 1)[None] for each in rows)  # [1, kv_heads, context, head_dim]
+    k, v = (each.transpose(0, 1).flatten(1, 2)[None, :, :num_context] for each in rows)  # [1, kv_heads, context, head_dim]
     queries = q.transpose(0, 1)[None]
     is_whole = len(q) == num_context and (window is None or window >= num_context)
     mask = None

@@ -60,7 +60,7 @@ class Decoder:
         config, eps = self.config, self.config.rms_norm_eps
         cos, sin = self._rotary_table(batch.positions)
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, cos, sin)
-        plan = self.attention.plan(inputs, kv_layers[0].shape[2])
+        plan = self.attention.plan(inputs, kv_layers[0].shape[3])
         x = self.weights.embedding[batch.input_ids]
         for layer, kv, window in zip(self.weights.layers, kv_layers, config.sliding_windows, strict=True):
             qkv = layer.qkv(x, norm=layer.input_norm, eps=eps)

@@ -38,23 +38,23 @@ class NativeAttention:
         tables = torch.tensor([table[:width] + [0] * (width - len(table)) for table in inputs.block_tables])
         starts, contexts = torch.tensor([0, *accumulate(inputs.query_lens)]), torch.tensor(inputs.context_lens)
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
-        sizes = (heads.num_heads, heads.num_kv_heads, heads.head_dim)
         out = torch.empty((num_tokens, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
         rotation = Rotation(
             cosines=inputs.cos.data_ptr(), sines=inputs.sin.data_ptr(), slots=inputs.slot_mapping.data_ptr(),
-            tokens=num_tokens, num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2],
+            tokens=num_tokens, num_heads=heads.num_heads, head_dim=heads.head_dim,
         )  # fmt: skip
         attention = Attention(
             query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
-            num_sequences=len(contexts), table_width=width, block_size=block_size, num_heads=sizes[0], num_kv_heads=sizes[1], head_dim=sizes[2],
+            num_sequences=len(contexts), table_width=width, num_heads=heads.num_heads, head_dim=heads.head_dim,
             scale=1.0 / math.sqrt(heads.head_dim), out=out.data_ptr(),
         )  # fmt: skip
         return NativePlan(rotation, attention, out, (starts, contexts, tables, inputs.cos, inputs.sin, inputs.slot_mapping))
 
     def __call__(self, qkv: Tensor, kv: Tensor, plan: NativePlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
-        keys = kv.data_ptr()
-        cache = CacheRows(keys, keys + kv.stride(0) * kv.element_size(), kv.shape[-1] * kv.element_size(), kv_group(kv, self.heads.head_dim))
+        keys, (_, _, num_kv_heads, block_size, row) = kv.data_ptr(), kv.shape
+        values, row_bytes = keys + kv.stride(0) * kv.element_size(), row * kv.element_size()
+        cache = CacheRows(keys, values, block_size, num_kv_heads, row_bytes, kv_group(kv, self.heads.head_dim))
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.cache = attention.cache = cache
         rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps

@@ -49,7 +49,8 @@ constexpr int64_t kMaxHeadDim = 256;
 // A row of the cache is one token's key, or value, of one head: head_dim bf16; or, with groups, head_dim int8 and then a float16 scale for each
 // group of dimensions.
 struct CacheRows {
-  char *keys, *values;  // one layer: [slots][num_kv_heads] rows
+  char *keys, *values;  // one layer: [blocks][num_kv_heads][block_size] rows, so that what a head reads of a block lies in one piece
+  int64_t block_size, num_kv_heads;
   int64_t row_bytes;
   int64_t group;  // dimensions that share a scale; 0: bf16
 };
@@ -62,8 +63,8 @@ struct Attention {
   const int64_t* query_starts;     // [num_sequences + 1]: where each sequence's tokens begin
   const int64_t* context_lens;     // [num_sequences]: tokens in the cache, the step's included
   const int64_t* block_tables;     // [num_sequences][table_width]
-  int64_t num_sequences, table_width, block_size;
-  int64_t num_heads, num_kv_heads, head_dim;
+  int64_t num_sequences, table_width;
+  int64_t num_heads, head_dim;
   int64_t window;  // how many tokens back each sees, itself included; 0: all
   float scale;
   uint16_t* out;  // bf16 [tokens][num_heads * head_dim]
@@ -78,7 +79,7 @@ struct Rotation {
   float eps;
   const int64_t* slots;  // [tokens]
   CacheRows cache;
-  int64_t tokens, num_heads, num_kv_heads, head_dim;
+  int64_t tokens, num_heads, head_dim;
 };
 
 // The k largest of each row of logits, by falling value, equal ones by rising id.

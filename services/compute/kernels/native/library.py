@@ -35,7 +35,7 @@ class Weight(ctypes.Structure):
 class CacheRows(ctypes.Structure):
     """kernels.h's CacheRows."""
 
-    _fields_ = [("keys", Pointer), ("values", Pointer), ("row_bytes", ctypes.c_int64), ("group", ctypes.c_int64)]
+    _fields_ = [("keys", Pointer), ("values", Pointer), *((name, ctypes.c_int64) for name in ("block_size", "num_kv_heads", "row_bytes", "group"))]
 
 
 class Attention(ctypes.Structure):
@@ -46,7 +46,7 @@ class Attention(ctypes.Structure):
         ("query_stride", ctypes.c_int64),
         ("cache", CacheRows),
         *((name, Pointer) for name in ("query_starts", "context_lens", "block_tables")),
-        *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "block_size", "num_heads", "num_kv_heads", "head_dim", "window")),
+        *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "num_heads", "head_dim", "window")),
         ("scale", ctypes.c_float),
         ("out", Pointer),
         ("workspace", Pointer),
@@ -61,7 +61,7 @@ class Rotation(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("slots", Pointer),
         ("cache", CacheRows),
-        *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "num_kv_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim")),
     ]
 
 
