@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
+from services.compute.host_memory import give_back_free_memory
 from services.compute.kernels import Linear, is_native, make_linear, make_mlp, restore_linear
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights
@@ -101,11 +102,15 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
     loader = Loader(checkpoint, config, config.packed or Packed(quantization, group))
     try:
         embedding = checkpoint.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
-        layers = [loader.layer(f"model.layers.{number}.") for number in range(config.num_layers)]
+        layers = []
+        for number in range(config.num_layers):
+            layers.append(loader.layer(f"model.layers.{number}."))
+            give_back_free_memory()
         norm = checkpoint.read("model.norm.weight", (config.hidden_size,))
         return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
     finally:
         checkpoint.close()
+        give_back_free_memory()
 
 
 @dataclass(frozen=True, slots=True)
