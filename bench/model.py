@@ -22,6 +22,7 @@ from services.compute.__main__ import build_engine
 from services.compute.kernels import QUANTIZATIONS, Linear, make_linear
 from services.compute.kernels.native.linear import NativeLinear
 from services.compute.model_runner import ModelRunner
+from services.compute.row_search import find_largest
 from services.compute.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.model_files import open_model
@@ -49,7 +50,7 @@ class Engine:
         while (step := self.scheduler.schedule()) is not None:
             kind = "prefill" if step.chunks else "decode"
             started = time.perf_counter()
-            chosen = self.runner.forward(step).argmax(dim=-1).tolist()
+            chosen = find_largest(self.runner.forward(step), 1)[1][:, 0].tolist()
             seconds[kind] += time.perf_counter() - started
             tokens[kind] += step.num_tokens
             sampled = step.sampled

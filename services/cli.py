@@ -44,6 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("out", type=Path, help="folder to write")
     quantize.add_argument("--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s")
     quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
+    quantize.add_argument("--attention-output", action="store_true", help="quantize attention's output projection too, whose inputs have outliers")
     commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)")
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
     make.add_argument("out", type=Path, help="folder to write")
@@ -96,7 +97,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         case "quantize":
             from services.compute.quantize import quantize
 
-            quantize(args.source, args.out, quantization=args.quantization, group=args.group)
+            quantize(args.source, args.out, quantization=args.quantization, group=args.group, attention_output=args.attention_output)
         case "build-kernels":
             from services.compute.kernels.native.build import LIBRARY, build
 

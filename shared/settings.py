@@ -61,6 +61,7 @@ class ComputeSettings(ModelSettings):
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
     quantization: Literal["none", "w8a8", "w4", "nf4"] = Field("none", description="of weights, at load; activations then are int8: docs/kernels.md")
     quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
+    quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")

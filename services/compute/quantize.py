@@ -19,7 +19,7 @@ from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, open_model
 
 
-def quantize(source: str, out: Path, *, quantization: str, group: int) -> None:
+def quantize(source: str, out: Path, *, quantization: str, group: int, attention_output: bool = False) -> None:
     """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError."""
     files = open_model(source, weights=True)
     if out.resolve() == files.folder:
@@ -29,7 +29,7 @@ def quantize(source: str, out: Path, *, quantization: str, group: int) -> None:
     config = read_config(files.config)
     if config.packed is not None:
         raise StartupError(f"{files.folder} is quantized already")
-    weights = load_weights(files.folder, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group)
+    weights = load_weights(files.folder, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group, attention_output=attention_output)
     tensors = collect(weights)
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -40,7 +40,7 @@ def quantize(source: str, out: Path, *, quantization: str, group: int) -> None:
         for file in files.folder.glob(pattern):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, out)
-    described = {"quant_method": PACKED_METHOD, "quantization": quantization, "group": group}
+    described = {"quant_method": PACKED_METHOD, "quantization": quantization, "group": group, "attention_output": attention_output}
     (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
 
 

@@ -127,7 +127,8 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
     kv = torch.stack([randn(sum(counts), heads.num_kv_heads, block_size, dim, seed=seed) for seed in (6, 7)])
     if group:
         quantized = torch.zeros(*kv.shape[:-1], kv_row_size(dim, group), dtype=torch.uint8)
-        write_kv(quantized, *(each.transpose(1, 2).flatten(0, 1) for each in kv), torch.arange(sum(counts) * block_size))
+        keys, values = (each.transpose(1, 2).flatten(0, 1) for each in kv)
+        write_kv(quantized, keys, values, torch.arange(sum(counts) * block_size))
         kv = quantized
     num_tokens = sum(lengths)
     qkv = randn(num_tokens, (num_heads + 2 * heads.num_kv_heads) * dim, seed=8)
@@ -229,12 +230,12 @@ def test_what_is_not_there_is_named() -> None:
         assert (message in done.stderr) if message else done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4"])
-def test_a_quantized_checkpoint_is_the_same_model(quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True})])
+def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [[5, 6, 7], list(range(40, 90))]
-    at_load = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization)
+    at_load = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization, **options)
     expected = at_load.generate(prompts, 12)
-    assert main(["quantize", "demo", str(tmp_path), "--quantization", quantization]) == 0
+    assert main(["quantize", "demo", str(tmp_path), "--quantization", quantization, *(["--attention-output"] if options else [])]) == 0
     from_file = Engine(tmp_path, dtype=torch.bfloat16)
     assert from_file.generate(prompts, 12) == expected
     for number in range(len(prompts)):
@@ -252,6 +253,9 @@ def test_a_quantized_checkpoint_is_the_same_model(quantization: str, tmp_path: P
         Engine(tmp_path, dtype=torch.float32)
     with pytest.raises(StartupError, match="quantized already"):
         Engine(tmp_path, dtype=torch.bfloat16, quantization="nf4" if quantization != "nf4" else "w4")
+    if not options:
+        with pytest.raises(StartupError, match="quantized already, without it"):
+            Engine(tmp_path, dtype=torch.bfloat16, attention_output=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["quantization"] = "w4" if quantization == "w8a8" else "w8a8"
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -19,6 +19,7 @@ class Packed:
 
     quantization: str
     group: int
+    attention_output: bool = False  # whether attention's output projection is quantized too
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +77,7 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
             sliding_windows=sliding_windows(config, architecture),
             inv_freq=inv_freq,
             rotary_scale=rotary_scale,
-            packed=Packed(quantized["quantization"], quantized["group"]) if quantized else None,
+            packed=Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None,
         )
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None

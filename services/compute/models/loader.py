@@ -86,7 +86,9 @@ class Checkpoint:
         self._open.clear()
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64) -> ModelWeights:
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64, attention_output: bool = False
+) -> ModelWeights:
     """All of the model's weights, quantized layer by layer as they are read, or packed as `penstock quantize` left them.
 
     Raises StartupError, naming the tensor that is missing or wrong.
@@ -98,8 +100,10 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype, device: 
             )
         if quantization not in ("none", config.packed.quantization):
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
+        if attention_output and not config.packed.attention_output:
+            raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
     checkpoint = Checkpoint(folder, dtype, device)
-    loader = Loader(checkpoint, config, config.packed or Packed(quantization, group))
+    loader = Loader(checkpoint, config, config.packed or Packed(quantization, group, attention_output))
     try:
         embedding = checkpoint.read("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = []
@@ -139,7 +143,9 @@ class Loader:
             qkv=self.linear(prefix + "qkv.", qkv_names, qkv_shapes, config.has_qkv_bias),
             q_norm=read(attention + "q_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
             k_norm=read(attention + "k_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
-            output=self.linear(prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, is_quantized=False),
+            output=self.linear(
+                prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, is_quantized=self.packing.attention_output
+            ),
             post_norm=read(prefix + "post_attention_layernorm.weight", (hidden,)),
             mlp=make_mlp(gate_up, down),
         )
@@ -154,7 +160,7 @@ class Loader:
     def linear(
         self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, is_quantized: bool = True
     ) -> Linear:
-        """A layer of several matrices with the same inputs. Not quantized: attention's output, which stays in 16 bits as PPL.LLM has it."""
+        """A layer of several matrices with the same inputs."""
         quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
         if self.config.packed is not None:
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
