@@ -5,6 +5,10 @@ The floor of a step is the larger of its layers' bytes (as stored, scales and al
 what the GEMM itself reaches at 512 rows in the same run. Decode is 128 in and 128 out (32 in at batch 1), prefill excluded.
 
     python -m bench.model --shape qwen2.5-0.5b [--modes none w8a8] [--rounds 3]
+
+With --context: decoding of 8 sequences that are so long, with the KV cache in bf16 and in int8 groups, in each mode.
+
+    python -m bench.model --context 4000 --modes w8a8
 """
 
 import argparse
@@ -62,9 +66,9 @@ class Engine:
         return tokens["decode"] / seconds["decode"] if seconds["decode"] else 0.0, tokens["prefill"] / seconds["prefill"]
 
 
-def load(model: Path, mode: str) -> Engine:
+def load(model: Path, mode: str, **more: object) -> Engine:
     settings = ComputeSettings(
-        model=str(model), dtype="bfloat16", quantization=mode, prefix_caching=False, kv_cache_memory="1GiB", max_batched_tokens=1024,  # type: ignore[arg-type]
+        model=str(model), dtype="bfloat16", quantization=mode, prefix_caching=False, kv_cache_memory="2GiB", max_batched_tokens=1024, **more,  # type: ignore[arg-type]
     )  # fmt: skip
     files = open_model(str(model), weights=True)
     scheduler, runner, _ = build_engine(settings, files)
@@ -101,17 +105,33 @@ def timed(function: object) -> float:
     return time.perf_counter() - started
 
 
+def long_contexts(model: Path, modes: list[str], context: int, rounds: int) -> None:
+    """Prints decode tokens/s of 8 sequences by mode and by the cache's format."""
+    caches: dict[str, dict[str, object]] = {"bf16": {}}
+    caches |= {f"int8/{group}": {"kv_cache_dtype": "int8", "kv_cache_group": group} for group in ("64", "32", "8")}
+    for mode in modes:
+        engines = {name: load(model, mode, **more) for name, more in caches.items()}
+        found: dict[str, list[float]] = {name: [] for name in engines}
+        for _ in range(rounds):
+            for name, engine in engines.items():
+                found[name].append(engine.run(8, context, 32)[0])
+        print(f"{mode}, 8 x {context}: " + ", ".join(f"KV {name} {statistics.median(rates):.0f}" for name, rates in found.items()), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Decode and prefill tokens/s of the model alone, and their floor.")
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model that is made (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a folder to use instead")
     parser.add_argument("--modes", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--context", type=int, help="tokens that each of 8 sequences has when it decodes")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / "model"
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True)
+        if args.context is not None:
+            return long_contexts(model, args.modes, args.context, args.rounds)
         engines = {mode: load(model, mode) for mode in args.modes}
         for engine in engines.values():
             engine.run(1, 32, 8)
