@@ -86,55 +86,45 @@ inline void block_bf16(const char* a, int64_t next, const char* tile0, const cha
 inline bool four_bit_needs_values(int64_t rows) { return rows > 6; }
 inline int64_t value_bytes(int64_t group) { return group < 64 ? 1024 : group * 16; }  // whole tiles; the second half of a group of 32's is zero
 
-// Some groups are multiplied before their products are added: a load that follows a tile's store closely waits for it.
-inline void rows_by_groups(const char* a, int64_t next, const int8_t* values, const uint16_t* scales, int64_t groups, int64_t group, const float* row_scales,
+// All groups are multiplied before their products are added: a load that follows a tile's store closely waits for it.
+inline void rows_by_groups(const char* a, int64_t next, int64_t start, const int8_t* values, const uint16_t* scales, int64_t groups, int64_t group,
                            int64_t rows, float* c) {
-  constexpr int64_t kChunk = 4;
-  alignas(64) int32_t products[4][kChunk][256];
-  const int8_t* right = values + groups * value_bytes(group);
-  const int64_t parts = rows > 16 ? 4 : 2;
-  std::memset(c, 0, parts * 16 * 16 * 4);
-  for (int64_t first = 0; first < groups; first += kChunk) {
-    const int64_t count = groups - first < kChunk ? groups - first : kChunk;
-    for (int64_t number = 0; number < count; ++number) {
-      const int64_t start = (first + number) * group;
-      _tile_zero(0);
-      _tile_zero(1);
-      _tile_zero(2);
-      _tile_zero(3);
-      for (int64_t at = start; at < start + group; at += 64, values += 1024, right += 1024) {
-        const char* inputs = a + at / 64 * 1024 + at % 64;
-        _tile_loadd(4, inputs, 64);
-        _tile_loadd(6, values, 64);
-        _tile_loadd(7, right, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 4, 7);
-        if (parts == 2) continue;
-        _tile_loadd(5, inputs + next, 64);
-        _tile_dpbssd(2, 5, 6);
-        _tile_dpbssd(3, 5, 7);
-      }
-      _tile_stored(0, products[0][number], 64);
-      _tile_stored(1, products[1][number], 64);
+  alignas(64) int32_t products[4][4][256];
+  const int64_t parts = rows > 16 ? 4 : 2, size = value_bytes(group);
+  for (int64_t number = 0; number < groups; ++number, values += size) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t end = start + group; start < end; start += 64, values += 1024) {
+      const char* inputs = a + start / 64 * 1024 + start % 64;
+      _tile_loadd(4, inputs, 64);
+      _tile_loadd(6, values, 64);
+      _tile_loadd(7, values + size, 64);
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
       if (parts == 2) continue;
-      _tile_stored(2, products[2][number], 64);
-      _tile_stored(3, products[3][number], 64);
+      _tile_loadd(5, inputs + next, 64);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
     }
-    for (int64_t part = 0; part < parts; ++part) {
-      float* to = c + part / 2 * 16 * 32 + part % 2 * 16;
-      __m512 total[16];
-      for (int row = 0; row < 16; ++row) total[row] = _mm512_loadu_ps(to + row * 32);
-      for (int64_t number = 0; number < count; ++number) {
-        const __m512 scale = load_half(scales + (first + number) * 32 + part % 2 * 16).v;
-        const int32_t* from = products[part][number];
-        for (int row = 0; row < 16; ++row) total[row] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(from + row * 16)), scale, total[row]);
-      }
-      for (int row = 0; row < 16; ++row) _mm512_storeu_ps(to + row * 32, total[row]);
-    }
+    if (group < 64) start -= 64 - group;
+    _tile_stored(0, products[0][number], 64);
+    _tile_stored(1, products[1][number], 64);
+    if (parts == 2) continue;
+    _tile_stored(2, products[2][number], 64);
+    _tile_stored(3, products[3][number], 64);
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    const __m512 scale = _mm512_set1_ps(row_scales[row]);
-    for (int64_t half = 0; half < 32; half += 16) _mm512_storeu_ps(c + row * 32 + half, _mm512_mul_ps(_mm512_loadu_ps(c + row * 32 + half), scale));
+  for (int64_t part = 0; part < parts; ++part) {
+    float* to = c + part / 2 * 16 * 32 + part % 2 * 16;
+    __m512 total[16];
+    for (int row = 0; row < 16; ++row) total[row] = _mm512_loadu_ps(to + row * 32);
+    for (int64_t number = 0; number < groups; ++number) {
+      const __m512 scale = load_half(scales + number * 32 + part % 2 * 16).v;
+      const int32_t* from = products[part][number];
+      for (int row = 0; row < 16; ++row) total[row] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(from + row * 16)), scale, total[row]);
+    }
+    for (int row = 0; row < 16; ++row) _mm512_storeu_ps(to + row * 32, total[row]);
   }
 }
 

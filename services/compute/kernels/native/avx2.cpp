@@ -108,19 +108,20 @@ inline bool four_bit_needs_values(int64_t) { return true; }
 inline void few_rows_four_bit(const penstock::Gemm&, int64_t, int64_t, int64_t, const char*, float*) {}
 inline int64_t value_bytes(int64_t group) { return group * 16; }
 
-inline void rows_by_groups(const char* a, int64_t, const int8_t* values, const uint16_t* scales, int64_t groups, int64_t group, const float* row_scales,
-                           int64_t rows, float* c) {
+inline void rows_by_groups(const char* a, int64_t, int64_t start, const int8_t* values, const uint16_t* scales, int64_t groups, int64_t group, int64_t rows,
+                           float* c) {
   alignas(32) int32_t products[32];
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t half = 0; half < 2; ++half) {
-      Lanes total = spread(0.0f);
+      float* to = c + row * 32 + half * 16;
+      Lanes total = load(to);
       for (int64_t number = 0; number < groups; ++number) {
-        const int64_t at = number * group;
-        const char* tile = reinterpret_cast<const char*>(values + (half * groups + number) * value_bytes(group));
+        const int64_t at = start + number * group;
+        const char* tile = reinterpret_cast<const char*>(values + (2 * number + half) * value_bytes(group));
         tile_int8<1>(a + row * 64 + at / 64 * 1024 + at % 64, tile, group, products);
         total = fma(load_int32(products), load_half(scales + number * 32 + half * 16), total);
       }
-      store(c + row * 32 + half * 16, total * spread(row_scales[row]));
+      store(to, total);
     }
   }
 }

@@ -94,7 +94,7 @@ inline void block_bf16(const char* a, int64_t, const char* tile0, const char* ti
 
 inline bool four_bit_needs_values(int64_t) { return false; }
 inline int64_t value_bytes(int64_t) { return 0; }
-inline void rows_by_groups(const char*, int64_t, const int8_t*, const uint16_t*, int64_t, int64_t, const float*, int64_t, float*) {}
+inline void rows_by_groups(const char*, int64_t, int64_t, const int8_t*, const uint16_t*, int64_t, int64_t, int64_t, float*) {}
 
 // c[8][16] += 8 rows of words, `stride` bytes apart, times `words` rows of 16 words of a tile.
 inline void dot_eight(const char* a, int64_t stride, const uint16_t* tile, int64_t words, float* c, int64_t c_stride) {
