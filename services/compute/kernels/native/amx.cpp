@@ -89,7 +89,7 @@ inline int64_t value_bytes(int64_t group) { return group < 64 ? 1024 : group * 1
 // All groups are multiplied before their products are added: a load that follows a tile's store closely waits for it.
 inline void rows_by_groups(const char* a, int64_t next, int64_t start, const int8_t* values, const uint16_t* scales, int64_t groups, int64_t group,
                            int64_t rows, float* c) {
-  alignas(64) int32_t products[4][4][256];
+  alignas(64) int32_t products[4][2][256];
   const int64_t parts = rows > 16 ? 4 : 2, size = value_bytes(group);
   for (int64_t number = 0; number < groups; ++number, values += size) {
     _tile_zero(0);
