@@ -138,7 +138,7 @@ class Scheduler:
                 return
             twin = self._twin(sequence)
             if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
-                return  # a step or two from now its prompt is computed, and need not be computed twice
+                return  # when the twin's prompt is computed, this one need not be
             if not is_surveyed:
                 self.admission.survey(self.running.values())
                 is_surveyed = True
