@@ -79,6 +79,19 @@ def test_linear_layers(mode: str, rows: int, n: int, k: int, group: int, has_bia
     assert torch.equal(found, alone)
 
 
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("rows", "n", "k"), [(300, 40, 9000), (530, 70, 5000)])
+def test_many_long_rows(mode: str, rows: int, n: int, k: int) -> None:
+    """They are multiplied in several panels, and in bf16 and int8 in parts, whose sums go on from the part before: the same bits as alone."""
+    x, weight, bias = randn(rows, k), randn(n, k, seed=1, scale=0.1), randn(n, seed=2)
+    layer = native(weight, bias, mode)
+    found = layer(x)
+    assert error(found, torch_linear(mode, weight, bias)(x.float())) < 4e-3
+    some = [0, 31, 32, 159, 160, 255, 256, 299, rows - 1]
+    assert torch.equal(found[some], torch.cat([layer(x[row : row + 1]) for row in some]))
+    assert torch.equal(found[:33], layer(x[:33]))
+
+
 @pytest.mark.parametrize(("mode", "bound"), [("none", 6e-3), ("w8a8", 2.5e-2), ("w4", 2.5e-2), ("nf4", 2.5e-2)])
 @pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 112), (7, 96, 200), (33, 896, 1000), (130, 256, 768)])
 def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden: int, inter: int) -> None:

@@ -12,6 +12,7 @@ namespace {
 #include "lanes_avx512.inc"
 
 constexpr int64_t kBlockRows = 32;
+constexpr bool kCanContinue = true;
 constexpr int64_t kAhead = 4096;  // bytes of weights that are asked for before they are read
 
 struct alignas(64) TileConfig {
@@ -35,12 +36,19 @@ inline void prefetch(const char* tile, int64_t at, int64_t tile_bytes) {
   for (int line = 0; line < 16; ++line) _mm_prefetch(later + 64 * line, _MM_HINT_T0);
 }
 
+#define PENSTOCK_AMX_BEGIN(TILE, C) \
+  if (is_begun) {                   \
+    _tile_loadd(TILE, C, 128);      \
+  } else {                          \
+    _tile_zero(TILE);               \
+  }
+
 #define PENSTOCK_AMX_BLOCK(DOT)                           \
-  _tile_zero(0);                                          \
-  _tile_zero(1);                                          \
+  PENSTOCK_AMX_BEGIN(0, c);                               \
+  PENSTOCK_AMX_BEGIN(1, c + 16);                          \
   if (rows > 16) {                                        \
-    _tile_zero(2);                                        \
-    _tile_zero(3);                                        \
+    PENSTOCK_AMX_BEGIN(2, c + 16 * 32);                   \
+    PENSTOCK_AMX_BEGIN(3, c + 16 * 32 + 16);              \
     for (int64_t at = 0; at < bytes * 16; at += 1024) {   \
       if (is_first) prefetch(tile0, at, bytes * 16);      \
       if (is_first) prefetch(tile1, at, bytes * 16);      \
@@ -73,13 +81,13 @@ inline void prefetch(const char* tile, int64_t at, int64_t tile_bytes) {
 
 template <typename Between>
 inline void block_int8(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c,
-                       bool is_first, Between&& between) {
+                       bool is_first, bool is_begun, Between&& between) {
   PENSTOCK_AMX_BLOCK(_tile_dpbssd);
 }
 
 template <typename Between>
 inline void block_bf16(const char* a, int64_t next, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool is_first,
-                       Between&& between) {
+                       bool is_begun, Between&& between) {
   PENSTOCK_AMX_BLOCK(_tile_dpbf16ps);
 }
 

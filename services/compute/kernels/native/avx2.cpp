@@ -12,6 +12,7 @@ namespace {
 #include "lanes_avx2.inc"
 
 constexpr int64_t kBlockRows = 2;
+constexpr bool kCanContinue = false;
 
 struct ThreadState {
   ThreadState() {}
@@ -82,7 +83,7 @@ void tile_bf16(const char* a, const char* tile, int64_t bytes, float* c) {
 }
 
 template <typename Between>
-inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c, bool,
+inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t*, int32_t* c, bool, bool,
                        Between&&) {
   if (rows == 1) {
     tile_int8<1>(a, tile0, bytes, c);
@@ -94,7 +95,7 @@ inline void block_int8(const char* a, int64_t, const char* tile0, const char* ti
 }
 
 template <typename Between>
-inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool, Between&&) {
+inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool, bool, Between&&) {
   if (rows == 1) {
     tile_bf16<1>(a, tile0, bytes, c);
     tile_bf16<1>(a, tile1, bytes, c + 16);

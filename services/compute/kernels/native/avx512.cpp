@@ -12,6 +12,7 @@ namespace {
 #include "lanes_avx512.inc"
 
 constexpr int64_t kBlockRows = 8;
+constexpr bool kCanContinue = false;
 
 struct ThreadState {
   ThreadState() {}
@@ -78,7 +79,7 @@ void rows_bf16(const char* a, const char* tile0, const char* tile1, int64_t byte
   }
 
 template <typename Between>
-inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool,
+inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool, bool,
                        Between&&) {
 #define CALL(kRows) rows_int8<kRows>(a, tile0, tile1, bytes, sums, c)
   PENSTOCK_BY_ROWS(CALL)
@@ -86,7 +87,7 @@ inline void block_int8(const char* a, int64_t, const char* tile0, const char* ti
 }
 
 template <typename Between>
-inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool, Between&&) {
+inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool, bool, Between&&) {
 #define CALL(kRows) rows_bf16<kRows>(a, tile0, tile1, bytes, c)
   PENSTOCK_BY_ROWS(CALL)
 #undef CALL
