@@ -1,29 +1,17 @@
 """A sequence's logits are the same bits alone, in any batch, in chunks of any size, and after they were computed anew: whole models in native code."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from services.compute.kernels.native.library import load_library
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import SIZES, Engine, reference_model
 
-LIBRARY = load_library()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels are not built")
+pytestmark = pytest.mark.usefixtures("instruction_set")
 NUM_OUT = 20
 LENGTHS = (1, 15, 16, 33, 5, 90, 64, 47, 100, 11)
 MODES = [("none", 0), ("w8a8", 0), ("w4", 0), ("nf4", 0), ("none", 32), ("w8a8", 32)]
-
-
-@pytest.fixture(params=["amx", "avx512", "avx2"], autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert LIBRARY is not None
-    if LIBRARY.penstock_choose(request.param.encode()) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    LIBRARY.penstock_choose(b"auto")
 
 
 def random_prompts() -> list[list[int]]:
@@ -58,6 +46,8 @@ def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: 
     for count, options in cases:
         for expected, found in zip(together, run(prompts[:count], **options)[1], strict=False):
             assert torch.equal(expected, found), (count, options)
+    for chunk in (1, 32):  # on its own, so that most steps want no logits
+        assert torch.equal(together[8], run(prompts[8:9], max_batched_tokens=chunk)[1][0])
     for at in (1, 5, 15, 16, 17, 19):  # what was decoded is a part of the prompt now
         again = run([prompt + output[:at] for prompt, output in zip(prompts[:8], everything, strict=False)], NUM_OUT - at)[1]
         for expected, found in zip(together, again, strict=False):

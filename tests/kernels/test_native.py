@@ -4,7 +4,6 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,26 +18,15 @@ from services.compute.kernels.attention import AttentionInputs, Heads
 from services.compute.kernels.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.kernels.native import reduction
 from services.compute.kernels.native.attention import NativeAttention
-from services.compute.kernels.native.library import load_library
 from services.compute.kernels.native.linear import NativeLinear, NativeMlp
 from services.compute.kernels.reference import kv_row_size, read_kv, rms_norm, rotary, write_kv
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import Engine
 
-LIBRARY = load_library()
-pytestmark = pytest.mark.skipif(LIBRARY is None, reason="the native kernels are not built")
+pytestmark = pytest.mark.usefixtures("instruction_set")
 EPS = 1e-6
 MODES = ("none", "w8a8", "w4", "nf4")
-
-
-@pytest.fixture(params=["amx", "avx512", "avx2"], autouse=True)
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    assert LIBRARY is not None
-    if LIBRARY.penstock_choose(request.param.encode()) is None:
-        pytest.skip(f"this machine has no {request.param}")
-    yield request.param
-    LIBRARY.penstock_choose(b"auto")
 
 
 def randn(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -90,6 +78,7 @@ def test_many_long_rows(mode: str, rows: int, n: int, k: int) -> None:
     some = [0, 31, 32, 159, 160, 255, 256, 299, rows - 1]
     assert torch.equal(found[some], torch.cat([layer(x[row : row + 1]) for row in some]))
     assert torch.equal(found[:33], layer(x[:33]))
+    assert layer(x[:0]).shape == (0, n)
 
 
 @pytest.mark.parametrize(("mode", "bound"), [("none", 6e-3), ("w8a8", 2.5e-2), ("w4", 2.5e-2), ("nf4", 2.5e-2)])

@@ -200,6 +200,7 @@ void penstock_pack_codes(const Weight* weight, const uint8_t* codes, const uint1
 // out = norm(x) * weight + bias, or residual + it; norm_weight null: x as it is. out null: float32 to out_float.
 void penstock_linear(const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, const uint16_t* residual,
                      uint16_t* out, float* out_float) {
+  if (rows == 0) return;  // a step of chunks that are not the last of their prompts wants no logits
   Gemm gemm = {};
   gemm.residual = residual;
   gemm.out = out;
@@ -217,6 +218,7 @@ void penstock_attention(const Attention* attention) {
 void penstock_rotate_and_write(const Rotation* rotation) { chosen->rotate_and_write(*rotation); }
 
 void penstock_find_largest(const Largest* largest) {
+  if (largest->rows == 0) return;
   Largest l = *largest;
   l.maxima = reinterpret_cast<float*>(partials.take(l.rows * (l.vocab / 64 + 1) * 4));
   chosen->find_largest(l);
@@ -230,6 +232,7 @@ void penstock_sum_masses(const Masses* masses) {
 
 // out = x + down(silu(gate) * up), with gate and up from norm(x).
 void penstock_mlp(const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, uint16_t* out) {
+  if (rows == 0) return;
   Gemm first = {}, second = {};
   const int64_t inter = (gate_up->n / 2 + 31) / 32 * 32;
   first.out = reinterpret_cast<uint16_t*>(hidden.take((rows + 31) / 32 * 32 * inter * 2));

@@ -127,25 +127,16 @@ inline void rows_by_groups(const char* a, int64_t, int64_t start, const int8_t* 
   }
 }
 
-inline void dot_two(const char* a, int64_t stride, const uint16_t* tile, int64_t words, float* c, int64_t c_stride) {
+constexpr int kDotRows = 2;
+
+inline void dot_rows(const char* a, int64_t stride, const uint16_t* tile, int64_t words, float* c, int64_t c_stride) {
   __m256 acc[2][2];
   for (int row = 0; row < 2; ++row) acc[row][0] = _mm256_loadu_ps(c + row * c_stride), acc[row][1] = _mm256_loadu_ps(c + row * c_stride + 8);
   dot_words<2>(a, stride, reinterpret_cast<const char*>(tile), words, acc);
   for (int row = 0; row < 2; ++row) _mm256_storeu_ps(c + row * c_stride, acc[row][0]), _mm256_storeu_ps(c + row * c_stride + 8, acc[row][1]);
 }
 
-inline void score_keys(const char* keys0, const char* keys1, int64_t stride, const uint16_t* queries, int64_t dim, float* c) {
-  std::memset(c, 0, 32 * 16 * 4);
-  for (int key = 0; key < 32; key += 2) dot_two((key < 16 ? keys0 : keys1) + key % 16 * stride, stride, queries, dim / 2, c + key * 16, 16);
-}
-
-inline void add_values(const uint16_t* weights, const uint16_t* values, int64_t dim, int64_t rows, float* out) {
-  for (int64_t row = 0; row < rows; row += 2) {
-    for (int64_t at = 0; at < dim; at += 16) {
-      dot_two(reinterpret_cast<const char*>(weights + row * 32), 64, values + at * 32, 16, out + row * dim + at, dim);
-    }
-  }
-}
+#include "dots.inc"
 
 }  // namespace
 

@@ -97,8 +97,10 @@ inline bool four_bit_needs_values(int64_t) { return false; }
 inline int64_t value_bytes(int64_t) { return 0; }
 inline void rows_by_groups(const char*, int64_t, int64_t, const int8_t*, const uint16_t*, int64_t, int64_t, int64_t, float*) {}
 
+constexpr int kDotRows = 8;
+
 // c[8][16] += 8 rows of words, `stride` bytes apart, times `words` rows of 16 words of a tile.
-inline void dot_eight(const char* a, int64_t stride, const uint16_t* tile, int64_t words, float* c, int64_t c_stride) {
+inline void dot_rows(const char* a, int64_t stride, const uint16_t* tile, int64_t words, float* c, int64_t c_stride) {
   __m512 acc[8];
   for (int row = 0; row < 8; ++row) acc[row] = _mm512_loadu_ps(c + row * c_stride);
   for (int64_t at = 0; at < words; ++at) {
@@ -108,18 +110,7 @@ inline void dot_eight(const char* a, int64_t stride, const uint16_t* tile, int64
   for (int row = 0; row < 8; ++row) _mm512_storeu_ps(c + row * c_stride, acc[row]);
 }
 
-inline void score_keys(const char* keys0, const char* keys1, int64_t stride, const uint16_t* queries, int64_t dim, float* c) {
-  std::memset(c, 0, 32 * 16 * 4);
-  for (int key = 0; key < 32; key += 8) dot_eight((key < 16 ? keys0 : keys1) + key % 16 * stride, stride, queries, dim / 2, c + key * 16, 16);
-}
-
-inline void add_values(const uint16_t* weights, const uint16_t* values, int64_t dim, int64_t rows, float* out) {
-  for (int64_t row = 0; row < rows; row += 8) {
-    for (int64_t at = 0; at < dim; at += 16) {
-      dot_eight(reinterpret_cast<const char*>(weights + row * 32), 64, values + at * 32, 16, out + row * dim + at, dim);
-    }
-  }
-}
+#include "dots.inc"
 
 }  // namespace
 
