@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from services.cli import main
 from services.compute.kernels.attention import AttentionInputs, Heads
 from services.compute.kernels.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.kernels.native import library as library_module
 from services.compute.kernels.native import reduction
 from services.compute.kernels.native.attention import NativeAttention
 from services.compute.kernels.native.linear import NativeLinear, NativeMlp
@@ -230,6 +231,11 @@ def test_what_is_not_there_is_named() -> None:
         code = "from services.compute.kernels import is_native; import torch; print(is_native(torch.bfloat16, torch.device('cpu')))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PENSTOCK_KERNELS": value, "PATH": "/usr/bin:/bin"})
         assert (message in done.stderr) if message else done.stdout.strip() == "False"
+
+
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "source_id", lambda: "0" * 16)
+    assert library_module.load_library.__wrapped__() is None
 
 
 @pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True})])

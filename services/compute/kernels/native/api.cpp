@@ -132,6 +132,9 @@ using namespace penstock;
 
 extern "C" {
 
+// What this library was built from.
+const char* penstock_source_id() { return PENSTOCK_SOURCE_ID; }
+
 // Use the named instruction set, or the best for "auto". Returns its name, or null if this machine does not have it.
 const char* penstock_choose(const char* name) {
   const Kernels* found = find(name);
@@ -220,13 +223,13 @@ void penstock_rotate_and_write(const Rotation* rotation) { chosen->rotate_and_wr
 void penstock_find_largest(const Largest* largest) {
   if (largest->rows == 0) return;
   Largest l = *largest;
-  l.maxima = reinterpret_cast<float*>(partials.take(l.rows * (l.vocab / 64 + 1) * 4));
+  l.maxima = reinterpret_cast<float*>(partials.take(l.rows * (l.vocab / kChunk + 1) * 4));
   chosen->find_largest(l);
 }
 
 void penstock_sum_masses(const Masses* masses) {
   Masses m = *masses;
-  m.partial = reinterpret_cast<float*>(partials.take(m.count * (m.vocab / 64 + 1) * 4));
+  m.partial = reinterpret_cast<float*>(partials.take(m.count * (m.vocab / kChunk + 1) * 4));
   chosen->sum_masses(m);
 }
 

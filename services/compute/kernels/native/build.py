@@ -4,6 +4,7 @@ Each instruction set's file is compiled for it, whatever the machine that builds
 libgomp.so.1 by name only: torch's wheel brings one, which is loaded first, and so the two share one pool of threads.
 """
 
+import hashlib
 import os
 import platform
 import shutil
@@ -25,6 +26,12 @@ FLAGS = {
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 
 
+def source_id() -> str:
+    """Of the C++ as it stands here. A library that was built from another does not fit the structures of library.py."""
+    sources = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".inc", ".cpp"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
+
+
 def find_compiler() -> str | None:
     """CXX from the environment, or g++ or clang++."""
     return next((found for name in (os.environ.get("CXX"), "g++", "clang++") if name and (found := shutil.which(name))), None)
@@ -39,7 +46,10 @@ def build() -> str | None:
         return "no C++ compiler was found (g++ or clang++)"
     with tempfile.TemporaryDirectory() as folder:
         objects = [Path(folder) / f"{name}.o" for name in FLAGS]
-        commands = [[compiler, *COMMON, *flags, "-c", str(HERE / name), "-o", str(out)] for (name, flags), out in zip(FLAGS.items(), objects, strict=True)]
+        made_from = f'-DPENSTOCK_SOURCE_ID="{source_id()}"'
+        commands = [
+            [compiler, *COMMON, made_from, *flags, "-c", str(HERE / name), "-o", str(out)] for (name, flags), out in zip(FLAGS.items(), objects, strict=True)
+        ]
         with ThreadPoolExecutor() as pool:
             done = list(pool.map(lambda command: subprocess.run(command, capture_output=True, text=True), commands))
         linked = Path(folder) / LIBRARY.name

@@ -82,6 +82,8 @@ struct Rotation {
   int64_t tokens, num_heads, head_dim;
 };
 
+constexpr int64_t kChunk = 64;  // logits that share a maximum
+
 // The k largest of each row of logits, by falling value, equal ones by rising id.
 struct Largest {
   const float* logits;  // [rows][vocab]

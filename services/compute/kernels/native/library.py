@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from services.compute.kernels.native.build import LIBRARY
+from services.compute.kernels.native.build import LIBRARY, source_id
 from shared.errors import StartupError
 from shared.telemetry import get_logger
 
@@ -93,6 +93,9 @@ def load_library() -> ctypes.CDLL | None:
         log.warning("the native kernels are not built, torch computes instead", fix="install g++ and run: penstock build-kernels")
         return None
     library = ctypes.CDLL(str(LIBRARY))  # after torch: its libgomp is then the one that both use
+    if not hasattr(library, "penstock_source_id") or not _is_built_from(library, source_id()):
+        log.warning("the native kernels were built from other sources, torch computes instead", fix="run: penstock build-kernels")
+        return None
     library.penstock_choose.restype = ctypes.c_char_p
     library.penstock_pack.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer]
     library.penstock_pack_codes.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 4]
@@ -112,6 +115,11 @@ def load_library() -> ctypes.CDLL | None:
         return None
     log.info("native kernels", instruction_set=chosen.decode())
     return library
+
+
+def _is_built_from(library: ctypes.CDLL, sources: str) -> bool:
+    library.penstock_source_id.restype = ctypes.c_char_p
+    return bool(library.penstock_source_id().decode() == sources)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
