@@ -8,7 +8,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-BUILD = "services/compute/kernels/native/build.py"
+BUILD = "services/compute/backends/cpu/build.py"
 
 
 class KernelsHook(BuildHookInterface[Any]):

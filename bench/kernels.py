@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.model import read_bandwidth, stored_bytes
-from services.compute.host_memory import mapped_zeros
-from services.compute.kernels import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
-from services.compute.kernels.reference import kv_row_size, write_kv
-from services.compute.make_model import SHAPES, Shape
+from services.compute.backends.dispatch import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
+from services.compute.backends.torch.reference import kv_row_size, write_kv
+from services.compute.cache.host_memory import mapped_zeros
+from services.compute.tools.make_model import SHAPES, Shape
 
 LAYERS_BYTES = 100 << 20  # of the caches that attention takes in turn
 COPIES_BYTES = 600 << 20  # of each layer's copies together: more than the caches hold

@@ -23,11 +23,11 @@ from pathlib import Path
 import torch
 
 from services.compute.__main__ import build_engine
-from services.compute.kernels import QUANTIZATIONS, Linear, make_linear
-from services.compute.kernels.native.linear import NativeLinear
+from services.compute.backends.cpu.linear import NativeLinear
+from services.compute.backends.dispatch import QUANTIZATIONS, Linear, make_linear
+from services.compute.candidates.row_search import find_largest
 from services.compute.model_runner import ModelRunner
-from services.compute.row_search import find_largest
-from services.compute.scheduler import Scheduler
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.model_files import open_model
 from shared.sampling_params import SamplingParams

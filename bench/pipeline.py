@@ -37,7 +37,7 @@ def run_inline(model: Path, streams: int, out: Path) -> None:
 
 def inline(model: str, streams: int, out: str) -> None:
     from services.compute.__main__ import build_engine
-    from services.compute.candidates import reduce
+    from services.compute.candidates.reduction import reduce
     from services.compute.sequence import Sequence
     from shared.model_files import open_model
     from shared.sampling_params import SamplingParams

@@ -19,16 +19,16 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from services.compute.admission import make_admission
-from services.compute.block_manager import BlockManager
-from services.compute.kernels.reference import quantize_four_bit, quantize_rows
-from services.compute.kv_cache import KVCache
+from services.compute.backends.torch.reference import quantize_four_bit, quantize_rows
+from services.compute.cache.block_manager import BlockManager
+from services.compute.cache.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
-from services.compute.models.loader import Checkpoint, load_weights
-from services.compute.scheduler import Scheduler
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
+from services.compute.weights.loader import Checkpoint, load_weights
 from services.demo.train import IGNORED, conversation, read_exchanges
 from shared.model_files import DEMO_MODEL
 from shared.sampling_params import SamplingParams

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from services.compute.__main__ import build_engine
-from services.compute.candidates import reduce
+from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Sequence
 from shared.model_files import open_model
 from shared.sampling_params import SamplingParams

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from services.compute.admission import make_admission
 from services.compute.batch import ScheduledBatch
-from services.compute.block_manager import BlockManager
-from services.compute.scheduler import Scheduler
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, kv_tokens
 from services.compute.simulation.simulator import Replay, percentiles, replay
@@ -93,7 +93,7 @@ def simulated(model: str) -> Machine:
 def real(model: str) -> tuple[Machine, Machine]:
     """A model on this CPU: with a small KV cache, and with one for prompts as long as the model takes."""
     from services.compute.__main__ import build_engine
-    from services.compute.candidates import reduce
+    from services.compute.candidates.reduction import reduce
 
     settings = ComputeSettings(model=model, kv_cache_share=0.1)
     _, runner, longest = build_engine(settings, open_model(model, weights=True))

@@ -95,17 +95,17 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
 
             simulate(rest)
         case "quantize":
-            from services.compute.quantize import quantize
+            from services.compute.tools.quantize import quantize
 
             quantize(args.source, args.out, quantization=args.quantization, group=args.group, attention_output=args.attention_output)
         case "build-kernels":
-            from services.compute.kernels.native.build import LIBRARY, build
+            from services.compute.backends.cpu.build import LIBRARY, build
 
             if (problem := build()) is not None:
                 raise StartupError(f"the kernels were not built: {problem}")
             print(f"built {LIBRARY}")
         case "make-model":
-            from services.compute.make_model import make_model
+            from services.compute.tools.make_model import make_model
 
             make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed)
     return 0

@@ -4,16 +4,16 @@ import os
 
 import torch
 
-from services.compute.admission import make_admission
-from services.compute.block_manager import BlockManager
-from services.compute.exchange import Exchange
-from services.compute.kv_cache import KVCache, choose_group, choose_num_blocks
+from services.compute.cache.block_manager import BlockManager
+from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
+from services.compute.exchange.exchange import Exchange
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
-from services.compute.models.loader import load_weights
-from services.compute.scheduler import Scheduler
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.service import ComputeService, choose_device
+from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
 from shared.settings import ComputeSettings, load_settings

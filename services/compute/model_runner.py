@@ -3,7 +3,7 @@
 import torch
 
 from services.compute.batch import ScheduledBatch
-from services.compute.kv_cache import KVCache
+from services.compute.cache.kv_cache import KVCache
 from services.compute.models.decoder import Decoder, ForwardBatch
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates import reduce
-from services.compute.exchange import Exchange, Inbox
+from services.compute.candidates.reduction import reduce
+from services.compute.exchange.exchange import Exchange, Inbox
 from services.compute.model_runner import ModelRunner
-from services.compute.scheduler import Scheduler
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.step_meter import StepMeter
 from shared.messages import Control, RequestError, TokenEvent, TokenizedRequest

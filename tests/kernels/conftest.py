@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.compute.kernels.native.library import load_library
+from services.compute.backends.cpu.library import load_library
 
 
 @pytest.fixture(params=["amx", "avx512", "avx2"])

@@ -15,15 +15,15 @@ from transformers import (
     Qwen3Config,
 )
 
-from services.compute.admission import make_admission
-from services.compute.block_manager import BlockManager
-from services.compute.kv_cache import KVCache
+from services.compute.cache.block_manager import BlockManager
+from services.compute.cache.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
-from services.compute.models.loader import load_weights
-from services.compute.scheduler import Scheduler
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
+from services.compute.weights.loader import load_weights
 from shared.model_files import DEMO_MODEL
 from shared.sampling_params import SamplingParams
 

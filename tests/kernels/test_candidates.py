@@ -8,8 +8,16 @@ import pytest
 import torch
 from scipy import stats
 
-from services.compute.candidates import reduce
-from services.compute.row_search import CHUNK, SortedHead, _largest_on_device, find_largest, find_largest_by_library, total_masses, total_masses_by_library
+from services.compute.candidates.reduction import reduce
+from services.compute.candidates.row_search import (
+    CHUNK,
+    SortedHead,
+    _largest_on_device,
+    find_largest,
+    find_largest_by_library,
+    total_masses,
+    total_masses_by_library,
+)
 from services.compute.sequence import Sequence
 from shared.decision import decide, pad, uniform
 from shared.messages import StepCandidates, decode, encode

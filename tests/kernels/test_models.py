@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from services.compute.models.config import read_config
-from services.compute.models.loader import load_weights
+from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model

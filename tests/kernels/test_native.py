@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.cli import main
-from services.compute.kernels.attention import AttentionInputs, Heads
-from services.compute.kernels.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.kernels.native import library as library_module
-from services.compute.kernels.native import reduction
-from services.compute.kernels.native.attention import NativeAttention
-from services.compute.kernels.native.linear import NativeLinear, NativeMlp
-from services.compute.kernels.reference import kv_row_size, read_kv, rms_norm, rotary, write_kv
+from services.compute.backends.cpu import library as library_module
+from services.compute.backends.cpu import reduction
+from services.compute.backends.cpu.attention import NativeAttention
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.backends.torch.reference import kv_row_size, read_kv, rms_norm, rotary, write_kv
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import Engine
@@ -228,7 +228,7 @@ def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_named() -> None:
     for value, message in (("mmx", "PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx2, torch"), ("torch", "")):
-        code = "from services.compute.kernels import is_native; import torch; print(is_native(torch.bfloat16, torch.device('cpu')))"
+        code = "from services.compute.backends.dispatch import is_native; import torch; print(is_native(torch.bfloat16, torch.device('cpu')))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PENSTOCK_KERNELS": value, "PATH": "/usr/bin:/bin"})
         assert (message in done.stderr) if message else done.stdout.strip() == "False"
 

@@ -10,10 +10,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from services.compute.admission import STRATEGIES, Predicted, make_admission
 from services.compute.batch import ScheduledBatch
-from services.compute.block_manager import BlockManager
-from services.compute.scheduler import Scheduler
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import STRATEGIES, Predicted, make_admission
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.sampling_params import SamplingParams
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from services.cli import main
-from services.compute.admission import STRATEGIES, make_admission
-from services.compute.block_manager import BlockManager
-from services.compute.output_lengths import OutputLengths
-from services.compute.scheduler import Scheduler
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import STRATEGIES, make_admission
+from services.compute.scheduling.output_lengths import OutputLengths
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.scheduling.step_cost import StepCost, StepCostFit
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, find_model, kv_tokens
 from services.compute.simulation.simulator import replay
 from services.compute.simulation.trace import load_trace, with_rate
-from services.compute.step_cost import StepCost, StepCostFit
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.compute.kernels import AttentionInputs, Heads, Linear, Mlp, make_attention
+from services.compute.backends.dispatch import AttentionInputs, Heads, Linear, Mlp, make_attention
 from services.compute.models.config import ModelConfig
 
 Tensor = torch.Tensor

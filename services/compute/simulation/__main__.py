@@ -3,9 +3,9 @@
 import argparse
 import sys
 
-from services.compute.admission import STRATEGIES, make_admission
-from services.compute.block_manager import BlockManager
-from services.compute.scheduler import Scheduler
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import STRATEGIES, make_admission
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.simulation.hardware import HARDWARE, MODELS, find_hardware, find_model
 from services.compute.simulation.simulator import PERCENTILES, Replay, percentiles, replay
 from services.compute.simulation.trace import load_trace, with_rate

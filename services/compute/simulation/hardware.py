@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from services.compute.step_cost import StepCost
+from services.compute.scheduling.step_cost import StepCost
 from shared.errors import StartupError
 
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.6  # of the data sheet that good kernels reach

@@ -6,11 +6,11 @@ implementations of one have the same methods; the torch ones are the definition.
 
 import torch
 
-from services.compute.kernels.attention import AttentionInputs, Heads, TorchAttention
-from services.compute.kernels.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.kernels.native.attention import NativeAttention
-from services.compute.kernels.native.library import load_library
-from services.compute.kernels.native.linear import NativeLinear, NativeMlp
+from services.compute.backends.cpu.attention import NativeAttention
+from services.compute.backends.cpu.library import load_library
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.torch.attention import AttentionInputs, Heads, TorchAttention
+from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, TorchLinear, TorchMlp
 from shared.errors import StartupError
 
 __all__ = [

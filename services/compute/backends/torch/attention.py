@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.compute.kernels.reference import decode_attention, prefill_attention, rms_norm, rotary, write_kv
+from services.compute.backends.torch.reference import decode_attention, prefill_attention, rms_norm, rotary, write_kv
 
 Tensor = torch.Tensor
 

@@ -9,12 +9,12 @@ ranks never change, a level of priority is worth aging_s of waiting, and nothing
 cache is full the largest gives its blocks back, waits at its place, and is computed again when admission finds that it fits.
 """
 
-from services.compute.admission import Admission
 from services.compute.batch import ScheduledBatch, ScheduledChunk
-from services.compute.block_manager import BlockManager
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import Admission
+from services.compute.scheduling.step_cost import StepCostFit
+from services.compute.scheduling.waiting import WaitingQueue
 from services.compute.sequence import Sequence
-from services.compute.step_cost import StepCostFit
-from services.compute.waiting import WaitingQueue
 
 AGING_S = 30.0
 SURVEY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends

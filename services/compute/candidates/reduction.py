@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.row_search import SortedHead, find_largest, sort_until, total_masses
+from services.compute.candidates.row_search import SortedHead, find_largest, sort_until, total_masses
 from services.compute.sequence import Sequence
 from shared.decision import GREEDY, cumulative_mass, falls_beyond, kept_count, uniform
 from shared.messages import SequenceIntro, StepCandidates

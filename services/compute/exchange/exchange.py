@@ -12,7 +12,7 @@ from typing import Any
 
 import redis
 
-from services.compute.candidates import CandidateRows
+from services.compute.candidates.reduction import CandidateRows
 from services.compute.sequence import Sequence
 from shared.messages import Control, SequenceIntro, StepDecisions, TokenizedRequest
 from shared.registry import choose_replica

@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from services.compute.kernels.native.build import LIBRARY, source_id
+from services.compute.backends.cpu.build import LIBRARY, source_id
 from shared.errors import StartupError
 from shared.telemetry import get_logger
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from services.compute.kernels.native.library import load_library
-from services.compute.kernels.native.linear import NativeLinear, NativeMlp
+from services.compute.backends.cpu.library import load_library
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.models.config import PACKED_METHOD, read_config
 from services.compute.models.decoder import ModelWeights
-from services.compute.models.loader import load_weights
+from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, open_model
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from services.compute.kernels.reference import linear, quantize_four_bit, quantize_rows, quantize_weight, rms_norm, silu_mul
+from services.compute.backends.torch.reference import linear, quantize_four_bit, quantize_rows, quantize_weight, rms_norm, silu_mul
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.kernels.native.library import Largest, Masses, load_library
+from services.compute.backends.cpu.library import Largest, Masses, load_library
 
 Array = np.ndarray[Any, Any]
 

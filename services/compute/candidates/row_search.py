@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.kernels.native import reduction
-from services.compute.kernels.native.library import load_library
+from services.compute.backends.cpu import reduction
+from services.compute.backends.cpu.library import load_library
 from shared.decision import cumulative_mass
 
 Array = np.ndarray[Any, Any]

@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from services.compute.block_manager import BlockManager
-from services.compute.output_lengths import OutputLengths
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.output_lengths import OutputLengths
 from services.compute.sequence import Sequence
 
 Array = np.ndarray[Any, Any]

@@ -7,9 +7,9 @@ from itertools import accumulate
 
 import torch
 
-from services.compute.kernels.attention import AttentionInputs, Heads
-from services.compute.kernels.native.library import Attention, CacheRows, Rotation, load_library, pointer
-from services.compute.kernels.reference import kv_group
+from services.compute.backends.cpu.library import Attention, CacheRows, Rotation, load_library, pointer
+from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.backends.torch.reference import kv_group
 
 Tensor = torch.Tensor
 
