@@ -8,8 +8,8 @@ from shared.errors import StartupError
 from shared.messages import Replica
 from shared.registry import look
 from shared.settings import StageSettings
-from shared.streams import DEAD_LETTER, REQUESTS, prompts
-from shared.transport import AWAY, connect
+from shared.streams import DEAD_LETTER, prompts, requests
+from shared.transport import connect, is_temporary
 
 STAGE_ORDER = ("gateway", "tokenizer", "compute", "sampler")
 WATCH_S = 1.5  # between the two looks that make a rate
@@ -23,11 +23,10 @@ def show_status(settings: StageSettings) -> None:
         time.sleep(WATCH_S)
         after, seconds = look(client).replicas, time.monotonic() - started_at
         models = sorted({replica.model for replica in after if replica.stage == "compute" and replica.model})
-        lengths = {key: client.xlen(key) for key in [REQUESTS.key, *(prompts(model).key for model in models), DEAD_LETTER]}
-    except AWAY as error:
-        raise StartupError(f"Redis does not answer at {settings.redis_url}: is Penstock up? ({error})") from None
-    except redis.RedisError as error:
-        raise StartupError(f"Redis refuses: {error}") from None
+        lengths = {key: client.xlen(key) for key in [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]}
+    except (redis.RedisError, OSError) as error:
+        word = f"Redis does not answer at {settings.redis_url}: is Penstock up?" if is_temporary(error) else "Redis refuses:"
+        raise StartupError(f"{word} ({error})") from None
     print(render(before, after, lengths, seconds))
 
 

@@ -4,6 +4,7 @@ PenstockError
 ├── Rejected      come again: the server is full or a stage is missing (429, 503, with Retry-After)
 ├── Invalid       never valid: the request or the message is wrong (400, or the dead-letter stream)
 ├── Recoverable   try again: Redis is away, a replica has gone
+├── Lost          Redis does not hold any more what it held: the request ends with a clear error
 └── StartupError  this process can't run as configured: one line, exit code 2
 """
 
@@ -33,6 +34,10 @@ class Invalid(PenstockError):
 
 class Recoverable(PenstockError):
     """The same call may succeed later."""
+
+
+class Lost(PenstockError):
+    """A token log with a gap, or one that nobody can read: going on would mean other tokens."""
 
 
 class StartupError(PenstockError):

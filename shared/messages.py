@@ -110,6 +110,7 @@ class StepCandidates:
     kept_mass: Float64Array  # [R] sum over the kept tokens of exp((logit - largest) / temperature); 0: greedy
     tail_token_ids: Int32Array  # [R] the token beyond the candidates on which the draw falls, or -1
     tail_logits: Float32Array  # [R]
+    previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [R] at position - 1, as computed upon; -1: none. Empty: unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +178,12 @@ class StepEvents:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """To every replica: cancel requests, send a request's events elsewhere, or look at the registry again."""
+    """To every replica: cancel requests, send a response's events elsewhere, or look at the registry again."""
 
     action: Literal["cancel", "attach", "refresh"]
     request_ids: tuple[str, ...] = ()
     gateway_id: str | None = None
+    generation: int = 0  # of the response's readers; the gateway that submitted it is 0, each that resumes it one more
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +199,8 @@ class Replica:
     max_model_len: int | None = None
     idle_s: float = 0.0  # since its loop last came round: large means stuck
     load: dict[str, float] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()  # further names of the model
+    problem: str = ""  # what keeps it from Redis at the moment
 
 
 TAGS: dict[type, tuple[str, int]] = {

@@ -20,6 +20,7 @@ class ModelFiles:
     name: str  # as clients call it
     config: dict[str, Any]
     generation_config: dict[str, Any]
+    aliases: tuple[str, ...] = ()  # further names
 
     @property
     def max_model_len(self) -> int:
@@ -42,7 +43,10 @@ class ModelFiles:
 
 
 def open_model(model: str, served_name: str = "", *, weights: bool = False) -> ModelFiles:
-    """The model's files: `demo`, a folder, or a hub id, which is downloaded (the weights only if asked). Raises StartupError."""
+    """The model's files: `demo`, a folder, or a hub id, which is downloaded (the weights only if asked). Raises StartupError.
+
+    served_name: the names that clients use, joined by commas; the first stands in streams, metrics and lists.
+    """
     if model == "demo":
         folder, name = DEMO_MODEL, "penstock-demo"
     elif Path(model).is_dir():
@@ -54,7 +58,8 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
         raise StartupError(f"{folder} holds no config.json: is it a Hugging Face checkpoint folder?")
     if not (folder / "tokenizer.json").is_file():
         raise StartupError(f"{folder} holds no tokenizer.json, the fast tokenizer's file")
-    return ModelFiles(folder, served_name or name, config, _read_json(folder / "generation_config.json") or {})
+    names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
+    return ModelFiles(folder, names[0], config, _read_json(folder / "generation_config.json") or {}, tuple(names[1:]))
 
 
 def _download(model: str, weights: bool) -> Path:

@@ -5,10 +5,11 @@ ones: every process that looks at the same replicas chooses the same, and a repl
 """
 
 import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 from redis.exceptions import RedisError
 
@@ -16,7 +17,7 @@ from shared.errors import Invalid
 from shared.messages import Control, Replica, decode, encode
 from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, replica_key
 from shared.telemetry import get_logger
-from shared.transport import Pipeline, Transport
+from shared.transport import Pipeline, Transport, is_temporary
 
 log = get_logger("penstock.registry")
 
@@ -34,8 +35,8 @@ class Registry:
     def of(self, stage: str, model: str | None = None) -> list[Replica]:
         return [r for r in self.replicas if r.stage == stage and (model is None or r.model == model)]
 
-    def ids(self, stage: str) -> set[str]:
-        return {replica.replica_id for replica in self.of(stage)}
+    def ids(self, stage: str, model: str | None = None) -> set[str]:
+        return {replica.replica_id for replica in self.of(stage, model)}
 
 
 def choose_replica(request_id: str, replica_ids: Iterable[str]) -> str | None:
@@ -45,8 +46,8 @@ def choose_replica(request_id: str, replica_ids: Iterable[str]) -> str | None:
 
 def look(client: Any) -> Registry:
     """The replicas whose lease runs, by one SMEMBERS and one MGET; forgets the names of the dead."""
-    names = sorted(name.decode() for name in client.smembers(REPLICAS))
-    values = client.mget([f"replica:{name}" for name in names]) if names else []
+    names = sorted(name for name in (each.decode(errors="replace") for each in client.smembers(REPLICAS)) if ":" in name)
+    values = client.mget([replica_key(*name.split(":", 1)) for name in names]) if names else []
     dead = [name for name, value in zip(names, values, strict=True) if value is None]
     if dead:
         client.srem(REPLICAS, *dead)
@@ -93,16 +94,16 @@ redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
 
 
 class Heartbeat(threading.Thread):
-    """Once a second, in the background: announces this replica, runs its upkeep, and looks who else is alive.
+    """Once a second, in the background: announces this replica, sends what its stage adds, and looks who else is alive.
 
     Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck.
     """
 
-    def __init__(self, transport: Transport, describe: Callable[[], Replica], upkeep: Callable[[Pipeline], None]) -> None:
+    def __init__(self, transport: Transport, describe: Callable[[], Replica], on_beat: Callable[[Pipeline], None]) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self.transport = transport
         self.describe = describe
-        self.upkeep = upkeep
+        self.on_beat = on_beat
         self.registry = Registry()
         self._wake = threading.Event()
         self._lock = threading.Lock()  # a renewal must not land after the withdrawal
@@ -114,8 +115,18 @@ class Heartbeat(threading.Thread):
             self._wake.clear()
             try:
                 self.beat()
-            except RedisError as error:
-                log.warning("could not renew", error=error)
+                self.transport.backoff.succeeded()
+            except (RedisError, OSError) as error:
+                if not is_temporary(error):
+                    self._give_up(error)
+                self.transport.backoff.failed(error)
+            except Exception as error:  # a mistake of ours: without its heartbeat a replica is dead to all others
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> NoReturn:
+        """End the process: whoever watches it starts another."""
+        log.exception("the heartbeat failed, ending the process", error=error)
+        os._exit(1)
 
     def beat(self) -> None:
         """One renewal and one look."""
@@ -124,7 +135,7 @@ class Heartbeat(threading.Thread):
             log.error("the loop is stuck, not renewing", idle_s=replica.idle_s)
             return
         pipe = self.transport.client.pipeline(transaction=False)
-        self.upkeep(pipe)
+        self.on_beat(pipe)
         with self._lock:
             if not self._has_left:
                 announce(pipe, replica)
@@ -136,7 +147,7 @@ class Heartbeat(threading.Thread):
         self._wake.set()
 
     def leave(self) -> None:
-        """Leave the registry; the replica may go on working, and its upkeep goes on with it."""
+        """Leave the registry; the replica may go on working, and its heartbeat with it, unannounced."""
         with self._lock:
             if self._has_left:
                 return
@@ -145,5 +156,5 @@ class Heartbeat(threading.Thread):
             withdraw(pipe, self.describe())
             try:
                 pipe.execute()
-            except RedisError as error:
+            except (RedisError, OSError) as error:
                 log.warning("could not leave the registry, the lease will run out", error=error)

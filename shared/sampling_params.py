@@ -15,11 +15,13 @@ MAX_STOP_LENGTH = 256  # characters
 MAX_LOGIT_BIAS = 1024
 MAX_TOKENS = 1 << 24  # beyond any model: keeps counts within int32
 SEEDS = 1 << 64
+MIN_TEMPERATURE = 1e-3  # below, only the likeliest token has a weight that a float holds: it is greedy decoding
+MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition: logits that it multiplies stay finite
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one sequence is sampled. Temperature 0 is greedy decoding."""
+    """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding."""
 
     max_tokens: int | None = None  # None until the tokenizer fills in what the model's length leaves
     min_tokens: int = 0
@@ -49,8 +51,7 @@ class SamplingParams:
         _between("seed", self.seed, 0, SEEDS - 1)
         if not 0.0 < self.top_p <= 1.0:
             raise Invalid(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
-        if not 0.0 < self.repetition_penalty <= 100.0:
-            raise Invalid(f"repetition_penalty must be above 0 and at most 100, got {self.repetition_penalty}", param="repetition_penalty")
+        _between("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
         if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
             raise Invalid(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop")
         if len(self.stop_token_ids) > MAX_LOGIT_BIAS or any(not 0 <= token < 1 << 31 for token in self.stop_token_ids):
@@ -64,7 +65,7 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0.0
+        return self.temperature < MIN_TEMPERATURE
 
     @property
     def edits_logits(self) -> bool:

@@ -27,7 +27,7 @@ class ModelSettings(StageSettings):
     """What the stages that read the model's files take."""
 
     model: str = Field("demo", description="a Hugging Face checkpoint folder, a hub id when online, or demo")
-    served_model_name: str = Field("", description="the name clients use; the folder's name by default")
+    served_model_name: str = Field("", description="the name clients use, or several joined by commas; the folder's name by default")
 
 
 class GatewaySettings(StageSettings):
@@ -79,6 +79,7 @@ class ComputeSettings(ModelSettings):
     )
     reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
+    run_ahead: int = Field(1, ge=0, le=8, description="tokens of a sequence that may be computed upon before the log holds them; 0: wait for each")
 
 
 class UpSettings(GatewaySettings, ComputeSettings):

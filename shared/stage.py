@@ -30,10 +30,13 @@ log = get_logger("penstock.stage")
 class Stage:
     """One replica of one stage: its id, its connections, and whether it has been told to stop."""
 
-    def __init__(self, name: str, settings: StageSettings, *, model: str | None = None, max_model_len: int | None = None) -> None:
+    def __init__(
+        self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None
+    ) -> None:
         self.name = name
         self.settings = settings
         self.model = model
+        self.aliases = aliases
         self.max_model_len = max_model_len
         self.replica_id = settings.replica_id or f"{name}-{uuid.uuid4().hex[:12]}"
         self.stopping = threading.Event()
@@ -41,8 +44,8 @@ class Stage:
         self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
         self._started_at = time.time()
         self._turned_at = time.monotonic()
-        self.upkeep: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
-        self._heartbeat = Heartbeat(Transport(settings.redis_url, self.stopping), self.describe, lambda pipe: self.upkeep(pipe))
+        self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
+        self._heartbeat = Heartbeat(Transport(settings.redis_url, self.stopping), self.describe, lambda pipe: self.on_heartbeat(pipe))
 
     def turn(self) -> None:
         """The loop came round: the sign of life that /health shows."""
@@ -57,6 +60,11 @@ class Stage:
         """Have the registry looked at again, soon."""
         self._heartbeat.refresh()
 
+    @property
+    def problem(self) -> str:
+        """What keeps the loop or the heartbeat from Redis at the moment; empty: nothing."""
+        return self.transport.problem or self._heartbeat.transport.problem
+
     def describe(self) -> Replica:
         return Replica(
             stage=self.name,
@@ -68,6 +76,8 @@ class Stage:
             max_model_len=self.max_model_len,
             idle_s=time.monotonic() - self._turned_at,
             load=dict(self.load),
+            aliases=self.aliases,
+            problem=self.problem,
         )
 
     def catch_signals(self) -> None:
@@ -79,7 +89,7 @@ class Stage:
         """Enter the registry: from now on work may arrive."""
         self.transport.wait_until_up(self.settings.redis_timeout_s)
         self.turn()
-        self._heartbeat.beat()
+        self.transport.persist(self._heartbeat.beat)
         self._heartbeat.start()
         log.info("ready", stage=self.name, replica_id=self.replica_id, model=self.model or "-")
 

@@ -35,10 +35,14 @@ class DirectStream:
     message_type: type
 
 
-REQUESTS = GroupStream("requests", GenerateRequest, group="tokenizer")  # gateway → any tokenizer
 CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
 DEAD_LETTER = "dead-letter"  # anyone → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
+
+
+def requests(model: str) -> GroupStream:
+    """gateway → any tokenizer of that model"""
+    return GroupStream(f"requests:{model}", GenerateRequest, group="tokenizer")
 
 
 def prompts(model: str) -> GroupStream:
@@ -76,9 +80,24 @@ def tombstone_key(request_id: str) -> str:
     return f"cancelled:{request_id}"
 
 
-def reader_key(request_id: str) -> str:
-    """The gateway that has resumed a request: gateway → whoever takes up work for it."""
-    return f"reader:{request_id}"
+def reader_key(response_id: str) -> str:
+    """Who reads a resumed response: a hash of its `generation` and its `gateway`; gateway → whoever sends it events. Not there: who submitted it."""
+    return f"reader:{response_id}"
+
+
+def response_of(request_id: str) -> str:
+    """The response that a request is a sequence of: ids are `<response>.<index>`."""
+    return request_id.rpartition(".")[0] or request_id
+
+
+def inflight_key(model: str) -> str:
+    """What was admitted and has not ended: a hash of tokens by request id, and their sum under "". Gateways add, whoever ends a request removes."""
+    return f"inflight:{model}"
+
+
+def attempts_key(request_id: str) -> str:
+    """How often a claimed request was begun in quarantine, and the length of its log then: compute → the compute that claims it next."""
+    return f"attempts:{request_id}"
 
 
 def replica_key(stage: str, replica_id: str) -> str:

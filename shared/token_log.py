@@ -1,9 +1,10 @@
 """The token log: one stream a request, the truth about what was decided.
 
-The entry of the token at position p has the ID `p-0`, and an end without a token (cancelled, failed) after p tokens `p-1`. Redis refuses
-an ID that is not greater than the last, so appending is idempotent: whoever decides a position first has decided it, and everyone
-else reads what was decided. A step is written by one script, in this order: the logs, then the events, then the decisions. What
-compute acts on is already durable.
+The entry of the token at position p has the ID `p-0`, and an end without a token (cancelled, failed) after p tokens `p-1`. The scripts here
+are the only writers, and they keep three rules: a token follows the one before it (no gap), a position is decided once (whoever comes
+second is told what the log holds), and nothing follows an end. An entry that ends its request carries the field `e`.
+
+A step is written by one script, in this order: the logs, then the events, then the decisions. What compute acts on is already durable.
 """
 
 from collections.abc import Sequence
@@ -12,85 +13,165 @@ from typing import Any
 
 import msgpack
 
+from shared.errors import Invalid, Lost
 from shared.messages import RequestError, StepEvents, TokenEvent, decode, encode
-from shared.streams import LOG_TTL_S, MESSAGE, REPLICA_STREAM_TTL_S, RUNNING_LOG_TTL_S, DirectStream, events, log_key
+from shared.streams import (
+    LOG_TTL_S,
+    MESSAGE,
+    REPLICA_STREAM_TTL_S,
+    RUNNING_LOG_TTL_S,
+    DirectStream,
+    events,
+    inflight_key,
+    log_key,
+    reader_key,
+    response_of,
+)
 from shared.transport import Pipeline
 
-# ARGV[1]: msgpack of [[[log key, entry id, event, ttl or 0], …], [[stream key, message], …]]. One packed argument, because hundreds of
-# commands a step cost the client more than the whole decision. Returns the (1-based) entries whose position was already decided; if
-# there are any, no message is sent.
-WRITE_STEP = f"""
-local step = cmsgpack.unpack(ARGV[1])
+END = b"e"  # the field of an entry after which nothing follows
+
+_COMMON = f"""
+local function last_of(key)
+  local last = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+  if not last then return 0, false, nil end
+  return tonumber(string.match(last[1], '^%d+')), #last[2] > 2, last[2][2]
+end
+local function leave(inflight, request)
+  local tokens = redis.call('HGET', inflight, request)
+  if tokens then
+    redis.call('HDEL', inflight, request)
+    redis.call('HINCRBY', inflight, '', -tokens)
+    if redis.call('HLEN', inflight) == 1 then redis.call('DEL', inflight) end
+  end
+end
+local function write_end(key, id, event, inflight, request)
+  redis.call('XADD', key, id, '{MESSAGE.decode()}', event, '{END.decode()}', '1')
+  redis.call('EXPIRE', key, {LOG_TTL_S})
+  leave(inflight, request)
+end
+"""
+
+# ARGV[1]: msgpack of [inflight key, [[log key, request id, position, event, is end], …], [[stream key, message], …]]. One packed argument,
+# because hundreds of commands a step cost the client more than the whole decision. Returns what was refused: [index from 1, what the log
+# holds at that position or as its end; nil: the log has lost what came before]. If anything was refused, no message is sent.
+WRITE_STEP = (
+    _COMMON
+    + f"""
+local inflight, entries, messages = unpack(cmsgpack.unpack(ARGV[1]))
 local refused = {{}}
-for i, entry in ipairs(step[1]) do
-  local reply = redis.pcall('XADD', entry[1], entry[2], '{MESSAGE.decode()}', entry[3])
-  if type(reply) == 'table' and reply['err'] then
-    refused[#refused + 1] = i
-  elseif entry[4] > 0 then
-    redis.call('EXPIRE', entry[1], entry[4])
+for i, entry in ipairs(entries) do
+  local key, request, position, event, is_end = unpack(entry)
+  local last, has_ended, payload = last_of(key)
+  if has_ended or last >= position then
+    local found = redis.call('XRANGE', key, position .. '-0', position .. '-0')[1]
+    refused[#refused + 1] = {{i, found and found[2][2] or payload}}
+  elseif last < position - 1 then
+    refused[#refused + 1] = {{i, false}}
+  elseif is_end then
+    write_end(key, position .. '-0', event, inflight, request)
+  else
+    redis.call('XADD', key, position .. '-0', '{MESSAGE.decode()}', event)
+    if position == 1 then redis.call('EXPIRE', key, {RUNNING_LOG_TTL_S}) end
   end
 end
 if #refused == 0 then
-  for _, message in ipairs(step[2]) do
+  for _, message in ipairs(messages) do
     redis.call('XADD', message[1], '*', '{MESSAGE.decode()}', message[2])
     redis.call('EXPIRE', message[1], {REPLICA_STREAM_TTL_S})
   end
 end
 return refused
 """
+)
+
+# ARGV: log key, request id, inflight key, reader key, the gateway's events stream if nobody resumed ('' for none), the events streams' prefix, the
+# event before and after its position, a StepEvents message up to its one event. The position is the log's own. The event of the end that the log
+# holds, this one or an earlier one, goes to whoever reads the response.
+WRITE_END = (
+    _COMMON
+    + f"""
+local key, request, inflight, reader, stream, prefix, head, tail, message = unpack(ARGV)
+local last, has_ended, event = last_of(key)
+if has_ended then
+  leave(inflight, request)
+else
+  event = head .. cmsgpack.pack(last) .. tail
+  write_end(key, last .. '-1', event, inflight, request)
+end
+local resumed = redis.call('HGET', reader, 'gateway')
+if resumed then stream = prefix .. resumed end
+if stream ~= '' then
+  redis.call('XADD', stream, '*', '{MESSAGE.decode()}', message .. '\\198' .. struct.pack('>I4', #event) .. event)
+  redis.call('EXPIRE', stream, {REPLICA_STREAM_TTL_S})
+end
+return last
+"""
+)
+_BIN8 = encode(StepEvents((b"",)))  # ends with the two bytes of an empty event: the script puts a longer one's five in their place
+_EVENTS_HEAD = _BIN8[:-2]
+_POSITION = 0x7FFFFFFF  # stands for the position until the script knows it; its bytes are in no text
+_POSITION_BYTES = b"\xce\x7f\xff\xff\xff"
 
 
 @dataclass(frozen=True, slots=True)
 class LogEntry:
-    """A TokenEvent on its way to the log."""
+    """A TokenEvent of a token, on its way to the log."""
 
     event: TokenEvent
     payload: bytes  # the event, encoded once for the log and the gateway
-
-    @property
-    def entry_id(self) -> str:
-        return f"{self.event.position}-{0 if self.event.token_id is not None else 1}"
 
 
 def log_entry(event: TokenEvent) -> LogEntry:
     return LogEntry(event, encode(event))
 
 
-def write_step(pipe: Pipeline, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]) -> None:
-    """Queue one step: append the entries to their logs and, unless one of them is refused, send the messages in order."""
-    logs = [[log_key(entry.event.request_id), entry.entry_id, entry.payload, _ttl(entry.event)] for entry in entries]
+def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]) -> None:
+    """Queue one step: append the entries to their logs and, unless one of them is refused, send the messages in order. WRITE_STEP says what is returned."""
+    logs = [
+        [log_key(each.event.request_id), each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries
+    ]
     # Lua's cmsgpack knows msgpack's old raw type only, which holds bytes and text alike
-    packed = msgpack.packb([logs, [[stream.key, encode(message)] for stream, message in messages]], use_bin_type=False)
+    packed = msgpack.packb([inflight_key(model), logs, [[stream.key, encode(message)] for stream, message in messages]], use_bin_type=False)
     pipe.eval(WRITE_STEP, 0, packed)
 
 
-def _ttl(event: TokenEvent) -> int:
-    if event.finish_reason is not None:
-        return LOG_TTL_S
-    return RUNNING_LOG_TTL_S if event.position == 1 else 0
+def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | None, *, error: RequestError | None = None, num_prompt_tokens: int = 0) -> None:
+    """End a request that will get no more tokens: with `error`, or as cancelled without one. A log that has an end keeps it. Safe to repeat."""
+    reason = "error" if error else "cancelled"
+    event = TokenEvent(request_id, _POSITION, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error)  # type: ignore[arg-type]
+    head, tail = encode(event).split(_POSITION_BYTES, 1)
+    stream = events(gateway_id).key if gateway_id else ""
+    keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
+    pipe.eval(WRITE_END, 0, *keys, head, tail, _EVENTS_HEAD)
 
 
-def read_log(client: Any, request_id: str, after_position: int = 0) -> list[TokenEvent]:
-    """The events after a position, in order, up to the request's end."""
-    found = []
-    for _, values in client.xrange(log_key(request_id), min=f"({after_position}-0" if after_position else "-"):
-        event = decode(TokenEvent, values[MESSAGE])
+def queue_read(pipe: Pipeline, request_id: str, after_position: int = 0) -> None:
+    """Ask, within a pipeline (or of a client), for the log after a position; `parse_log` reads the reply."""
+    pipe.xrange(log_key(request_id), min=f"({after_position}-0" if after_position else "-")
+
+
+def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
+    """The events of a log after a position, in order, up to the request's end. Raises Lost for a log with a gap, or with what is no event."""
+    found: list[TokenEvent] = []
+    position = after_position
+    for entry_id, values in entries:
+        try:
+            event = decode(TokenEvent, values[MESSAGE])
+        except (Invalid, KeyError) as error:
+            raise Lost(f"the token log holds what nobody can read at {entry_id.decode()}: {error}") from None
+        position += event.token_id is not None
+        if event.position != position:
+            raise Lost(f"the token log has a gap: position {event.position} follows {position - (event.token_id is not None)}")
         found.append(event)
         if event.finish_reason is not None:
             break
     return found
 
 
-def read_entry(client: Any, request_id: str, entry_id: str) -> TokenEvent | None:
-    """What the log holds under an ID."""
-    found = client.xrange(log_key(request_id), min=entry_id, max=entry_id)
-    return decode(TokenEvent, found[0][1][MESSAGE]) if found else None
-
-
-def end_request(
-    pipe: Pipeline, request_id: str, gateway_id: str | None, *, position: int = 0, error: RequestError | None = None, num_prompt_tokens: int = 0
-) -> None:
-    """End a request that will get no more tokens: with `error`, or as cancelled without one. Safe to repeat."""
-    event = TokenEvent(request_id, position, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason="error" if error else "cancelled", error=error)
-    entry = log_entry(event)
-    write_step(pipe, [entry], [(events(gateway_id), StepEvents((entry.payload,)))] if gateway_id else [])
+def decode_entry(payload: bytes) -> TokenEvent:
+    """An event as a script returned it. Raises Lost if it is none."""
+    try:
+        return decode(TokenEvent, payload)
+    except Invalid as error:
+        raise Lost(f"the token log holds what nobody can read: {error}") from None

@@ -2,9 +2,14 @@
 
 Knows streams and bytes; what a message means is its reader's business. Synchronous, for the stages whose loop is a thread; the
 gateway, which is asyncio, has its own reader in services/gateway/subscriptions.py.
+
+Every error of Redis has its owner here. `is_temporary` says which ones pass (Redis is away, is loading, may not write at the moment, has come
+back empty): they are waited out, however long it takes, and shown as `Transport.problem`. Any other is a mistake of ours or of the
+operator's; it ends the process, loudly.
 """
 
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -26,10 +31,25 @@ log = get_logger("penstock.transport")
 T = TypeVar("T")
 Pipeline = Any  # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
 
-AWAY = (redis.ConnectionError, redis.TimeoutError)  # includes "loading its data", after a restart
+REFUSALS = (redis.ReadOnlyError, redis.OutOfMemoryError, redis.exceptions.NoScriptError, redis.exceptions.TryAgainError, redis.exceptions.MasterDownError)
+TEMPORARY = re.compile(
+    r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b"
+)  # also within a script's
+NO_GROUP = re.compile(r"\b(NOGROUP|UNBLOCKED)\b")
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
-MAX_DELIVERIES = 5
+WARN_EVERY_S = 5.0
 RELEASED_MS = 24 * 3600 * 1000  # an idle time beyond any lease
+CLAIM_WINDOW = 64  # pending entries that are looked at for those delivered least often
+FORGET_CONSUMER_MS = 60_000  # of a consumer that is not alive and has nothing pending
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Whether the same call may succeed later, with nothing changed by us."""
+    if isinstance(error, redis.AuthenticationError | redis.exceptions.AuthorizationError):
+        return False
+    if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | REFUSALS):  # loading its data, after a restart, is a ConnectionError
+        return True
+    return isinstance(error, redis.RedisError) and TEMPORARY.search(str(error)) is not None
 
 
 def connect(url: str) -> "redis.Redis":
@@ -59,27 +79,69 @@ class DeadLetter:
     reason: str
 
 
+class Backoff:
+    """Growing pauses while Redis can't serve, a line in the log now and then, and what the problem is."""
+
+    def __init__(self) -> None:
+        self.problem = ""  # the error that is being waited out; empty: none
+        self._delay_s = FIRST_RETRY_S
+        self._warned_at = 0.0
+
+    def failed(self, error: BaseException) -> float:
+        """Seconds to wait before the next try."""
+        self.problem = f"{type(error).__name__}: {error}"[:200]
+        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, LONGEST_RETRY_S)
+        if time.monotonic() - self._warned_at > WARN_EVERY_S:
+            self._warned_at = time.monotonic()
+            log.warning("redis can't serve, trying again", error=self.problem)
+        return delay_s * random.uniform(0.5, 1.0)
+
+    def succeeded(self) -> None:
+        if self.problem:
+            log.info("redis serves again")
+            self.problem, self._delay_s, self._warned_at = "", FIRST_RETRY_S, 0.0
+
+
 class Transport:
     """One connection to Redis, and the patience to get it back."""
 
     def __init__(self, url: str, stopping: threading.Event) -> None:
         self.client = connect(url)
         self.stopping = stopping
+        self.groups: list[GroupReader] = []  # created again should Redis come back without them
+        self.backoff = Backoff()
+
+    @property
+    def problem(self) -> str:
+        return self.backoff.problem
 
     def persist(self, operation: Callable[[], T]) -> T:
-        """operation(), again and again with growing pauses while Redis is away. Raises Recoverable if told to stop meanwhile."""
-        delay_s = FIRST_RETRY_S
+        """operation(), again and again with growing pauses while Redis can't serve. Raises Recoverable if told to stop meanwhile."""
         while True:
             try:
-                return operation()
-            except AWAY as error:
-                log.warning("redis is away, trying again", retry_in_s=round(delay_s, 2), error=error)
-                if self.stopping.wait(delay_s * random.uniform(0.5, 1.0)):
-                    raise Recoverable("stopped while Redis was away") from error
-                delay_s = min(delay_s * 2, LONGEST_RETRY_S)
+                result = operation()
+            except (redis.RedisError, OSError) as error:
+                self.wait_out(error)
+                continue
+            self.backoff.succeeded()
+            return result
+
+    def wait_out(self, error: Exception) -> None:
+        """Pause after a temporary error, and mend what Redis has lost. Raises the error if it is not temporary, Recoverable if told to stop."""
+        if not is_temporary(error):
+            raise error
+        if self.stopping.wait(self.backoff.failed(error)):
+            raise Recoverable("stopped while Redis could not serve") from error
+        if NO_GROUP.search(str(error)):
+            for reader in self.groups:
+                try:
+                    reader.create_group()
+                except (redis.RedisError, OSError) as again:
+                    if not is_temporary(again):
+                        raise
 
     def run(self, fill: Callable[[Pipeline], None], *, atomic: bool = False) -> list[Any]:
-        """The replies to the commands that `fill` queues, in one round trip. On a lost connection all of them are sent again."""
+        """The replies to the commands that `fill` queues, in one round trip. On a temporary error all of them are sent again."""
 
         def attempt() -> list[Any]:
             pipe = self.client.pipeline(transaction=atomic)
@@ -96,12 +158,12 @@ class Transport:
             try:
                 self.client.ping()
                 return
-            except AWAY as error:
+            except (redis.RedisError, OSError) as error:
+                if not is_temporary(error):
+                    raise StartupError(f"Redis refuses: {error}") from None
                 if time.monotonic() > deadline:
                     raise StartupError(f"Redis does not answer: {error}") from None
                 time.sleep(FIRST_RETRY_S)
-            except redis.RedisError as error:
-                raise StartupError(f"Redis refuses: {error}") from None
 
 
 def append(pipe: Pipeline, stream: DirectStream, message: Any) -> None:
@@ -151,18 +213,18 @@ class GroupReader:
         self.transport = transport
         self.stream = stream
         self.consumer = consumer
+        transport.groups.append(self)
 
     def ensure_group(self) -> None:
         """Create the stream and its group unless they exist."""
+        self.transport.persist(self.create_group)
 
-        def create() -> None:
-            try:
-                self.transport.client.xgroup_create(self.stream.key, self.stream.group, id="0", mkstream=True)
-            except redis.ResponseError as error:
-                if not str(error).startswith("BUSYGROUP"):
-                    raise
-
-        self.transport.persist(create)
+    def create_group(self) -> None:
+        try:
+            self.transport.client.xgroup_create(self.stream.key, self.stream.group, id="0", mkstream=True)
+        except redis.ResponseError as error:
+            if not str(error).startswith("BUSYGROUP"):
+                raise
 
     def queue_read(self, pipe: Pipeline, *, count: int, block_ms: int | None = None) -> None:
         """Ask, within a pipeline, for up to count entries that nobody has yet; `take` reads the reply."""
@@ -170,42 +232,35 @@ class GroupReader:
 
     def read(self, *, count: int, block_ms: int) -> tuple[list[Delivery], list[DeadLetter]]:
         """Up to count new entries; waits up to block_ms for the first."""
-
-        def ask() -> Any:
-            return self.transport.client.xreadgroup(self.stream.group, self.consumer, {self.stream.key: ">"}, count=count, block=block_ms)
-
-        try:
-            return self.take(self.transport.persist(ask))
-        except redis.ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
-                raise
-            self.ensure_group()  # Redis came back empty
-            return [], []
+        return self.take(self.transport.run(lambda pipe: self.queue_read(pipe, count=count, block_ms=block_ms))[0])
 
     def take(self, reply: Any) -> tuple[list[Delivery], list[DeadLetter]]:
         """The entries of an XREADGROUP reply, first deliveries all."""
         entries = entries_of(reply).get(self.stream.key.encode(), [])
         return self._open(entries, dict.fromkeys((entry_id for entry_id, _ in entries), 1), was_claimed=False)
 
-    def claim(self, *, idle_ms: int, count: int) -> tuple[list[Delivery], list[DeadLetter]]:
-        """Take over entries whose consumer has not renewed them for idle_ms; what was delivered too often becomes a dead letter."""
+    def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None) -> tuple[list[Delivery], list[DeadLetter]]:
+        """Take over up to count entries whose consumer has not renewed them for idle_ms, those first that were delivered least often.
 
-        def ask() -> Any:
-            return self.transport.client.xpending_range(self.stream.key, self.stream.group, "-", "+", count, idle=idle_ms)
-
-        try:
-            pending = self.transport.persist(ask)
-        except redis.ResponseError as error:
-            if not str(error).startswith("NOGROUP"):
-                raise
+        What was delivered more than max_deliveries times becomes a dead letter.
+        """
+        pending: Any = self.transport.persist(
+            lambda: self.transport.client.xpending_range(self.stream.key, self.stream.group, "-", "+", max(count, CLAIM_WINDOW), idle=idle_ms)
+        )
+        chosen = sorted(pending, key=lambda each: each["times_delivered"])[:count]
+        if not chosen:
             return [], []
-        if not pending:
-            return [], []
-        deliveries = {each["message_id"]: each["times_delivered"] + 1 for each in pending}
+        deliveries = {each["message_id"]: each["times_delivered"] + 1 for each in chosen}
         claimed: Any = self.transport.persist(
             lambda: self.transport.client.xclaim(self.stream.key, self.stream.group, self.consumer, idle_ms, list(deliveries))
         )
-        return self._open([(entry_id, values) for entry_id, values in claimed if values], deliveries, was_claimed=True)
+        return self._open([(entry_id, values) for entry_id, values in claimed if values], deliveries, was_claimed=True, max_deliveries=max_deliveries)
+
+    def forget_consumers(self, live: set[str]) -> None:
+        """Remove the names of consumers that are dead and have nothing pending."""
+        self.transport.persist(
+            lambda: self.transport.client.eval(FORGET_CONSUMERS, 1, self.stream.key, self.stream.group, FORGET_CONSUMER_MS, self.consumer, *live)
+        )
 
     def renew(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
         """Say that these entries are still being worked on."""
@@ -228,24 +283,43 @@ class GroupReader:
         pipe.xgroup_delconsumer(self.stream.key, self.stream.group, self.consumer)
 
     def _open(
-        self, entries: list[tuple[bytes, dict[bytes, bytes]]], num_deliveries: dict[bytes, int], *, was_claimed: bool
+        self, entries: list[tuple[bytes, dict[bytes, bytes]]], num_deliveries: dict[bytes, int], *, was_claimed: bool, max_deliveries: int | None = None
     ) -> tuple[list[Delivery], list[DeadLetter]]:
         deliveries, dead = [], []
         for entry_id, values in entries:
             try:
-                if num_deliveries[entry_id] > MAX_DELIVERIES:
+                if max_deliveries is not None and num_deliveries[entry_id] > max_deliveries:
                     raise Invalid(f"{num_deliveries[entry_id] - 1} replicas in turn took this request up and died or gave up")
                 deliveries.append(Delivery(entry_id, decode(self.stream.message_type, values[MESSAGE]), was_claimed))
             except (Invalid, KeyError) as error:
                 self.transport.run(partial(write_dead_letter, self.stream.key, values, error, num_deliveries[entry_id]))
-                request_id, gateway_id = values.get(REQUEST_ID, b"").decode(), values.get(GATEWAY_ID, b"").decode()
-                dead.append(DeadLetter(entry_id, request_id, gateway_id or None, str(error)))
+                dead.append(DeadLetter(entry_id, _text(values, REQUEST_ID), _text(values, GATEWAY_ID) or None, str(error)))
         return deliveries, dead
+
+
+# KEYS[1]: the stream; ARGV: group, idle ms, consumers that stay. In one script: between a look and the removal a consumer might be given an entry,
+# and Redis forgets a removed consumer's entries.
+FORGET_CONSUMERS = """
+local stays = {}
+for i = 3, #ARGV do stays[ARGV[i]] = true end
+for _, fields in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
+  local consumer = {}
+  for i = 1, #fields, 2 do consumer[fields[i]] = fields[i + 1] end
+  if not stays[consumer.name] and consumer.pending == 0 and consumer.idle > tonumber(ARGV[2]) then
+    redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
+  end
+end
+"""
+
+
+def _text(values: dict[bytes, bytes], name: bytes) -> str:
+    """A field in the clear, whatever its bytes."""
+    return values.get(name, b"").decode(errors="replace")
 
 
 def write_dead_letter(stream_key: str, values: dict[bytes, bytes], error: Exception, num_deliveries: int, pipe: Pipeline) -> None:
     """Keep a message that can't be handled, with the reason, for an operator."""
-    log.error("dead letter", stream=stream_key, request_id=values.get(REQUEST_ID, b"").decode(), error=error)
+    log.error("dead letter", stream=stream_key, request_id=_text(values, REQUEST_ID), error=error)
     letter = {"stream": stream_key, "error": str(error) or repr(error), "deliveries": num_deliveries, MESSAGE: values.get(MESSAGE, b"")}
     pipe.xadd(DEAD_LETTER, letter, maxlen=MAX_DEAD_LETTERS, approximate=True)
 

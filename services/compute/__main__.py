@@ -69,7 +69,7 @@ def main() -> None:
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name, weights=True)
     scheduler, runner, longest = build_engine(settings, files)
-    stage = Stage("compute", settings, model=files.name, max_model_len=longest)
+    stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=longest)
     ComputeService(stage, settings, scheduler, runner, Exchange(stage, prompts(files.name))).run()
 
 

@@ -12,7 +12,7 @@ def main() -> None:
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name)
     tokenizer = load_tokenizer(files.folder)
-    SamplerService(Stage("sampler", settings, model=files.name), settings, tokenizer).run()
+    SamplerService(Stage("sampler", settings, model=files.name, aliases=files.aliases), settings, tokenizer).run()
 
 
 if __name__ == "__main__":

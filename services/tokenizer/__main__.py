@@ -19,7 +19,7 @@ def load_tokenizer(files: ModelFiles) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(files.folder)
+        return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)  # False: never ask on stdin whether to run a checkpoint's code
     except Exception as error:  # transformers raises many kinds for files it can't use
         raise StartupError(f"{files.folder}: the tokenizer can't be loaded: {error}") from None
 
@@ -29,7 +29,7 @@ def main() -> None:
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name)
     encoder = Encoder(load_tokenizer(files), files)
-    stage = Stage("tokenizer", settings, model=files.name)
+    stage = Stage("tokenizer", settings, model=files.name, aliases=files.aliases)
     TokenizerService(stage, settings, encoder, files.max_model_len).run()
 
 

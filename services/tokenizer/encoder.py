@@ -25,38 +25,45 @@ class Encoder:
         texts = [self._text_or_error(request) for request in requests]
         token_ids = self._encode_texts(requests, texts)
         return [
-            text if isinstance(text, Invalid) else self._finish(request, text, ids, max_model_len)
+            text if isinstance(text, Invalid) else ids if isinstance(ids, Invalid) else self._finish(request, text, ids, max_model_len)
             for request, text, ids in zip(requests, texts, token_ids, strict=True)
         ]
 
     def _text_or_error(self, request: GenerateRequest) -> str | None | Invalid:
         """The text to encode; None: the request brought token ids."""
         try:
-            if request.model != self.model:
-                raise Invalid(f"the model {request.model!r} does not exist", param="model", code="model_not_found", status=404)
             return render(self.tokenizer, request.messages) if request.messages is not None else request.prompt
         except Invalid as error:
             return error
 
-    def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any]]:
+    def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any] | Invalid]:
         """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""
-        token_ids = [np.zeros(0, np.int32) if request.prompt_token_ids is None else request.prompt_token_ids for request in requests]
+        token_ids: list[np.ndarray[Any, Any] | Invalid] = [
+            np.zeros(0, np.int32) if request.prompt_token_ids is None else request.prompt_token_ids for request in requests
+        ]
         for is_chat in (True, False):
             rows = [row for row, text in enumerate(texts) if isinstance(text, str) and (requests[row].messages is not None) == is_chat]
             if rows:
-                encoded = self.tokenizer([texts[row] for row in rows], add_special_tokens=not is_chat, verbose=False)["input_ids"]
-                for row, ids in zip(rows, encoded, strict=True):
-                    token_ids[row] = np.asarray(ids, np.int32)
+                for row, ids in zip(rows, self._encode_batch([str(texts[row]) for row in rows], add_special_tokens=not is_chat), strict=True):
+                    token_ids[row] = ids
         return token_ids
+
+    def _encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[np.ndarray[Any, Any] | Invalid]:
+        """All at once; if that fails, each alone, so that a text that can't be encoded fails by itself."""
+        try:
+            encoded = self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        except Exception as error:  # a tokenizer raises what it likes
+            if len(texts) == 1:
+                return [Invalid(f"the text can't be encoded: {error}", param="messages" if not add_special_tokens else "prompt")]
+            return [each for text in texts for each in self._encode_batch([text], add_special_tokens=add_special_tokens)]
+        return [np.asarray(ids, np.int32) for ids in encoded]
 
     def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Invalid:
         try:
             max_tokens = self._check(request, token_ids, max_model_len)
+            echo_text = self._echo(text, token_ids) if request.echo else None
         except Invalid as error:
             return error
-        echo_text = None
-        if request.echo:
-            echo_text = text if text is not None else str(self.tokenizer.decode(token_ids.tolist()))
         return TokenizedRequest(
             request_id=request.request_id,
             gateway_id=request.gateway_id,
@@ -68,6 +75,12 @@ class Encoder:
             created_at=request.created_at,
             scheduling=request.scheduling,
         )
+
+    def _echo(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> str:
+        try:
+            return text if text is not None else str(self.tokenizer.decode(token_ids.tolist()))
+        except Exception as error:
+            raise Invalid(f"the prompt's tokens can't be made text: {error}", param="prompt") from None
 
     def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
         """The request's max_tokens, bounded by what the prompt leaves of the model's length."""

@@ -7,7 +7,7 @@ from shared.errors import Invalid
 from shared.messages import RequestError
 from shared.settings import TokenizerSettings
 from shared.stage import Stage
-from shared.streams import REQUESTS, prompts, tombstone_key
+from shared.streams import prompts, requests, tombstone_key
 from shared.telemetry import get_logger
 from shared.token_log import end_request
 from shared.transport import DeadLetter, Delivery, GroupReader, Pipeline, append_to_group
@@ -16,6 +16,8 @@ log = get_logger("penstock.tokenizer")
 
 CLAIM_IDLE_MS = 5000  # encoding a batch takes far less: an entry idle for longer belongs to a dead replica
 CLAIM_EVERY_S = 1.0
+FORGET_CONSUMERS_EVERY_S = 30.0
+MAX_DELIVERIES = 5
 BLOCK_MS = 500
 
 
@@ -25,23 +27,36 @@ class TokenizerService:
         self.settings = settings
         self.encoder = encoder
         self.max_model_len = max_model_len
-        self.reader = GroupReader(stage.transport, REQUESTS, stage.replica_id)
+        self.prompts = prompts(encoder.model)
+        self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
         self.num_requests = 0
+        self._claimed_at = self._forgot_at = 0.0
 
     def run(self) -> None:
         self.stage.catch_signals()
         self.stage.transport.wait_until_up(self.settings.redis_timeout_s)
         self.reader.ensure_group()
         self.stage.join()
-        claimed_at = time.monotonic()
         while not self.stage.stopping.is_set():
             self.handle(*self.reader.read(count=self.settings.max_batch, block_ms=BLOCK_MS))
-            if time.monotonic() - claimed_at > CLAIM_EVERY_S:
-                self.handle(*self.reader.claim(idle_ms=CLAIM_IDLE_MS, count=self.settings.max_batch))
-                claimed_at = time.monotonic()
+            self.claim()
             self.stage.turn()
         self.stage.leave()
         self.stage.transport.run(self.reader.leave)
+
+    def claim(self) -> None:
+        """Now and then, take over what dead replicas left. One entry at a time, for one of them may be what they died of."""
+        now = time.monotonic()
+        if now - self._claimed_at > CLAIM_EVERY_S:
+            self._claimed_at = now
+            for _ in range(self.settings.max_batch):
+                deliveries, dead = self.reader.claim(idle_ms=CLAIM_IDLE_MS, count=1, max_deliveries=MAX_DELIVERIES)
+                if not deliveries and not dead:
+                    break
+                self.handle(deliveries, dead)
+        if now - self._forgot_at > FORGET_CONSUMERS_EVERY_S:
+            self._forgot_at = now
+            self.reader.forget_consumers(self.stage.registry.ids("tokenizer"))
 
     def handle(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
         """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly one stream."""
@@ -56,16 +71,18 @@ class TokenizerService:
         results = self.encoder.encode(live, self.longest_sequence())
 
         def write(pipe: Pipeline) -> None:
+            model = self.encoder.model
             for request, result in zip(live, results, strict=True):
                 if isinstance(result, Invalid):
                     error = RequestError(str(result), result.status, result.param, result.code)
-                    end_request(pipe, request.request_id, request.gateway_id, error=error)
+                    end_request(pipe, model, request.request_id, request.gateway_id, error=error)
                 else:
-                    append_to_group(pipe, prompts(request.model), result)
+                    append_to_group(pipe, self.prompts, result)
             for request in cancelled:
-                end_request(pipe, request.request_id, request.gateway_id)
+                end_request(pipe, model, request.request_id, request.gateway_id)
             for letter in dead:
-                end_request(pipe, letter.request_id, letter.gateway_id, error=RequestError(f"this request could not be handled: {letter.reason}"))
+                error = RequestError(f"this request could not be handled: {letter.reason}")
+                end_request(pipe, model, letter.request_id, letter.gateway_id, error=error)
             self.reader.finish(pipe, [delivery.entry_id for delivery in deliveries] + [letter.entry_id for letter in dead])
 
         self.stage.transport.run(write, atomic=True)
