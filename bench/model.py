@@ -22,11 +22,13 @@ from pathlib import Path
 
 import torch
 
-from services.compute.__main__ import build_engine
 from services.compute.backends.cpu.linear import NativeLinear
 from services.compute.backends.dispatch import QUANTIZATIONS, Linear, make_linear
+from services.compute.batch import ScheduledBatch
 from services.compute.candidates.row_search import find_largest
+from services.compute.engine import build_engine
 from services.compute.model_runner import ModelRunner
+from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.model_files import open_model
@@ -51,18 +53,17 @@ class Engine:
             self.scheduler.add(Sequence(self.num_sequences + number, "r", prompt, num_in, SamplingParams(max_tokens=num_out)))
         self.num_sequences += batch
         tokens, seconds = {"decode": 0, "prefill": 0}, {"decode": 0.0, "prefill": 0.0}
-        while (step := self.scheduler.schedule()) is not None:
-            kind = "prefill" if step.chunks else "decode"
+
+        def decide(step: ScheduledBatch, _: list[Sequence]) -> list[int]:
+            kind = "prefill" if step.num_decodes < len(step.rows) else "decode"
             started = time.perf_counter()
-            chosen = find_largest(self.runner.forward(step), 1)[1][:, 0].tolist()
+            chosen: list[int] = find_largest(self.runner.forward(step), 1)[1][:, 0].tolist()
             seconds[kind] += time.perf_counter() - started
             tokens[kind] += step.num_tokens
-            sampled = step.sampled
-            self.scheduler.advance(step)
-            for sequence, token_id in zip(sampled, chosen, strict=True):
-                self.scheduler.append(sequence, token_id)
-                if sequence.num_output_tokens == num_out:
-                    self.scheduler.finish(sequence, is_complete=True)
+            return chosen
+
+        while run_step(self.scheduler, decide) is not None:
+            pass
         return tokens["decode"] / seconds["decode"] if seconds["decode"] else 0.0, tokens["prefill"] / seconds["prefill"]
 
 
@@ -71,7 +72,8 @@ def load(model: Path, mode: str, **more: object) -> Engine:
         model=str(model), dtype="bfloat16", quantization=mode, prefix_caching=False, kv_cache_memory="2GiB", max_batched_tokens=1024, **more,  # type: ignore[arg-type]
     )  # fmt: skip
     files = open_model(str(model), weights=True)
-    scheduler, runner, _ = build_engine(settings, files)
+    engine = build_engine(settings, files)
+    scheduler, runner = engine.scheduler, engine.runner
     config = runner.model.config
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size

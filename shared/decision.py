@@ -6,8 +6,8 @@ w_i = exp((l_i - l_0) / T), the kept tokens have the mass W = w_0 + … + w_(n-1
 w_0 + … + w_i > u * W. Compute, which sees the whole row, knows W (`kept_mass`) and lists the first few tokens; if the draw falls
 beyond the list, it names that one token as well (the tail). The distribution is therefore exactly the full vocabulary's.
 
-`decide` is used by the sampler, which decides, and `falls_beyond` by compute, which must supply the tail: both read the same numbers
-and sum them in the same order, so they agree.
+The sampler decides with `decide`; compute foresees with it what the sampler will decide, and supplies the tail where `falls_beyond` says that it is
+needed. Both read the same numbers and sum them in the same order, so they agree.
 """
 
 from typing import Any
@@ -75,6 +75,13 @@ def decide(logits: Array, counts: Array, temperatures: Array, kept_mass: Array, 
     columns = (cumulative_mass(logits, temperatures) <= beyond[:, None]).sum(axis=1)
     columns = np.minimum(columns, counts)
     chosen: Array = np.where(kept_mass == GREEDY, 0, columns)
+    return chosen
+
+
+def pick(columns: Array, counts: Array, listed: Array, tail_token_ids: Array, tail: Array) -> Array:
+    """Each row's chosen value, out of `listed` [R, K] at its column, or its `tail` [R] where the column is beyond the list and there is a tail."""
+    rows = np.arange(len(columns))
+    chosen: Array = np.where((columns >= counts) & (tail_token_ids >= 0), tail, listed[rows, np.minimum(columns, counts - 1)])
     return chosen
 
 

@@ -67,6 +67,7 @@ class Delivery:
     entry_id: bytes
     message: Any
     was_claimed: bool  # another consumer had it before: work may have been done
+    was_released: bool = False  # and handed it on in good order
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +273,21 @@ class GroupReader:
         if entry_ids:
             pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, idle=RELEASED_MS, retrycount=0, justid=True)
 
+    def release_all(self) -> None:
+        """Release whatever is pending with this consumer; if nothing is, remove its name."""
+        after, has_pending = "-", False
+        while True:
+            pending: Any = self.transport.persist(
+                lambda: self.transport.client.xpending_range(self.stream.key, self.stream.group, after, "+", CLAIM_WINDOW, consumername=self.consumer)  # noqa: B023
+            )
+            if not pending:
+                break
+            held = [each["message_id"] for each in pending]
+            after, has_pending = "(" + held[-1].decode(), True
+            self.transport.run(lambda pipe: self.release(pipe, held))  # noqa: B023
+        if not has_pending:
+            self.transport.run(self.leave)
+
     def finish(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
         """Their work is done: acknowledge and delete."""
         if entry_ids:
@@ -290,7 +306,7 @@ class GroupReader:
             try:
                 if max_deliveries is not None and num_deliveries[entry_id] > max_deliveries:
                     raise Invalid(f"{num_deliveries[entry_id] - 1} replicas in turn took this request up and died or gave up")
-                deliveries.append(Delivery(entry_id, decode(self.stream.message_type, values[MESSAGE]), was_claimed))
+                deliveries.append(Delivery(entry_id, decode(self.stream.message_type, values[MESSAGE]), was_claimed, was_claimed and num_deliveries[entry_id] == 1))
             except (Invalid, KeyError) as error:
                 self.transport.run(partial(write_dead_letter, self.stream.key, values, error, num_deliveries[entry_id]))
                 dead.append(DeadLetter(entry_id, _text(values, REQUEST_ID), _text(values, GATEWAY_ID) or None, str(error)))
@@ -331,6 +347,14 @@ def entries_of(reply: Any) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]
     if isinstance(reply, dict):
         return {key: [entry for group in groups for entry in group] for key, groups in reply.items()}
     return {key: [(entry_id, values) for entry_id, values in entries] for key, entries in reply}
+
+
+def named_fields(reply: Any) -> Any:
+    """A reply as the connection gives it in the form that `entries_of` reads: each entry's fields by name."""
+    if not reply:
+        return None
+    streams = reply.items() if isinstance(reply, dict) else reply
+    return [(key, [(entry_id, dict(zip(fields[::2], fields[1::2], strict=True))) for entry_id, fields in entries if fields]) for key, entries in streams]
 
 
 def next_id(entry_id: str) -> str:

@@ -1,42 +1,46 @@
-"""ScheduledBatch: the scheduler's decision for one step, as plain Python."""
+"""ScheduledBatch: the scheduler's decision for one step. Plain values that nothing changes afterwards."""
 
-from dataclasses import dataclass, field
-
-from services.compute.sequence import Sequence
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledChunk:
-    """num_tokens of a sequence's uncomputed tokens, from num_computed_tokens on."""
+class BatchRow:
+    """One sequence's part of a step: the tokens whose KV the step computes."""
 
-    sequence: Sequence
-    num_tokens: int
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the chunk ends with the sequence's last token, whose logits the next token is drawn from."""
-        return self.num_tokens == self.sequence.num_uncomputed_tokens
-
-
-@dataclass(slots=True)
-class ScheduledBatch:
-    """One step: single tokens of running sequences, then chunks of prompts, in one ragged batch."""
-
-    decodes: list[Sequence] = field(default_factory=list)  # one token behind: each computes that token and gets the next
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-    block_copies: list[tuple[int, int]] = field(default_factory=list)  # (from, to), before the step: all are read before any is written
+    handle: int
+    token_ids: tuple[int, ...]
+    num_computed_tokens: int  # of the sequence, before the step: where the first of token_ids stands
+    block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
+    is_sampled: bool  # the last of token_ids is the sequence's last: its logits decide the next token
 
     @property
     def num_tokens(self) -> int:
-        return len(self.decodes) + sum(chunk.num_tokens for chunk in self.chunks)
+        return len(self.token_ids)
+
+    @property
+    def num_context_tokens(self) -> int:
+        """Tokens whose KV the row's attention reads."""
+        return self.num_computed_tokens + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step: single tokens of sequences that are one token behind ("decodes"), then chunks of others, in one ragged batch."""
+
+    rows: tuple[BatchRow, ...]
+    num_decodes: int  # of the rows, the first ones
+    block_copies: tuple[tuple[int, int], ...] = ()  # (from, to), before the step: all are read before any is written
+
+    @property
+    def num_tokens(self) -> int:
+        return sum([row.num_tokens for row in self.rows])
 
     @property
     def num_context_tokens(self) -> int:
         """Tokens whose KV the step's attention reads."""
-        chunks = sum(chunk.sequence.num_computed_tokens + chunk.num_tokens for chunk in self.chunks)
-        return sum([len(sequence.token_ids) for sequence in self.decodes]) + chunks
+        return sum([row.num_context_tokens for row in self.rows])
 
     @property
-    def sampled(self) -> list[Sequence]:
-        """The sequences that get a token from this step, in the order of their rows of logits."""
-        return self.decodes + [chunk.sequence for chunk in self.chunks if chunk.is_last]
+    def sampled(self) -> list[int]:
+        """The handles of the sequences that get a token from this step, in the order of their rows of logits."""
+        return [row.handle for row in self.rows if row.is_sampled]

@@ -25,32 +25,25 @@ class ModelRunner:
         input_ids: list[int] = []
         positions: list[int] = []
         slot_mapping: list[int] = []
-        for sequence in batch.decodes:
-            position = sequence.num_computed_tokens
-            input_ids.append(sequence.token_ids[position])
-            positions.append(position)
-            slot_mapping.append(sequence.block_table[position // block_size] * block_size + position % block_size)
-        sampled_rows = list(range(len(batch.decodes)))
-        for chunk in batch.chunks:
-            sequence, first, last = chunk.sequence, chunk.sequence.num_computed_tokens, chunk.sequence.num_computed_tokens + chunk.num_tokens
-            input_ids.extend(sequence.token_ids[first:last])
+        sampled_rows: list[int] = []
+        for row in batch.rows:
+            table, first, last = row.block_table, row.num_computed_tokens, row.num_context_tokens
+            input_ids.extend(row.token_ids)
             positions.extend(range(first, last))
-            slot_mapping.extend(sequence.block_table[position // block_size] * block_size + position % block_size for position in range(first, last))
-            if chunk.is_last:
+            slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
+            if row.is_sampled:
                 sampled_rows.append(len(input_ids) - 1)
-        sequences = batch.decodes + [chunk.sequence for chunk in batch.chunks]
-        query_lens = [1] * len(batch.decodes) + [chunk.num_tokens for chunk in batch.chunks]
         return ForwardBatch(
             input_ids=self._tensor(input_ids),
             positions=self._tensor(positions),
             slot_mapping=self._tensor(slot_mapping),
-            query_lens=query_lens,
-            context_lens=[sequence.num_computed_tokens + length for sequence, length in zip(sequences, query_lens, strict=True)],
-            block_tables=[sequence.block_table for sequence in sequences],
+            query_lens=[row.num_tokens for row in batch.rows],
+            context_lens=[row.num_context_tokens for row in batch.rows],
+            block_tables=[row.block_table for row in batch.rows],
             sampled_rows=self._tensor(sampled_rows),
         )
 
-    def _copy_blocks(self, block_copies: list[tuple[int, int]]) -> None:
+    def _copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
         """All are read before any is written: a block that is copied from may be copied to as well."""
         sources, targets = zip(*block_copies, strict=True)
         self.kv_cache.tensor[:, :, self._tensor(list(targets))] = self.kv_cache.tensor[:, :, self._tensor(list(sources))]

@@ -12,7 +12,7 @@ class Sequence:
 
     handle: int  # unique in this process; names the sequence in StepCandidates
     request_id: str
-    token_ids: list[int]  # the prompt, then the decided tokens
+    token_ids: list[int]  # the prompt, then the decided tokens, then those that compute foresees
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
@@ -22,7 +22,9 @@ class Sequence:
     group_id: str | None = None  # sequences of one prompt (n > 1) share its blocks
     cache_salt: str = ""  # only sequences of one salt share cached prefixes
     rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
-    num_computed_tokens: int = 0  # tokens whose KV is written; below len(token_ids) while it runs
+    num_computed_tokens: int = 0  # tokens whose KV is written, or will be by the step that was scheduled last
+    num_undecided_tokens: int = 0  # the last ones, foreseen: no log holds them yet
+    is_ending: bool = False  # the last token is foreseen to be its last: nothing more is computed unless the decision says otherwise
     num_cached_tokens: int = 0  # of the prompt, found computed when it first began
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)  # one block id per block_size tokens
@@ -44,6 +46,10 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_decided_tokens(self) -> int:
+        return len(self.token_ids) - self.num_undecided_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
@@ -57,8 +63,18 @@ class Sequence:
         """The position in the token log of the token to be decided next."""
         return self.num_output_tokens + 1
 
+    def drop_tokens(self, num_tokens: int) -> None:
+        """Forget the tokens after the first num_tokens: they were foreseen, and came otherwise."""
+        for token_id in self.token_ids[max(num_tokens, self.num_prompt_tokens) : self.num_prompt_tokens + self._num_counted]:
+            self._counts[token_id] -= 1
+            if not self._counts[token_id]:
+                del self._counts[token_id]
+        self.num_undecided_tokens -= len(self.token_ids) - num_tokens
+        del self.token_ids[num_tokens:]
+        self._num_counted = min(self._num_counted, self.num_output_tokens)
+
     def output_counts(self) -> Counter[int]:
-        """How often each token was decided; counted up as the sequence grows."""
+        """How often each token is in the output; counted up as the sequence grows."""
         for token_id in self.token_ids[self.num_prompt_tokens + self._num_counted :]:
             self._counts[token_id] += 1
         self._num_counted = self.num_output_tokens

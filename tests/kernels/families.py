@@ -1,6 +1,7 @@
 """Tiny random models of every supported family, as transformers writes them."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from transformers import (
     Qwen3Config,
 )
 
+from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
@@ -100,18 +103,17 @@ class Engine:
         self.logits = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             self.scheduler.add(sequence)
-        while self.scheduler.num_unfinished:
-            batch = self.scheduler.schedule()
-            assert batch is not None
-            logits = self.runner.forward(batch)
-            sampled = batch.sampled
-            self.scheduler.advance(batch)
-            for sequence, row in zip(sampled, logits, strict=True):
+
+        def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
+            for sequence, row in zip(sampled, self.runner.forward(batch), strict=True):
                 self.logits[sequence.handle].append(row.clone())
                 is_first_choice = group_id is None or sequence.num_output_tokens > 0
-                token_id = int(row.argmax() if is_first_choice else row.argsort(descending=True)[sequence.handle])
-                self.scheduler.append(sequence, token_id)
-                if sequence.num_output_tokens == num_tokens or token_id == eos:
-                    self.scheduler.finish(sequence, is_complete=True)
+                yield int(row.argmax() if is_first_choice else row.argsort(descending=True)[sequence.handle])
+
+        def is_over(sequence: Sequence) -> bool:
+            return sequence.num_output_tokens == num_tokens or sequence.token_ids[-1] == eos
+
+        while self.scheduler.num_unfinished:
+            assert run_step(self.scheduler, decide, is_over=is_over) is not None
         assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
         return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]

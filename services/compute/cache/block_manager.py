@@ -104,8 +104,8 @@ class BlockManager:
         parent.has_shared_tail = parent.has_shared_tail or child.has_shared_tail
 
     def commit(self, sequence: Sequence) -> None:
-        """Offer the sequence's full blocks, whose KV is now written, to the prefix cache. Of two equal blocks the first stays there."""
-        num_full = sequence.num_computed_tokens // self.block_size
+        """Offer the sequence's full blocks, whose tokens are decided and whose KV is written, to the prefix cache. Of two equal blocks the first stays."""
+        num_full = min(sequence.num_computed_tokens, sequence.num_decided_tokens) // self.block_size
         if not self.prefix_caching:
             return
         for number in range(sequence.num_committed_blocks, num_full):
@@ -115,9 +115,13 @@ class BlockManager:
                 self.block_hashes[block_id] = block_hash
         sequence.num_committed_blocks = num_full
 
-    def take_copies(self) -> list[tuple[int, int]]:
+    def forget_hashes(self, sequence: Sequence) -> None:
+        """The sequence has lost tokens: so have its last hashes."""
+        del sequence.block_hashes[sequence.num_tokens // self.block_size :]
+
+    def take_copies(self) -> tuple[tuple[int, int], ...]:
         """The copies (from, to) to be made before the next step."""
-        copies = [(source, target) for target, source in self.copies.items()]
+        copies = tuple((source, target) for target, source in self.copies.items())
         self.copies.clear()
         return copies
 

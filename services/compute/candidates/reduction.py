@@ -2,11 +2,14 @@
 
 A row is first edited as its request asks (penalties, bias, banned tokens). Then its largest logits are listed in order, and for rows that
 are drawn at random, the mass W of all tokens that top-k, top-p and min-p keep, and the token on which the draw falls if it falls
-beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. Why this is exact stands in the
-header of shared/decision.py. The list's length follows from the request's own parameters alone, never from the batch.
+beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. The header of
+shared/decision.py shows that this is exact. The list's length follows from the request's own parameters alone, never from the batch.
+
+A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own request; the others go on.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,21 +17,27 @@ import torch
 
 from services.compute.candidates.row_search import SortedHead, find_largest, sort_until, total_masses
 from services.compute.sequence import Sequence
-from shared.decision import GREEDY, cumulative_mass, falls_beyond, kept_count, uniform
+from shared.decision import GREEDY, cumulative_mass, decide, falls_beyond, kept_count, pick, uniform
 from shared.messages import SequenceIntro, StepCandidates
 from shared.sampling_params import SamplingParams
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.compute")
 
 Array = np.ndarray[Any, Any]
 
 LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
 MAX_LISTED = 256  # of a row with a large top-k
+NOT_FINITE = "the model's numbers for this request's next token are not finite"
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateRows:
-    """The undecided rows of one step, all sequences together; `for_sampler` makes the message for some of them."""
+    """The undecided rows of one step, all sequences together; `message` has some of them for a sampler."""
 
-    sequences: list[Sequence]
+    handles: Array  # [R] int32
+    positions: Array  # [R] int32: in the token log, of the token to be decided
+    previous_token_ids: Array  # [R] int32: at the position before, which this row was computed upon; -1: it is the first
     counts: Array  # [R] int32
     token_ids: Array  # [R, K] int32, K = max(counts)
     logits: Array  # [R, K] float32
@@ -36,8 +45,10 @@ class CandidateRows:
     kept_mass: Array  # [R] float64
     tail_token_ids: Array  # [R] int32
     tail_logits: Array  # [R] float32
+    chosen: Array  # [R] int32: what the sampler will decide
+    failures: dict[int, str] = field(default_factory=dict)  # by handle: rows that are not here, and why
 
-    def for_sampler(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
+    def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
         """The message with these rows."""
         counts = self.counts[rows]
         is_listed = np.arange(self.token_ids.shape[1]) < counts[:, None]
@@ -46,8 +57,8 @@ class CandidateRows:
             step=step,
             intros=intros,
             forget=np.array(forget, np.int32),
-            handles=np.array([self.sequences[row].handle for row in rows], np.int32),
-            positions=np.array([self.sequences[row].next_position for row in rows], np.int32),
+            handles=self.handles[rows],
+            positions=self.positions[rows],
             counts=counts,
             token_ids=self.token_ids[rows][is_listed],
             logits=self.logits[rows][is_listed],
@@ -55,6 +66,7 @@ class CandidateRows:
             kept_mass=self.kept_mass[rows],
             tail_token_ids=self.tail_token_ids[rows],
             tail_logits=self.tail_logits[rows],
+            previous_token_ids=self.previous_token_ids[rows],
         )
 
 
@@ -68,10 +80,51 @@ def num_listed(params: SamplingParams, vocab_size: int) -> int:
 
 @torch.inference_mode()
 def reduce(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
-    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners."""
-    num_rows, vocab_size = logits.shape
+    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides."""
+    failures: dict[int, str] = {}
     for row, sequence in enumerate(sequences):
-        edit(logits[row], sequence)
+        if reason := failure_of(lambda: edit(logits[row], sequence)):  # noqa: B023
+            failures[row] = reason
+    if not failures:
+        try:
+            found = reduce_edited(logits, sequences)
+            if is_finite(found).all():
+                return found
+        except Exception as error:  # some row's mistake: find it
+            log.warning("a step can't be reduced as a whole", error=repr(error))
+    for row, sequence in enumerate(sequences):
+        if row not in failures and (reason := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [sequence])))):  # noqa: B023
+            failures[row] = reason
+    good = [row for row in range(len(sequences)) if row not in failures]
+    found = reduce_edited(logits[torch.tensor(good, dtype=torch.int64, device=logits.device)], [sequences[row] for row in good])
+    found.failures.update({sequences[row].handle: reason for row, reason in failures.items()})
+    return found
+
+
+def failure_of(attempt: Callable[[], None]) -> str | None:
+    """What goes wrong, if anything does."""
+    try:
+        attempt()
+    except Exception as error:  # whatever it is, it is this row's alone
+        return str(error) or repr(error)
+    return None
+
+
+def is_finite(rows: CandidateRows) -> Array:
+    """Of each row, whether its numbers are. [R] bool."""
+    finite: Array = np.isfinite(rows.logits[:, 0]) & np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
+    return finite
+
+
+def check(rows: CandidateRows) -> None:
+    """Raises ArithmeticError for a row whose numbers are not finite."""
+    if not is_finite(rows).all():
+        raise ArithmeticError(NOT_FINITE)
+
+
+def reduce_edited(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
+    """The candidates of rows that are edited already."""
+    num_rows, vocab_size = logits.shape
     params = [sequence.params for sequence in sequences]
     counts = np.array([num_listed(each, vocab_size) for each in params], np.int32)
     width = int(counts.max(initial=1))
@@ -88,8 +141,19 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
     rows = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
     if len(rows):
         logsumexp[rows] = values[rows, 0] + np.log(total_masses(logits, rows, values[rows, 0], np.ones(len(rows), np.float32)))
-    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts)
-    return CandidateRows(sequences, counts, token_ids, values, logsumexp, kept_mass, tail_token_ids, tail_logits)
+    u = np.zeros(num_rows)
+    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts, u)
+    columns = np.zeros(num_rows, np.int64)
+    if (kept_mass != GREEDY).any():
+        columns = decide(values, counts, np.array([each.temperature for each in params]), kept_mass, u)
+    return CandidateRows(
+        handles=np.array([sequence.handle for sequence in sequences], np.int32),
+        positions=np.array([sequence.next_position for sequence in sequences], np.int32),
+        previous_token_ids=np.array([sequence.token_ids[-1] if sequence.num_output_tokens else -1 for sequence in sequences], np.int32),
+        counts=counts, token_ids=token_ids, logits=values, logsumexp=logsumexp,
+        kept_mass=kept_mass, tail_token_ids=tail_token_ids, tail_logits=tail_logits,
+        chosen=pick(columns, counts, token_ids, tail_token_ids, tail_token_ids).astype(np.int32),
+    )  # fmt: skip
 
 
 def edit(row: torch.Tensor, sequence: Sequence) -> None:
@@ -113,8 +177,8 @@ def edit(row: torch.Tensor, sequence: Sequence) -> None:
         row[torch.tensor(enders, device=row.device)] = -torch.inf
 
 
-def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array) -> tuple[Array, Array, Array]:
-    """For the rows that are drawn at random, the kept mass and the tail. Returns kept_mass, tail_token_ids, tail_logits, each [R]."""
+def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array, uniforms: Array) -> tuple[Array, Array, Array]:
+    """For the rows that are drawn at random, the kept mass and the tail. Returns kept_mass, tail_token_ids, tail_logits, each [R]; fills uniforms [R]."""
     num_rows = len(sequences)
     kept_mass = np.full(num_rows, GREEDY)
     tail_token_ids, tail_logits = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.float32)
@@ -123,6 +187,7 @@ def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts:
         return kept_mass, tail_token_ids, tail_logits
     params = [sequences[row].params for row in rows]
     u = uniform(np.array([each.seed for each in params], np.uint64), np.array([sequences[row].next_position for row in rows], np.int32))
+    uniforms[rows] = u
     mass = cumulative_mass(values[rows], np.array([each.temperature for each in params]))
     totals = mass[np.arange(len(rows)), counts[rows] - 1]
     whole = np.array([at for at, each in enumerate(params) if each.top_k == 0 and (each.top_p < 1.0 or each.min_p == 0.0)], np.int64)
@@ -138,7 +203,8 @@ def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts:
         if kept is None:
             head = heads[at] = sort_until(logits[row], each.temperature, lambda head: kept_mass_of(each, head.mass, head.values, total) is not None)  # noqa: B023
             kept = kept_mass_of(each, head.mass, head.values, total, is_whole=head.is_whole)
-            assert kept is not None
+            if kept is None:
+                raise ArithmeticError(NOT_FINITE)
         kept_mass[row] = kept
     for at in np.flatnonzero(falls_beyond(mass, counts[rows], kept_mass[rows], u)).tolist():
         row, until = rows[at], u[at] * kept_mass[rows[at]]

@@ -22,7 +22,7 @@ class ForwardBatch:
     slot_mapping: Tensor  # [T] int64
     query_lens: list[int]  # of each sequence, in the order of their tokens
     context_lens: list[int]
-    block_tables: list[list[int]]
+    block_tables: list[tuple[int, ...]]
     sampled_rows: Tensor  # [R] int64: the tokens whose logits are wanted
 
 

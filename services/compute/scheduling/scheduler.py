@@ -7,9 +7,14 @@ long prompt fills the rest of the budget in chunks and never stalls them.
 One order rules who begins and who gives way: the rank, arrival time plus aging_s for each level of priority. All that waits ages alike, so
 ranks never change, a level of priority is worth aging_s of waiting, and nothing starves. The smallest rank begins first; when the KV
 cache is full the largest gives its blocks back, waits at its place, and is computed again when admission finds that it fits.
+
+A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet. They are computed upon like any others, up to
+run_ahead of them; `confirm` says that the next one was decided, `truncate` that it was not.
 """
 
-from services.compute.batch import ScheduledBatch, ScheduledChunk
+from dataclasses import dataclass, field
+
+from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
 from services.compute.scheduling.step_cost import StepCostFit
@@ -21,8 +26,16 @@ SURVEY_EVERY = 8  # steps between two looks at a queue whose head did not fit, w
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
 
 
+@dataclass(slots=True)
+class Draft:
+    """A step in the making."""
+
+    decodes: list[Sequence] = field(default_factory=list)  # one token behind: each computes that token and gets the next
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # and how many of its uncomputed tokens
+
+
 class Scheduler:
-    """Plain Python over plain data. `schedule`, then `advance` when the step has run, then `append` each decided token."""
+    """Plain Python over plain data. `schedule` a step, and when it has run `append` a token to each sequence that was sampled."""
 
     def __init__(
         self,
@@ -33,6 +46,7 @@ class Scheduler:
         max_batched_tokens: int,
         aging_s: float = AGING_S,
         target_itl_s: float | None = None,
+        run_ahead: int = 0,
     ) -> None:
         self.block_manager = block_manager
         self.admission = admission
@@ -40,6 +54,8 @@ class Scheduler:
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)  # every running sequence can have its one token
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
+        self.run_ahead = run_ahead  # foreseen tokens upon which a sequence may be computed
+        self.only: frozenset[int] | None = None  # handles that may run while others wait; None: all
         self.step_cost = StepCostFit()
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by handle
@@ -59,31 +75,44 @@ class Scheduler:
         sequence.rank = sequence.arrived_at + sequence.priority * self.aging_s
         self.waiting.push(sequence)
 
+    def get(self, handle: int) -> Sequence:
+        """A sequence that runs."""
+        return self.running[handle]
+
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, or None if there is nothing to compute."""
-        batch = ScheduledBatch()
+        """The next step, or None if there is nothing to compute. From here on its tokens count as computed."""
+        draft = Draft()
         num_preemptions = self.num_preemptions
-        behind = self._schedule_decodes(batch)
-        budget = self._schedule_chunks(batch, behind, self._prompt_budget(batch))
+        behind = self._schedule_decodes(draft)
+        budget = self._schedule_chunks(draft, behind, self._prompt_budget(draft))
         if self.num_preemptions == num_preemptions:
-            self._admit(batch, budget)
-        batch.block_copies = self.block_manager.take_copies()
-        return batch if batch.decodes or batch.chunks else None
+            self._admit(draft, budget)
+        copies = self.block_manager.take_copies()
+        if not draft.decodes and not draft.chunks:
+            return None
+        rows = [self._advance(sequence, 1) for sequence in draft.decodes] + [self._advance(sequence, count) for sequence, count in draft.chunks]
+        return ScheduledBatch(tuple(rows), len(draft.decodes), copies)
 
-    def advance(self, batch: ScheduledBatch) -> None:
-        """The step has run: its tokens' KV is written."""
-        block_size = self.block_manager.block_size
-        for sequence in batch.decodes:
-            sequence.num_computed_tokens += 1
-            if sequence.num_computed_tokens % block_size == 0:
-                self.block_manager.commit(sequence)
-        for chunk in batch.chunks:
-            chunk.sequence.num_computed_tokens += chunk.num_tokens
-            self.block_manager.commit(chunk.sequence)
-
-    def append(self, sequence: Sequence, token_id: int) -> None:
-        """The sequence's next token was decided."""
+    def append(self, sequence: Sequence, token_id: int, *, is_decided: bool = True) -> None:
+        """The sequence's next token: decided, or foreseen."""
+        assert is_decided <= (sequence.num_undecided_tokens == 0)
         sequence.token_ids.append(token_id)
+        sequence.num_undecided_tokens += not is_decided
+
+    def confirm(self, sequence: Sequence) -> None:
+        """The first of the foreseen tokens was decided."""
+        assert sequence.num_undecided_tokens > 0
+        sequence.num_undecided_tokens -= 1
+        if sequence.num_decided_tokens % self.block_manager.block_size == 0:
+            self.block_manager.commit(sequence)
+
+    def truncate(self, sequence: Sequence, num_tokens: int) -> None:
+        """The foreseen tokens after the first num_tokens are not to be. What follows is `append`, or `finish`."""
+        assert sequence.num_decided_tokens <= num_tokens <= sequence.num_tokens
+        sequence.drop_tokens(num_tokens)
+        sequence.is_ending = False
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+        self.block_manager.forget_hashes(sequence)
 
     def finish(self, sequence: Sequence, *, is_complete: bool = False) -> None:
         """The sequence has ended, waiting or running, with its answer (is_complete, its last token appended) or without. Its blocks are free at once."""
@@ -95,58 +124,80 @@ class Scheduler:
         self.admission.ended(sequence, is_complete=is_complete)
         self._refused = None
 
-    def _schedule_decodes(self, batch: ScheduledBatch) -> list[Sequence]:
+    def _can_run(self, sequence: Sequence) -> bool:
+        """Whether it is its turn, and what it would be computed upon is decided as far as it must be."""
+        is_in = self.only is None or sequence.handle in self.only
+        return is_in and not sequence.is_ending and sequence.num_undecided_tokens <= self.run_ahead
+
+    def _advance(self, sequence: Sequence, num_tokens: int) -> BatchRow:
+        """The sequence's row of the step, which counts as computed from now on."""
+        first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
+        is_sampled = last == len(sequence.token_ids)
+        row = BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), is_sampled)
+        sequence.num_computed_tokens = last
+        if num_tokens > 1 or last % self.block_manager.block_size == 0:
+            self.block_manager.commit(sequence)
+        return row
+
+    def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
         """All that are one token behind. Returns the others, which are further behind."""
         block_size = self.block_manager.block_size
         behind = []
         for sequence in list(self.running.values()):
+            if not self._can_run(sequence):
+                continue
             num_computed = sequence.num_computed_tokens
             if len(sequence.token_ids) - num_computed != 1:
                 behind.append(sequence)
                 continue
             has_block = num_computed < len(sequence.block_table) * block_size and not sequence.has_shared_tail
-            if has_block or self._make_room(sequence, num_computed + 1, batch):
-                batch.decodes.append(sequence)
+            if has_block or self._make_room(sequence, num_computed + 1, draft):
+                draft.decodes.append(sequence)
         return behind
 
-    def _prompt_budget(self, batch: ScheduledBatch) -> int:
+    def _prompt_budget(self, draft: Draft) -> int:
         """The tokens that prompts may add to the step: within the bound, and within the target for who is decoding."""
-        budget = self.max_batched_tokens - len(batch.decodes)
-        if self.target_itl_s is None or not batch.decodes:
+        budget = self.max_batched_tokens - len(draft.decodes)
+        if self.target_itl_s is None or not draft.decodes:
             return budget
         if self.step_cost.cost is None:
             return min(budget, FIRST_CHUNK)
-        within = self.step_cost.cost.tokens_within(self.target_itl_s, batch.num_context_tokens) - len(batch.decodes)
+        num_context_tokens = sum([len(sequence.token_ids) for sequence in draft.decodes])
+        within = self.step_cost.cost.tokens_within(self.target_itl_s, num_context_tokens) - len(draft.decodes)
         return min(budget, max(within, self.block_manager.block_size))  # a prompt never stands still
 
-    def _schedule_chunks(self, batch: ScheduledBatch, behind: list[Sequence], budget: int) -> int:
+    def _schedule_chunks(self, draft: Draft, behind: list[Sequence], budget: int) -> int:
         """The next chunk of each running sequence that is further behind, while the budget lasts. Returns what is left of it."""
         for sequence in sorted(behind, key=_rank):
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, batch):
-                batch.chunks.append(ScheduledChunk(sequence, num_tokens))
+            if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, draft):
+                draft.chunks.append((sequence, num_tokens))
                 budget -= num_tokens
         return budget
 
-    def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+    def _admit(self, draft: Draft, budget: int) -> None:
         """Waiting sequences begin, in the order of their ranks, while there are budget, a place, and memory as the strategy counts it."""
         is_surveyed = False
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
-            sequence = self.waiting.head()
+        while budget > 0 and len(self.running) < self.max_num_seqs:
+            sequence = self.waiting.head(self.only)
+            if sequence is None or not self._can_run(sequence):
+                return
             if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < SURVEY_EVERY:
                 self._refused = (sequence.handle, self._refused[1] + 1)
                 return
             twin = self._twin(sequence)
-            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
+            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens and self._can_run(twin):
                 return  # when the twin's prompt is computed, this one need not be
             if not is_surveyed:
                 self.admission.survey(self.running.values())
                 is_surveyed = True
+            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
+                twin = None
             matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
             if not self._has_blocks(sequence, matched, budget) or not self.admission.admits(sequence, matched):
                 self._refused = (sequence.handle, 0)
                 return
-            budget -= self._begin(sequence, matched, twin, batch, budget)
+            budget -= self._begin(sequence, matched, twin, draft, budget)
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
         """Whether there are free blocks for the sequence's first chunk now."""
@@ -155,7 +206,7 @@ class Scheduler:
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
         return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
 
-    def _begin(self, sequence: Sequence, matched: list[int], twin: Sequence | None, batch: ScheduledBatch, budget: int) -> int:
+    def _begin(self, sequence: Sequence, matched: list[int], twin: Sequence | None, draft: Draft, budget: int) -> int:
         """The sequence leaves the queue, with its first chunk. Returns its tokens."""
         self.waiting.remove(sequence)
         self.running[sequence.handle] = sequence
@@ -174,7 +225,7 @@ class Scheduler:
         last = sequence.num_computed_tokens + num_tokens
         has_grown = self.block_manager.grow(sequence, self.admission.num_tokens_held(sequence, last))
         assert has_grown, "admitted without blocks"
-        batch.chunks.append(ScheduledChunk(sequence, num_tokens))
+        draft.chunks.append((sequence, num_tokens))
         return num_tokens
 
     def _twin(self, sequence: Sequence) -> Sequence | None:
@@ -187,19 +238,19 @@ class Scheduler:
         is_same = twin.token_ids[: twin.num_prompt_tokens] == sequence.token_ids[:num_prompt] and twin.cache_salt == sequence.cache_salt
         return twin if is_same else None
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, batch: ScheduledBatch) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
         """Blocks for the running sequence's first num_tokens tokens, taken from the last in rank if need be: that may be itself."""
         while sequence.handle in self.running:
             if self.block_manager.grow(sequence, num_tokens):
                 return True
-            self._preempt(max(self.running.values(), key=_rank), batch)
+            self._preempt(max(self.running.values(), key=_rank), draft)
         return False
 
-    def _preempt(self, sequence: Sequence, batch: ScheduledBatch) -> None:
+    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
         """Give its blocks back; it waits, and is computed anew, with the tokens it has."""
-        if sequence in batch.decodes:
-            batch.decodes.remove(sequence)
-        batch.chunks = [chunk for chunk in batch.chunks if chunk.sequence is not sequence]
+        if sequence in draft.decodes:
+            draft.decodes.remove(sequence)
+        draft.chunks = [chunk for chunk in draft.chunks if chunk[0] is not sequence]
         self._leave(sequence)
         self.waiting.push(sequence)
         sequence.num_preemptions += 1

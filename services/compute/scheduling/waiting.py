@@ -29,8 +29,12 @@ class WaitingQueue:
         self._num_with_deadline += sequence.deadline is not None
         heapq.heappush(self._heap, (sequence.rank, sequence.handle, sequence))
 
-    def head(self) -> Sequence:
-        """The one whose turn it is. Raises IndexError if there is none."""
+    def head(self, among: frozenset[int] | None = None) -> Sequence | None:
+        """The one whose turn it is, of all or of some handles."""
+        if among is not None:
+            return min((self._by_handle[each] for each in among if each in self._by_handle), key=lambda each: (each.rank, each.handle), default=None)
+        if not self._by_handle:
+            return None
         while self._heap[0][1] not in self._by_handle:
             heapq.heappop(self._heap)
         return self._heap[0][2]

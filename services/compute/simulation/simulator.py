@@ -8,6 +8,7 @@ import numpy as np
 from tqdm import tqdm
 
 from services.compute.batch import ScheduledBatch
+from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.trace import TraceRequest
@@ -77,51 +78,52 @@ def replay(
     """
     arrivals = sorted(requests, key=lambda request: request.arrived_at)
     result = Replay([Timeline(request) for request in arrivals])
-    num_arrived, now = 0, 0.0
+    num_arrived = num_ended = 0
+
+    def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
+        """The step takes its time, and each of its sequences gets a token then."""
+        seconds = step_seconds(batch)
+        record(result, sampled, result.seconds, result.seconds + seconds)
+        result.seconds += seconds
+        scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, seconds)
+        return [0] * len(sampled)
+
+    def is_over(sequence: Sequence) -> bool:
+        nonlocal num_ended
+        has_ended = sequence.num_output_tokens == arrivals[sequence.handle].num_output_tokens
+        num_ended += has_ended
+        return has_ended
+
     with tqdm(total=len(arrivals), desc="replaying", unit="request", disable=not progress) as bar:
         while num_arrived < len(arrivals) or scheduler.num_unfinished:
-            while num_arrived < len(arrivals) and arrivals[num_arrived].arrived_at <= now:
+            while num_arrived < len(arrivals) and arrivals[num_arrived].arrived_at <= result.seconds:
                 scheduler.add(make_sequence(num_arrived, arrivals[num_arrived], max_total_tokens))
                 num_arrived += 1
             started = time.perf_counter()
-            batch = scheduler.schedule()
+            batch = run_step(scheduler, decide, is_over=is_over)
             result.scheduler_s += time.perf_counter() - started
             if batch is None:
-                now = arrivals[num_arrived].arrived_at
-                continue
-            num_tokens, num_context_tokens, sampled = batch.num_tokens, batch.num_context_tokens, batch.sampled
-            seconds, before = step_seconds(batch), now
-            now += seconds
-            started = time.perf_counter()
-            scheduler.advance(batch)
-            ended = record(result, scheduler, sampled, before, now)
-            scheduler.step_cost.observe(num_tokens, num_context_tokens, seconds)
-            result.scheduler_s += time.perf_counter() - started
-            bar.update(ended)
-    result.seconds, result.num_preemptions = now, scheduler.num_preemptions
+                result.seconds = arrivals[num_arrived].arrived_at
+            bar.update(num_ended - bar.n)
+    result.num_preemptions = scheduler.num_preemptions
     return result
 
 
-def record(result: Replay, scheduler: Scheduler, sampled: list[Sequence], before: float, now: float) -> int:
-    """Each of the step's sequences gets a token, and its time is noted. Returns how many came to their ends."""
-    num_usual = num_ended = 0
+def record(result: Replay, sampled: list[Sequence], before: float, now: float) -> None:
+    """Each of the step's sequences gets a token, and its time is noted."""
+    num_usual = 0
     for sequence in sampled:
         timeline = result.timelines[sequence.handle]
-        scheduler.append(sequence, 0)
-        if sequence.num_output_tokens == 1:
+        if sequence.num_output_tokens == 0:
             timeline.first_at = now
         elif timeline.last_at == before:
             num_usual += 1
         else:
             result.gaps.append(now - timeline.last_at)
         timeline.last_at = now
-        if sequence.num_output_tokens == timeline.request.num_output_tokens:
-            scheduler.finish(sequence, is_complete=True)
-            num_ended += 1
     result.steps.append((now - before, num_usual))
     result.num_steps += 1
     result.num_sequence_steps += len(sampled)
-    return num_ended
 
 
 def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | None) -> Sequence:

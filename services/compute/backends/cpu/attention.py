@@ -35,7 +35,7 @@ class NativeAttention:
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> NativePlan:
         width = max(-(-context // block_size) for context in inputs.context_lens)
-        tables = torch.tensor([table[:width] + [0] * (width - len(table)) for table in inputs.block_tables])
+        tables = torch.tensor([table[:width] + (0,) * (width - len(table)) for table in inputs.block_tables])
         starts, contexts = torch.tensor([0, *accumulate(inputs.query_lens)]), torch.tensor(inputs.context_lens)
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
         out = torch.empty((num_tokens, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)

@@ -31,7 +31,7 @@ class AttentionInputs:
 
     query_lens: list[int]  # tokens of each in this step
     context_lens: list[int]  # tokens of each in the cache after it
-    block_tables: list[list[int]]  # as many blocks as the context needs, at least
+    block_tables: list[tuple[int, ...]]  # as many blocks as the context needs, at least
     slot_mapping: Tensor  # [T] int64: where each token's K and V go
     cos: Tensor  # [T, head_dim / 2] float32
     sin: Tensor
@@ -95,7 +95,7 @@ class TorchAttention:
             context_lens = [inputs.context_lens[number] for _, number in each]
             num_blocks = -(-max(context_lens) // block_size)
             tables = [inputs.block_tables[number][:num_blocks] for _, number in each]
-            padded = torch.tensor([table + [0] * (num_blocks - len(table)) for table in tables], device=device)
+            padded = torch.tensor([table + (0,) * (num_blocks - len(table)) for table in tables], device=device)
             groups.append(DecodeGroup(torch.tensor([row for row, _ in each], device=device), padded, torch.tensor(context_lens, device=device)))
         return TorchPlan(inputs, groups, chunks)
 

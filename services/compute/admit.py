@@ -1,0 +1,165 @@
+"""Admitting prompts: a claimed message becomes a sequence, or is refused, or is a second copy of one that is here."""
+
+import itertools
+from typing import Any
+
+from services.compute.exchange.active import ActiveRequest
+from services.compute.exchange.exchange import Exchange
+from services.compute.quarantine import Quarantine
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.errors import Lost
+from shared.messages import RequestError, TokenEvent, TokenizedRequest, encode
+from shared.stage import Stage
+from shared.streams import MESSAGE, REQUEST_ID, reader_key, response_of, tombstone_key
+from shared.telemetry import get_logger
+from shared.token_log import end_request, parse_log, queue_read
+from shared.transport import DeadLetter, Delivery, Pipeline, write_dead_letter
+
+log = get_logger("penstock.compute")
+
+CLAIM_IDLE_MS = 5000  # entries are renewed every second: idle for longer, their replica is dead
+FORGET_CONSUMERS_EVERY = 30  # claims
+
+
+class Admitter:
+    """Fills `active`. Every prompt that was delivered ends up there, or its entry is acknowledged."""
+
+    def __init__(self, stage: Stage, scheduler: Scheduler, exchange: Exchange, active: dict[int, ActiveRequest]) -> None:
+        assert stage.model is not None
+        self.stage = stage
+        self.model = stage.model
+        self.scheduler = scheduler
+        self.exchange = exchange
+        self.active = active
+        self.quarantine = Quarantine(stage.transport)
+        self._handle_by_request: dict[str, int] = {}
+        self._handles = itertools.count(1)
+        self._num_claims = 0
+
+    def handles_of(self, request_ids: tuple[str, ...]) -> list[int]:
+        """Of those that are here."""
+        return [self._handle_by_request[each] for each in dict.fromkeys(request_ids) if each in self._handle_by_request]
+
+    def forget(self, active: ActiveRequest) -> None:
+        """The request has ended."""
+        self.quarantine.forget(active.sequence)
+        del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
+
+    def claim(self, room: int) -> None:
+        """Take over what dead replicas left, and forget their names."""
+        if room > 0:
+            self.admit(*self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=room))
+        self._num_claims += 1
+        if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
+            self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))
+
+    def admit(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
+        """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or are here already."""
+        for letter in dead:
+            self._end(letter.request_id, letter.gateway_id, letter.entry_id, RequestError(f"this request could not be handled: {letter.reason}"))
+        fresh = []
+        for delivery in deliveries:
+            handle = self._handle_by_request.get(delivery.message.request_id)
+            if handle is None:
+                fresh.append(delivery)
+            elif delivery.entry_id != self.active[handle].entry_id:
+                self.exchange.acknowledge(delivery.entry_id)  # a second copy
+        if fresh:
+            self._admit_fresh(fresh)
+
+    def _admit_fresh(self, deliveries: list[Delivery]) -> None:
+        """One round trip for what Redis knows of them: whether they were cancelled, who reads them, and the logs of those that were claimed."""
+        claimed = [each for each in deliveries if each.was_claimed]
+
+        def ask(pipe: Pipeline) -> None:
+            for delivery in deliveries:
+                pipe.exists(tombstone_key(delivery.message.request_id))
+                pipe.hget(reader_key(response_of(delivery.message.request_id)), "gateway")
+            for delivery in claimed:
+                queue_read(pipe, delivery.message.request_id)
+
+        replies = self.stage.transport.run(ask)
+        logs = dict(zip((each.entry_id for each in claimed), replies[2 * len(deliveries) :], strict=True))
+        admitted = []
+        for delivery, is_cancelled, reader in zip(deliveries, replies[0 : 2 * len(deliveries) : 2], replies[1 : 2 * len(deliveries) : 2], strict=True):
+            if is_cancelled:
+                self._refuse(delivery, None)
+            elif (active := self._open(delivery, logs.get(delivery.entry_id, []), reader.decode() if reader else delivery.message.gateway_id)) is not None:
+                admitted.append((delivery, active))
+        self._begin(admitted)
+
+    def _open(self, delivery: Delivery, log_entries: Any, gateway_id: str | None) -> ActiveRequest | None:
+        """A request with the tokens its log already holds; None if it has ended, or ends here."""
+        request: TokenizedRequest = delivery.message
+        num_tokens = len(request.prompt_token_ids) + (request.params.max_tokens or 0)
+        longest = min(self.stage.max_model_len or num_tokens, self.scheduler.block_manager.num_blocks * self.scheduler.block_manager.block_size)
+        try:
+            logged = parse_log(log_entries)
+        except Lost as error:
+            self._refuse(delivery, RequestError(str(error)))
+            return None
+        if logged and logged[-1].finish_reason is not None:
+            self.exchange.acknowledge(delivery.entry_id)
+            return None
+        if num_tokens > longest:
+            self._refuse(delivery, RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"))
+            return None
+        return ActiveRequest(self._sequence(request, logged), request, delivery.entry_id, gateway_id)
+
+    def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
+        prompt = request.prompt_token_ids.tolist()
+        scheduling = request.scheduling
+        return Sequence(
+            next(self._handles),
+            request.request_id,
+            prompt + [event.token_id for event in logged if event.token_id is not None],
+            len(prompt),
+            request.params,
+            request.eos_token_ids,
+            priority=scheduling.priority,
+            arrived_at=request.created_at,
+            deadline=scheduling.deadline_at if scheduling.deadline_at and not logged else None,
+            group_id=scheduling.group_id or None,
+            cache_salt=scheduling.cache_salt,
+        )
+
+    def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
+        """To the scheduler; what a replica died with, by way of the quarantine."""
+        orphans = [(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released]
+        verdicts = {}
+        if orphans:
+            logged = [active.sequence.num_output_tokens for _, active in orphans]
+            found = self.quarantine.judge([active.request.request_id for _, active in orphans], logged)
+            verdicts = dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
+            num_suspects = sum(each is not None for each in found)
+            log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
+        for delivery, active in admitted:
+            sequence, attempts = active.sequence, verdicts.get(delivery.entry_id)
+            if attempts is not None and attempts.is_poison:
+                self._bury(delivery)
+                continue
+            self.active[sequence.handle] = active
+            self._handle_by_request[sequence.request_id] = sequence.handle
+            if attempts is not None:
+                self.quarantine.hold(sequence, attempts)
+                continue
+            if delivery.entry_id in verdicts:
+                self.quarantine.watch(sequence)
+            self.scheduler.add(sequence)
+
+    def _bury(self, delivery: Delivery) -> None:
+        """What replicas died of, each time it ran alone."""
+        request = delivery.message
+        reason = "replica after replica died when it began this request, also alone"
+        values = {MESSAGE: encode(request), REQUEST_ID: request.request_id.encode()}
+        self.stage.transport.run(lambda pipe: write_dead_letter(self.exchange.prompts.stream.key, values, RuntimeError(reason), 1, pipe))
+        self._refuse(delivery, RequestError(f"this request could not be handled: {reason}"))
+
+    def _refuse(self, delivery: Delivery, error: RequestError | None) -> None:
+        """A request that will not run: cancelled, or with an error."""
+        self._end(delivery.message.request_id, delivery.message.gateway_id, delivery.entry_id, error)
+
+    def _end(self, request_id: str, gateway_id: str | None, entry_id: bytes, error: RequestError | None) -> None:
+        self.stage.transport.run(lambda pipe: end_request(pipe, self.model, request_id, gateway_id, error=error))
+        self.exchange.acknowledge(entry_id)

@@ -1,0 +1,77 @@
+"""Engine: a model, its cache and its scheduler, as settings and a checkpoint make them."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+
+from services.compute.cache.block_manager import BlockManager
+from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
+from services.compute.model_runner import ModelRunner
+from services.compute.models.config import read_config
+from services.compute.models.decoder import Decoder
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.weights.loader import load_weights
+from shared.errors import StartupError
+from shared.model_files import ModelFiles
+from shared.settings import ComputeSettings
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.compute")
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a step runs on."""
+
+    scheduler: Scheduler
+    runner: ModelRunner
+    max_model_len: int  # the longest sequence that fits, prompt and output
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. Raises StartupError for a device that is not there."""
+    has_cuda = torch.cuda.is_available()
+    if name == "cuda" and not has_cuda:
+        raise StartupError("--device cuda: torch sees no CUDA device")
+    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
+
+
+def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
+    """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes bfloat16)."""
+    wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16")
+    return torch.float32 if wanted == "float32" else torch.bfloat16
+
+
+def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
+    """Load the model. Raises StartupError."""
+    device = choose_device(settings.device)
+    if device.type == "cpu":
+        torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
+    dtype = choose_dtype(settings.dtype, files)
+    config = read_config(files.config)
+    weights = load_weights(
+        files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
+        attention_output=settings.quantize_attention_output,
+    )  # fmt: skip
+    model = Decoder(config, weights)
+    longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)
+    num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)
+    longest = min(longest, num_blocks * settings.block_size)
+    kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device, group=choose_group(settings, config))
+    block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
+    scheduler = Scheduler(
+        block_manager,
+        make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
+        max_num_seqs=settings.max_num_seqs,
+        max_batched_tokens=settings.max_batched_tokens,
+        aging_s=settings.aging_s,
+        target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
+        run_ahead=settings.run_ahead,
+    )
+    log.info(
+        "model loaded", model=files.name, device=device.type, dtype=str(dtype).removeprefix("torch."), threads=torch.get_num_threads(),
+        kv_tokens=num_blocks * settings.block_size, max_model_len=longest,
+    )  # fmt: skip
+    return Engine(scheduler, ModelRunner(model, kv_cache, device), longest)

@@ -1,0 +1,122 @@
+"""Undecided: the rows that samplers have been asked to decide, and who has been asked how often.
+
+Rows are known by (handle, position). Decisions may come twice, late, or out of order (from two samplers, after a takeover); they are let
+through once and in the order of the positions. A sampler that says nothing is asked again, with growing patience: it may have died, lost its
+memory, or be busy with rebuilding what it took over.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from services.compute.candidates.reduction import CandidateRows
+
+FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 30.0
+MAX_ASKED = 10  # times that a row is sent to samplers that live, and do not answer: some four minutes
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What the log holds at a position of a sequence."""
+
+    handle: int
+    position: int
+    token_id: int  # -1: none, the sequence has ended without
+    is_finished: bool
+
+
+@dataclass(slots=True)
+class Row:
+    """A row under way."""
+
+    rows: CandidateRows
+    index: int
+    step: int  # with which it was first sent: decisions of earlier steps are not for it
+    asked_at: float = 0.0  # monotonic, s: when it was sent last
+    num_asked: int = 0
+
+
+@dataclass(slots=True)
+class Patience:
+    """With one sampler."""
+
+    heard_at: float = 0.0
+    seconds: float = FIRST_PATIENCE_S
+
+
+@dataclass(slots=True)
+class Undecided:
+    rows: dict[int, dict[int, Row]] = field(default_factory=dict)  # by handle, by position, rising
+    early: dict[tuple[int, int], Decision] = field(default_factory=dict)  # that came before one at an earlier position
+    patience: dict[str, Patience] = field(default_factory=dict)  # by sampler
+
+    def __len__(self) -> int:
+        return sum(map(len, self.rows.values()))
+
+    def add(self, rows: CandidateRows, step: int) -> None:
+        """A step's rows are on their way."""
+        now = time.monotonic()
+        for index, (handle, position) in enumerate(zip(rows.handles.tolist(), rows.positions.tolist(), strict=True)):
+            self.rows.setdefault(handle, {})[position] = Row(rows, index, step, now, 1)
+
+    def of(self, handles: Iterable[int]) -> dict[int, tuple[CandidateRows, list[int]]]:
+        """The rows of some sequences by the step they belong to, in the order of the steps."""
+        found: dict[int, tuple[CandidateRows, list[int]]] = {}
+        for handle in handles:
+            for row in self.rows.get(handle, {}).values():
+                row.num_asked, row.asked_at = row.num_asked + 1, time.monotonic()
+                found.setdefault(row.step, (row.rows, []))[1].append(row.index)
+        return dict(sorted(found.items()))
+
+    def forget(self, handle: int, after_position: int = 0) -> None:
+        """The sequence has ended, or goes on otherwise after a position: nobody waits for these rows any more."""
+        rows = self.rows.get(handle, {})
+        for position in [each for each in rows if each > after_position]:
+            del rows[position]
+        if not rows:
+            self.rows.pop(handle, None)
+        for key in [key for key in self.early if key[0] == handle and key[1] > after_position]:
+            del self.early[key]
+
+    def settle(self, step: int, decisions: Iterable[Decision]) -> list[Decision]:
+        """The decisions of a message that are awaited, with those that came early and whose turn it is now."""
+        settled = []
+        for decision in decisions:
+            row = self.rows.get(decision.handle, {}).get(decision.position)
+            if row is None or step < row.step:
+                continue
+            self.early[decision.handle, decision.position] = decision
+            settled += self._in_turn(decision.handle)
+        return settled
+
+    def _in_turn(self, handle: int) -> list[Decision]:
+        rows, found = self.rows[handle], []
+        while rows and (decision := self.early.pop((handle, next(iter(rows))), None)) is not None:
+            del rows[decision.position]
+            found.append(decision)
+        if not rows:
+            del self.rows[handle]
+        return found
+
+    def heard(self, sampler_id: str) -> None:
+        """The sampler has answered something: it lives, and works."""
+        self.patience[sampler_id] = Patience(time.monotonic())
+
+    def silent(self, sampler_by_handle: dict[int, str | None]) -> list[int]:
+        """The handles whose samplers have said nothing for longer than they may; from now on each of those may take twice as long."""
+        now = time.monotonic()
+        asked_at: dict[str, float] = {}
+        for handle, sampler_id in sampler_by_handle.items():
+            if sampler_id is not None and (rows := self.rows.get(handle)):
+                asked_at[sampler_id] = min(asked_at.get(sampler_id, now), *(row.asked_at for row in rows.values()))
+        late = set()
+        for sampler_id, since in asked_at.items():
+            patience = self.patience.setdefault(sampler_id, Patience())
+            if now - max(since, patience.heard_at) > patience.seconds:
+                late.add(sampler_id)
+                patience.heard_at, patience.seconds = now, min(2 * patience.seconds, LONGEST_PATIENCE_S)
+        return [handle for handle, sampler_id in sampler_by_handle.items() if sampler_id in late and handle in self.rows]
+
+    def given_up(self) -> list[int]:
+        """The handles of sequences whose rows were sent too often."""
+        return [handle for handle, rows in self.rows.items() if any(row.num_asked > MAX_ASKED for row in rows.values())]

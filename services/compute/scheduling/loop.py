@@ -1,0 +1,27 @@
+"""The generation loop without a pipeline: for simulation, benchmarks and tests. services/compute/service.py is the one with it."""
+
+from collections.abc import Callable, Iterable
+
+from services.compute.batch import ScheduledBatch
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import Sequence
+
+Decide = Callable[[ScheduledBatch, list[Sequence]], Iterable[int]]
+
+
+def has_all_tokens(sequence: Sequence) -> bool:
+    """The usual end: as many tokens as were asked for."""
+    return sequence.num_output_tokens == sequence.params.max_tokens
+
+
+def run_step(scheduler: Scheduler, decide: Decide, *, is_over: Callable[[Sequence], bool] = has_all_tokens) -> ScheduledBatch | None:
+    """Schedule a step; `decide` runs it and returns a token for each of its sampled sequences. Returns the step, or None if there was none to run."""
+    batch = scheduler.schedule()
+    if batch is None:
+        return None
+    sequences = [scheduler.get(handle) for handle in batch.sampled]
+    for sequence, token_id in zip(sequences, decide(batch, sequences), strict=True):
+        scheduler.append(sequence, token_id)
+        if is_over(sequence):
+            scheduler.finish(sequence, is_complete=True)
+    return batch
