@@ -77,6 +77,10 @@ class TokenizedRequest:
     created_at: float = 0.0
     scheduling: SchedulingParams = SchedulingParams()
 
+    def __post_init__(self) -> None:
+        if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
+            raise Invalid("tokenized: without a prompt, with a negative token id, or without max_tokens")
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceIntro:
@@ -112,6 +116,16 @@ class StepCandidates:
     tail_logits: Float32Array  # [R]
     previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [R] at position - 1, as computed upon; -1: none. Empty: unknown
 
+    def __post_init__(self) -> None:
+        count = len(self.handles)
+        columns = (self.positions, self.counts, self.logsumexp, self.kept_mass, self.tail_token_ids, self.tail_logits)
+        if any(len(each) != count for each in columns) or len(self.previous_token_ids) not in (0, count):
+            raise Invalid("candidates: rows of different numbers")
+        if count and (self.counts.min() < 1 or self.positions.min() < 1):
+            raise Invalid("candidates: a row without candidates, or before the first position")
+        if not len(self.token_ids) == len(self.logits) == int(self.counts.sum()):
+            raise Invalid("candidates: not as many as the rows say")
+
 
 @dataclass(frozen=True, slots=True)
 class StepDecisions:
@@ -121,8 +135,12 @@ class StepDecisions:
     step: int
     handles: Int32Array
     positions: Int32Array
-    token_ids: Int32Array
+    token_ids: Int32Array  # -1: none, it has ended without; -2: none, the sampler does not know the sequence
     is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
+
+    def __post_init__(self) -> None:
+        if any(len(each) != len(self.handles) for each in (self.positions, self.token_ids, self.is_finished)):
+            raise Invalid("decisions: rows of different numbers")
 
 
 @dataclass(frozen=True, slots=True)

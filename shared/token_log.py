@@ -151,6 +151,11 @@ def queue_read(pipe: Pipeline, request_id: str, after_position: int = 0) -> None
     pipe.xrange(log_key(request_id), min=f"({after_position}-0" if after_position else "-")
 
 
+def queue_entry(pipe: Pipeline, request_id: str, position: int) -> None:
+    """Ask, within a pipeline, for the entry of the token at a position."""
+    pipe.xrange(log_key(request_id), min=f"{position}-0", max=f"{position}-0")
+
+
 def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
     """The events of a log after a position, in order, up to the request's end. Raises Lost for a log with a gap, or with what is no event."""
     found: list[TokenEvent] = []

@@ -306,7 +306,9 @@ class GroupReader:
             try:
                 if max_deliveries is not None and num_deliveries[entry_id] > max_deliveries:
                     raise Invalid(f"{num_deliveries[entry_id] - 1} replicas in turn took this request up and died or gave up")
-                deliveries.append(Delivery(entry_id, decode(self.stream.message_type, values[MESSAGE]), was_claimed, was_claimed and num_deliveries[entry_id] == 1))
+                deliveries.append(
+                    Delivery(entry_id, decode(self.stream.message_type, values[MESSAGE]), was_claimed, was_claimed and num_deliveries[entry_id] == 1)
+                )
             except (Invalid, KeyError) as error:
                 self.transport.run(partial(write_dead_letter, self.stream.key, values, error, num_deliveries[entry_id]))
                 dead.append(DeadLetter(entry_id, _text(values, REQUEST_ID), _text(values, GATEWAY_ID) or None, str(error)))

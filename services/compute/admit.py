@@ -25,13 +25,14 @@ FORGET_CONSUMERS_EVERY = 30  # claims
 class Admitter:
     """Fills `active`. Every prompt that was delivered ends up there, or its entry is acknowledged."""
 
-    def __init__(self, stage: Stage, scheduler: Scheduler, exchange: Exchange, active: dict[int, ActiveRequest]) -> None:
+    def __init__(self, stage: Stage, scheduler: Scheduler, exchange: Exchange, active: dict[int, ActiveRequest], *, vocab_size: int) -> None:
         assert stage.model is not None
         self.stage = stage
         self.model = stage.model
         self.scheduler = scheduler
         self.exchange = exchange
         self.active = active
+        self.vocab_size = vocab_size
         self.quarantine = Quarantine(stage.transport)
         self._handle_by_request: dict[str, int] = {}
         self._handles = itertools.count(1)
@@ -104,6 +105,9 @@ class Admitter:
             return None
         if num_tokens > longest:
             self._refuse(delivery, RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"))
+            return None
+        if int(request.prompt_token_ids.max()) >= self.vocab_size:
+            self._refuse(delivery, RequestError(f"the prompt holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, "prompt"))
             return None
         return ActiveRequest(self._sequence(request, logged), request, delivery.entry_id, gateway_id)
 

@@ -13,6 +13,10 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.device = device
 
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step. Returns the logits [len(batch.sampled), vocab_size] float32, in that order."""
         if batch.block_copies:

@@ -43,7 +43,7 @@ class ComputeService:
         self.runner = runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active)
-        self.admitter = Admitter(stage, scheduler, self.exchange, self.active)
+        self.admitter = Admitter(stage, scheduler, self.exchange, self.active, vocab_size=runner.vocab_size)
         self.meter = StepMeter()
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = 0.0

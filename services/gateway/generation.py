@@ -18,9 +18,10 @@ from shared.messages import Control, GenerateRequest, TokenEvent
 from shared.registry import broadcast
 from shared.sampling_params import SEEDS, SamplingParams
 from shared.stage import Stage
-from shared.streams import LOG_TTL_S, REQUESTS, RUNNING_LOG_TTL_S, reader_key, response_key, tombstone_key
+from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, reader_key, response_key, tombstone_key
+from shared.streams import requests as requests_stream
 from shared.telemetry import get_logger
-from shared.transport import AWAY, append_to_group
+from shared.transport import append_to_group
 
 log = get_logger("penstock.gateway")
 
@@ -102,9 +103,9 @@ class Pipeline:
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.set(response_key(record.response_id), msgpack.packb(asdict(record)), ex=RUNNING_LOG_TTL_S)
                 for request in requests:
-                    append_to_group(pipe, REQUESTS, request)
+                    append_to_group(pipe, requests_stream(request.model), request)
                 await pipe.execute()
-        except AWAY as error:
+        except redis.ConnectionError as error:
             self.subscriptions.unsubscribe(generation.subscription)
             raise Recoverable(str(error)) from error
         return generation
@@ -121,7 +122,7 @@ class Pipeline:
         generation = Generation(self, record, positions)
         async with self.client.pipeline(transaction=False) as pipe:
             for request_id in record.request_ids:
-                pipe.set(reader_key(request_id), self.stage.replica_id, ex=LOG_TTL_S)
+                pipe.hset(reader_key(record.response_id), "gateway", self.stage.replica_id)
             broadcast(pipe, Control("attach", tuple(record.request_ids), self.stage.replica_id))
             await pipe.execute()
         await generation.subscription.replay()

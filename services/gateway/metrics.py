@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from services.gateway.openai.formats import Choice
 from shared.messages import Replica, TokenEvent
 from shared.stage import Stage
-from shared.streams import DEAD_LETTER, REQUESTS, prompts
+from shared.streams import DEAD_LETTER, prompts, requests
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -64,7 +64,7 @@ class Metrics:
     async def render(self, client: Any) -> bytes:
         """The Prometheus text format."""
         models = sorted({replica.model for replica in self.stage.registry.of("compute") if replica.model})
-        keys = [REQUESTS.key, *(prompts(model).key for model in models), DEAD_LETTER]
+        keys = [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]
         async with client.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.xlen(key)

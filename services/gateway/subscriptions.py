@@ -17,7 +17,7 @@ from shared.messages import StepEvents, TokenEvent, decode
 from shared.stage import Stage
 from shared.streams import MESSAGE, events, log_key
 from shared.telemetry import get_logger
-from shared.transport import AWAY, FIRST_RETRY_S, LONGEST_RETRY_S, entries_of, next_id, write_dead_letter
+from shared.transport import FIRST_RETRY_S, LONGEST_RETRY_S, entries_of, next_id, write_dead_letter
 
 log = get_logger("penstock.gateway")
 
@@ -115,7 +115,7 @@ class Subscriptions:
             try:
                 reply = await self._read()
                 delay_s = FIRST_RETRY_S
-            except AWAY as error:
+            except redis.ConnectionError as error:
                 log.warning("redis is away, trying again", retry_in_s=round(delay_s, 2), error=error)
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(delay_s * 2, LONGEST_RETRY_S)

@@ -23,6 +23,8 @@ class RequestState:
     gateway_id: str | None  # where events go: the gateway that asked, or the one that resumed
     touched_at: float
     position: int = 0  # tokens decided
+    last_token_id: int = -1  # the token at that position; -1: none yet
+    lost: str = ""  # why the log can't be followed any more
     num_chars: int = 0  # of text that came out of the detokenizer
     num_released: int = 0  # of those, released to the client
     unreleased: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)  # first and last character, logprob
@@ -40,6 +42,7 @@ class RequestState:
     def append(self, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
         """The next token was decided: its event, with the text that may go to the client."""
         self.position += 1
+        self.last_token_id = token_id
         params = self.intro.params
         finish_reason: FinishReason | None = None
         stop_reason: str | int | None = None

@@ -1,56 +1,71 @@
 """The sampler's loop: read a step's candidates, decide, write log, events and decisions in one round trip, trim.
 
 Deciding is idempotent. A row whose position is already in the log is answered from the log, whether this replica decided it, another
-one did, or compute came back from a crash and asks again; the log refuses a second entry at a position, and what it holds wins.
+one did, or compute came back from a crash and asks again; the log refuses a second entry at a position, and what it holds wins. Compute runs
+ahead: a row says which token it was computed upon, and is passed over if the log holds another there.
 """
 
 import time
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
+from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import TokenTable
 from services.sampler.request_state import RequestState
-from shared.decision import decide, pad, uniform
-from shared.messages import Control, RequestError, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, TokenLogprob, TopLogprob
+from shared.decision import decide, pad, pick, uniform
+from shared.errors import Lost, Recoverable
+from shared.messages import Control, RequestError, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, TokenLogprob, TopLogprob, encode
 from shared.settings import SamplerSettings
 from shared.stage import Stage
-from shared.streams import CONTROL, DirectStream, candidates, decisions, events
+from shared.streams import CONTROL, MESSAGE, DirectStream, candidates, decisions, events
 from shared.telemetry import get_logger
-from shared.token_log import LogEntry, log_entry, read_entry, read_log, write_step
-from shared.transport import DirectReader, Pipeline
+from shared.token_log import LogEntry, decode_entry, end_request, log_entry, parse_log, queue_entry, queue_read, write_step
+from shared.transport import DirectReader, Pipeline, write_dead_letter
 
 log = get_logger("penstock.sampler")
 
 BLOCK_MS = 500
 FORGET_AFTER_S = 600.0  # a state nobody has asked about: its compute replica died, or another sampler has it
 FORGET_EVERY_S = 10.0
-FAILED = -1  # the token id of a decision without one: the sequence is over
+REBUILD_AT_ONCE = 32  # sequences that are taken over between two answers: compute goes on with those
+FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
+LOST_LOG = "Redis has lost a part of this request's tokens"
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What one row came to. Exactly one of entry (new, to be logged) and event (logged before) is set, or neither: the request is over."""
+    """What one row came to: a new entry for the log, or an event that it holds already, or, with neither, no token: `code` says why."""
 
     handle: int
     position: int
     state: RequestState | None
     entry: LogEntry | None = None
     event: TokenEvent | None = None
+    code: int = FAILED
+    error: RequestError | None = None  # with which the request ends now
+
+    @property
+    def outcome(self) -> TokenEvent | None:
+        return self.entry.event if self.entry is not None else self.event
 
 
 class SamplerService:
     def __init__(self, stage: Stage, settings: SamplerSettings, tokenizer: Tokenizer) -> None:
+        assert stage.model is not None
         self.stage = stage
         self.settings = settings
+        self.model = stage.model
         self.tokenizer = tokenizer
         self.tokens = TokenTable(tokenizer)
         self.states: dict[tuple[str, int], RequestState] = {}  # by compute replica and handle
         self.reader = DirectReader(stage.transport, candidates(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
-        self.num_tokens = 0
+        self.num_tokens = self.num_rebuilt = 0
         self.forgot_at = time.monotonic()
 
     def run(self) -> None:
@@ -62,13 +77,12 @@ class SamplerService:
         while not (self.stage.stopping.is_set() and time.monotonic() - quiet_since > self.settings.drain_s):
             if self.stage.stopping.is_set():
                 self.stage.leave()  # compute sends elsewhere from its next look at the registry; until then, go on
-            steps = self.read()
-            for step in steps:
+            for step in self.read():
                 self.answer(step)
                 quiet_since = time.monotonic()
             self.stage.turn()
-            self.stage.load.update(sequences=len(self.states), tokens=self.num_tokens)
-            if quiet_since - self.forgot_at > FORGET_EVERY_S:
+            self.stage.load.update(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
+            if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
         self.stage.leave()
         self.stage.transport.run(lambda pipe: pipe.delete(self.reader.stream.key))
@@ -86,82 +100,120 @@ class SamplerService:
         return self.reader.take(reply)
 
     def answer(self, step: StepCandidates) -> None:
-        """Decide the step's rows and write them: log, events, decisions."""
+        """Decide the step's rows and write them: log, events, decisions. What nobody can answer becomes a dead letter."""
+        try:
+            for part in self.introduce(step):
+                decided = self.write(part, self.decide(part))
+                self.num_tokens += len(decided)
+                for row in decided:
+                    if row.state is None or row.error is not None or row.state.is_finished:
+                        self.states.pop((step.compute_id, row.handle), None)
+        except (RedisError, OSError, Recoverable):
+            raise
+        except Exception as error:  # a mistake in this message, or of ours with it: compute asks again, and gives the request up in the end
+            log.exception("a step can't be answered", compute_id=step.compute_id)
+            letter = partial(write_dead_letter, self.reader.stream.key, {MESSAGE: encode(step)}, error, 1)
+            self.stage.transport.run(letter)
+
+    def introduce(self, step: StepCandidates) -> Iterator[StepCandidates]:
+        """Make the step's sequences known, and give its rows out: at once, or in parts if many must be taken over from their logs."""
         for handle in step.forget.tolist():
             self.states.pop((step.compute_id, handle), None)
-        for intro in step.intros:
-            self.states[step.compute_id, intro.handle] = self.rebuild(intro)
-        decided = self.decide(step)
-        decided = self.write(step, decided)
-        self.num_tokens += len(decided)
-        for row in decided:
-            if row.state is None or row.state.is_finished:
-                self.states.pop((step.compute_id, row.handle), None)
+        new = [intro for intro in step.intros if not self.knows(step.compute_id, intro)]
+        if len(new) <= REBUILD_AT_ONCE:
+            self.rebuild(step.compute_id, new)
+            yield step
+            return
+        left = {intro.handle for intro in new}
+        yield from select(step, [row for row, handle in enumerate(step.handles.tolist()) if handle not in left])
+        for start in range(0, len(new), REBUILD_AT_ONCE):
+            batch = new[start : start + REBUILD_AT_ONCE]
+            self.rebuild(step.compute_id, batch)
+            ready = {intro.handle for intro in batch}
+            yield from select(step, [row for row, handle in enumerate(step.handles.tolist()) if handle in ready])
+            self.stage.turn()
 
-    def rebuild(self, intro: SequenceIntro) -> RequestState:
-        """The state of a request that is new here: replayed from its log, which is empty for one that is new everywhere."""
-        state = RequestState.begin(intro, self.tokenizer, time.monotonic())
-        for event in self.stage.transport.persist(lambda: read_log(self.stage.transport.client, intro.request_id)):
-            state.replay(event)
-        return state
+    def knows(self, compute_id: str, intro: SequenceIntro) -> bool:
+        state = self.states.get((compute_id, intro.handle))
+        return state is not None and state.intro.request_id == intro.request_id
+
+    def rebuild(self, compute_id: str, intros: list[SequenceIntro]) -> None:
+        """The states of requests that are new here: replayed from their logs, which are empty for those that are new everywhere. One round trip."""
+        for intro in intros:
+            self.states[compute_id, intro.handle] = RequestState.begin(intro, self.tokenizer, time.monotonic())
+        self.catch_up([self.states[compute_id, intro.handle] for intro in intros])
+        self.num_rebuilt += len(intros)
+
+    def catch_up(self, states: list[RequestState]) -> None:
+        """Replay what the logs hold beyond the states' positions."""
+        if not states:
+            return
+
+        def ask(pipe: Pipeline) -> None:
+            for state in states:
+                queue_read(pipe, state.intro.request_id, state.position)
+
+        for state, entries in zip(states, self.stage.transport.run(ask), strict=True):
+            try:
+                for event in parse_log(entries, state.position):
+                    state.replay(event)
+            except Lost as error:
+                state.lost = str(error)
 
     def decide(self, step: StepCandidates) -> list[Decided]:
         """Each row's next token: the draw for all rows at once, then text and stop strings row by row."""
         known = [self.states.get((step.compute_id, handle)) for handle in step.handles.tolist()]
-        logits = pad(step.logits, step.counts, -np.inf)
+        positions = step.positions.tolist()
+        self.catch_up([state for state, position in zip(known, positions, strict=True) if state is not None and position > state.position + 1])
         temperatures = np.array([0.0 if state is None else state.intro.params.temperature for state in known])
         seeds = np.array([0 if state is None else state.intro.params.seed for state in known], np.uint64)
-        columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions)).tolist()
-        starts = (np.cumsum(step.counts) - step.counts).tolist()
-        rows = zip(step.handles.tolist(), step.positions.tolist(), known, columns, starts, step.counts.tolist(), strict=True)
+        logits = pad(step.logits, step.counts, -np.inf)
+        columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
+        token_ids = pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids).tolist()
+        chosen_logits = pick(columns, step.counts, logits, step.tail_token_ids, step.tail_logits).tolist()
+        previous = step.previous_token_ids.tolist() or [None] * len(positions)
         decided = []
-        for row, (handle, position, state, column, start, count) in enumerate(rows):
+        for row, (handle, position, state) in enumerate(zip(step.handles.tolist(), positions, known, strict=True)):
             if state is None:
-                log.warning("candidates of an unknown sequence, waiting for its introduction", compute_id=step.compute_id, handle=handle)
-            elif state.is_finished:
-                decided.append(Decided(handle, position, state, event=state.last_event))
-            elif state.position >= position:
-                decided.append(Decided(handle, position, state, event=self.logged(state, position)))
-            elif state.position == position - 1:
-                is_tail = column >= count and step.tail_token_ids[row] >= 0
-                at = start + min(column, count - 1)
-                token_id = int(step.tail_token_ids[row] if is_tail else step.token_ids[at])
-                logit = float(step.tail_logits[row] if is_tail else step.logits[at])
-                decided.append(self.append(state, handle, token_id, self.logprob(step, row, start, state, token_id, logit)))
+                decided.append(Decided(handle, position, None, code=UNKNOWN))
+            elif state.lost:
+                decided.append(Decided(handle, position, state, error=RequestError(f"{LOST_LOG}: {state.lost}")))
+            elif position <= state.position or state.is_finished:
+                decided.append(self.logged(state, handle, position))
+            elif position == state.position + 1 and (previous[row] is None or previous[row] == state.last_token_id):
+                decided.append(self.append(step, row, state, token_ids[row], chosen_logits[row]))
             else:
-                log.warning("candidates ahead of the log, waiting for an introduction", request_id=state.intro.request_id, position=position)
-                self.states.pop((step.compute_id, handle))
+                log.info("passed over, computed upon other tokens than the log's", request_id=state.intro.request_id, position=position)
         return decided
 
-    def append(self, state: RequestState, handle: int, token_id: int, logprob: TokenLogprob | None) -> Decided:
+    def append(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> Decided:
         """The state one token on. What goes wrong in a request's text is that request's error alone."""
+        handle, position = int(step.handles[row]), int(step.positions[row])
         state.touched_at = time.monotonic()
-        position = state.position + 1
         try:
-            event = state.append(token_id, logprob)
+            entry = log_entry(state.append(token_id, self.logprob(step, row, state, token_id, logit)))
         except Exception as error:  # a tokenizer's own failure on these tokens
             log.exception("request failed", request_id=state.intro.request_id)
-            failure = RequestError(f"the text of the answer could not be made: {error}")
-            event = TokenEvent(state.intro.request_id, state.position, None, "", finish_reason="error", error=failure)
-            state.last_event = event
-        return Decided(handle, position, state, entry=log_entry(event))
+            return Decided(handle, position, state, error=RequestError(f"the text of the answer could not be made: {error}"))
+        return Decided(handle, position, state, entry=entry)
 
-    def logprob(self, step: StepCandidates, row: int, start: int, state: RequestState, token_id: int, logit: float) -> TokenLogprob | None:
+    def logprob(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> TokenLogprob | None:
         """The token's logprob and the likeliest alternatives', if the request asked for them."""
         wanted = state.intro.params.logprobs
         if wanted is None:
             return None
-        logsumexp = float(step.logsumexp[row])
+        start, logsumexp = int(step.counts[:row].sum()), float(step.logsumexp[row])
         listed = range(start, start + min(wanted, int(step.counts[row])))
         top = tuple(TopLogprob(*self.tokens.describe(int(step.token_ids[at])), float(step.logits[at]) - logsumexp) for at in listed)
         return TokenLogprob(*self.tokens.describe(token_id), logit - logsumexp, top)
 
-    def logged(self, state: RequestState, position: int) -> TokenEvent | None:
-        """What was decided at an earlier position."""
+    def logged(self, state: RequestState, handle: int, position: int) -> Decided:
+        """What the log holds at a position that is decided, or the end that came before it."""
         last = state.last_event
-        if last is not None and last.position == position:
-            return last
-        return self.stage.transport.persist(lambda: read_entry(self.stage.transport.client, state.intro.request_id, f"{position}-0"))
+        if last is None or last.position > position:
+            found = self.stage.transport.run(lambda pipe: queue_entry(pipe, state.intro.request_id, position))[0]
+            last = decode_entry(found[0][1][MESSAGE]) if found else None
+        return Decided(handle, position, state, event=last)
 
     def write(self, step: StepCandidates, decided: list[Decided]) -> list[Decided]:
         """One round trip. If a position was decided elsewhere meanwhile, take over what the log holds, and send that."""
@@ -169,28 +221,35 @@ class SamplerService:
         refused = self._send(step, decided, entries)
         if not refused:
             return decided
-        rejected = {entries[index - 1].event.request_id: entries[index - 1] for index in refused}
-        settled = [self.settle(row) if row.entry and row.entry.event.request_id in rejected else row for row in decided]
+        held = {entries[index - 1].event.request_id: payload for index, payload in refused}
+        settled = [self.settle(row, held[row.entry.event.request_id]) if row.entry and row.entry.event.request_id in held else row for row in decided]
         self._send(step, settled, [])
         return settled
 
-    def settle(self, row: Decided) -> Decided:
-        """The log refused this entry: what does it hold?"""
+    def settle(self, row: Decided, payload: bytes | None) -> Decided:
+        """The log refused this entry, and holds `payload` instead; None: it has lost what came before."""
         assert row.entry is not None and row.state is not None
-        request_id = row.entry.event.request_id
-        logged = self.stage.transport.persist(lambda: read_entry(self.stage.transport.client, request_id, row.entry.entry_id if row.entry else ""))
-        if logged == row.entry.event:
-            return Decided(row.handle, row.position, row.state, event=logged)
+        event, request_id = row.entry.event, row.entry.event.request_id
+        try:
+            logged = decode_entry(payload) if payload is not None else None
+        except Lost as error:
+            return replace(row, entry=None, error=RequestError(str(error)))
+        if logged is None:
+            return replace(row, entry=None, error=RequestError(LOST_LOG))
+        if logged == event:  # written before, by a try that seemed to fail
+            return replace(row, entry=None, event=logged)
         log.info("decided elsewhere", request_id=request_id, position=row.position)
-        if logged is None:  # the request has ended: cancelled, or failed
-            return Decided(row.handle, row.position, None)
-        state = self.rebuild(row.state.intro)
+        if logged.token_id is None or logged.position != row.position:  # the request has ended: cancelled, or failed
+            return replace(row, entry=None, state=None)
+        state = RequestState.begin(row.state.intro, self.tokenizer, time.monotonic())
+        state.gateway_id = row.state.gateway_id
+        self.catch_up([state])
         for key, known in list(self.states.items()):
             if known is row.state:
                 self.states[key] = state
-        return Decided(row.handle, row.position, state, event=logged)
+        return replace(row, entry=None, state=state, event=logged)
 
-    def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[int]:
+    def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, bytes | None]]:
         messages: list[tuple[DirectStream, StepEvents | StepDecisions]] = []
         events_by_gateway: dict[str, list[bytes]] = defaultdict(list)
         for row in decided:
@@ -202,18 +261,28 @@ class SamplerService:
         for gateway_id, payloads in events_by_gateway.items():
             messages.append((events(gateway_id), StepEvents(tuple(payloads))))
         messages.append((decisions(step.compute_id), self.decisions(step, decided)))
-        refused: list[int] = self.stage.transport.run(lambda pipe: write_step(pipe, entries, messages))[0]
+
+        def fill(pipe: Pipeline) -> None:
+            for row in decided:
+                if row.error is not None and row.state is not None:
+                    intro = row.state.intro
+                    end_request(pipe, self.model, intro.request_id, row.state.gateway_id, error=row.error, num_prompt_tokens=intro.num_prompt_tokens)
+            write_step(pipe, self.model, entries, messages)
+
+        refused: list[tuple[int, bytes | None]] = self.stage.transport.run(fill)[-1]
         return refused
 
     def decisions(self, step: StepCandidates, decided: list[Decided]) -> StepDecisions:
-        outcomes = [row.entry.event if row.entry is not None else row.event for row in decided]
+        outcomes = [row.outcome for row in decided]
+        tokens = [event.token_id if event is not None and event.token_id is not None else row.code for row, event in zip(decided, outcomes, strict=True)]
+        ends = [row.code == FAILED if event is None else event.finish_reason is not None for row, event in zip(decided, outcomes, strict=True)]
         return StepDecisions(
             sampler_id=self.stage.replica_id,
             step=step.step,
             handles=np.array([row.handle for row in decided], np.int32),
             positions=np.array([row.position for row in decided], np.int32),
-            token_ids=np.array([FAILED if event is None or event.token_id is None else event.token_id for event in outcomes], np.int32),
-            is_finished=np.array([event is None or event.finish_reason is not None for event in outcomes], np.uint8),
+            token_ids=np.array(tokens, np.int32),
+            is_finished=np.array(ends, np.uint8),
         )
 
     def obey(self, message: Control) -> None:
@@ -227,3 +296,16 @@ class SamplerService:
         now = self.forgot_at = time.monotonic()
         for key in [key for key, state in self.states.items() if now - state.touched_at > FORGET_AFTER_S]:
             del self.states[key]
+
+
+def select(step: StepCandidates, rows: list[int]) -> Iterator[StepCandidates]:
+    """The step with some of its rows; nothing for none."""
+    if not rows:
+        return
+    listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
+    by_row = {
+        name: getattr(step, name)[rows]
+        for name in ("handles", "positions", "counts", "logsumexp", "kept_mass", "tail_token_ids", "tail_logits", "previous_token_ids")
+        if len(getattr(step, name))
+    }
+    yield replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)

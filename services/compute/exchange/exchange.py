@@ -29,6 +29,7 @@ STANDING_MS = 1000  # how long Redis holds a standing read before it is asked ag
 TEND_EVERY_S = 0.1
 PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
 WARN_EVERY_S = 10.0
+UNKNOWN = -2  # a decision's token id: the sampler must be told about the sequence
 
 
 @dataclass(slots=True)
@@ -150,8 +151,11 @@ class Exchange:
     def _settle(self, message: StepDecisions) -> list[Decision]:
         self.undecided.heard(message.sampler_id)
         columns = (message.handles, message.positions, message.token_ids, message.is_finished)
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        return self.undecided.settle(message.step, [Decision(handle, position, token, bool(end)) for handle, position, token, end in rows])
+        found = [Decision(handle, position, token, bool(end)) for handle, position, token, end in zip(*(each.tolist() for each in columns), strict=True)]
+        unknown = {each.handle for each in found if each.token_id == UNKNOWN and each.position in self.undecided.rows.get(each.handle, {})}
+        if unknown:
+            self._send_again(sorted(unknown))
+        return self.undecided.settle(message.step, [each for each in found if each.token_id != UNKNOWN])
 
     def _follow_samplers(self) -> None:
         """When samplers come or go, give each sequence to the one that rendezvous hashing says, with what is undecided of it."""
