@@ -6,6 +6,7 @@ Runs `python -m services.<stage>` for each replica: the same command lines as do
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ import httpx
 
 from services.redis_server import socket_path, start_server
 from shared.errors import StartupError
-from shared.model_files import open_model
+from shared.model_files import ModelFiles, open_model
 from shared.settings import DEFAULT_REDIS_URL, UpSettings
 from shared.telemetry import get_logger
 
@@ -47,6 +48,7 @@ class Launcher:
     settings: UpSettings
     redis: Child | None = None
     stages: list[Child] = field(default_factory=list)
+    models: list[ModelFiles] = field(default_factory=list)
     is_stopping: bool = False
 
     def run(self) -> int:
@@ -71,7 +73,12 @@ class Launcher:
     def _prepare(self) -> IO[str]:
         """Check what can be checked before anything starts; then list the processes. Returns the data folder's lock, held while open."""
         settings = self.settings
-        files = open_model(settings.model, settings.served_model_name, weights=True)  # fails here, once, not in three processes
+        self.models = [open_model(model, settings.names_of(number), weights=True) for number, model in enumerate(settings.model)]  # fails here, once
+        names = [name for each in self.models for name in (each.name, *each.aliases)]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
+        for number in range(settings.gateways):
+            check_port(settings.host, settings.port + number)
         try:
             settings.data_dir.mkdir(parents=True, exist_ok=True)
             lock = (settings.data_dir / "lock").open("w")
@@ -80,22 +87,25 @@ class Launcher:
             raise StartupError(f"another penstock up uses {settings.data_dir}; give this one its own --data-dir") from None
         except OSError as error:
             raise StartupError(f"--data-dir {settings.data_dir}: {error}") from None
-        environment = self._environment(str(files.folder), files.name)
+        environment = self._environment()
         if settings.redis_url == DEFAULT_REDIS_URL:
             self.redis = Child("redis", lambda: start_server(settings.data_dir, port=settings.redis_port))
             environment["PENSTOCK_REDIS_URL"] = f"unix://{socket_path(settings.data_dir)}"
-        for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1), ("gateway", settings.gateways)):
-            for number in range(count):
-                self.stages.append(self._child(stage, number, environment))
+        for files in self.models:
+            own = environment | {"PENSTOCK_MODEL": str(files.folder), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
+            suffix = f" of {files.name}" if len(self.models) > 1 else ""
+            for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1)):
+                self.stages += [self._child(stage, number, own, suffix) for number in range(count)]
+        self.stages += [self._child("gateway", number, environment) for number in range(settings.gateways)]
         return lock
 
-    def _environment(self, folder: str, name: str) -> dict[str, str]:
+    def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
         values = self.settings.model_dump(exclude={"replica_id", "gateways", "tokenizers", "samplers", "data_dir", "redis_port", "model", "served_model_name"})
         environment = {f"PENSTOCK_{key.upper()}": str(value) for key, value in values.items() if value is not None}
-        return {**os.environ, **environment, "PENSTOCK_MODEL": folder, "PENSTOCK_SERVED_MODEL_NAME": name}
+        return {**os.environ, **environment}
 
-    def _child(self, stage: str, number: int, environment: dict[str, str]) -> Child:
+    def _child(self, stage: str, number: int, environment: dict[str, str], suffix: str = "") -> Child:
         own = dict(environment)
         own.pop("PENSTOCK_REPLICA_ID", None)
         if stage == "gateway":
@@ -108,7 +118,7 @@ class Launcher:
             niceness = COMPUTE_NICENESS if stage == "compute" else 0
             return subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=lambda: os.nice(niceness) and None)
 
-        return Child(stage if number == 0 else f"{stage}-{number + 1}", start)
+        return Child((stage if number == 0 else f"{stage}-{number + 1}") + suffix, start)
 
     def _keep_alive(self) -> None:
         """Start what is not running, Redis first; a dead process comes back after a growing pause."""
@@ -131,13 +141,18 @@ class Launcher:
 
     def _is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False).status_code == 200
-        except httpx.HTTPError:
+            if httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False).status_code != 200:
+                return False
+            served = {card["id"] for card in httpx.get(f"{self._url}/v1/models", timeout=1.0, trust_env=False).json()["data"]}
+        except (httpx.HTTPError, ValueError, KeyError):
             return False
+        return all(files.name in served for files in self.models)
 
     def _announce(self, seconds: float) -> None:
-        name = open_model(self.settings.model, self.settings.served_model_name).name
-        print(f"\nPenstock serves {name} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True)
+        name = self.models[0].name
+        print(
+            f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True
+        )
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is Penstock?"}}]}}'
         print(f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
 
@@ -151,6 +166,17 @@ class Launcher:
         terminate([child for child in self.stages if child.process is not None])
         if self.redis is not None and self.redis.process is not None:
             terminate([self.redis])
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises StartupError for a port that something listens on: better said now than when everything else has started."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartupError(f"can't listen on {host}:{port}: {error.strerror}. Another one with --port") from None
 
 
 def terminate(children: list[Child]) -> None:

@@ -2,10 +2,10 @@
 
 import sys
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ByteSize, Field, ValidationError
-from pydantic_settings import BaseSettings, SettingsConfigDict, SettingsError
+from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.errors import StartupError
 
@@ -54,8 +54,8 @@ class SamplerSettings(ModelSettings):
     drain_s: float = Field(2.5, ge=0, description="after SIGTERM, how long no candidates must have come before it exits")
 
 
-class ComputeSettings(ModelSettings):
-    """The model."""
+class EngineSettings(StageSettings):
+    """How the model runs."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
@@ -82,14 +82,40 @@ class ComputeSettings(ModelSettings):
     run_ahead: int = Field(1, ge=0, le=8, description="tokens of a sequence that may be computed upon before the log holds them; 0: wait for each")
 
 
-class UpSettings(GatewaySettings, ComputeSettings):
+class ComputeSettings(ModelSettings, EngineSettings):
+    """The model."""
+
+
+class UpSettings(GatewaySettings, EngineSettings):
     """`penstock up`: everything on this machine."""
 
+    model: Annotated[list[str], NoDecode] = Field(["demo"], description="a checkpoint folder, a hub id when online, or demo; may be given several times")
+    served_model_name: Annotated[list[str], NoDecode] = Field(
+        [], description="the name clients use, by default the folder's; may be given several times: further names of one model, or one for each of several"
+    )
     gateways: int = Field(1, gt=0, description="gateway replicas, on ports from --port upwards")
     tokenizers: int = Field(1, gt=0, description="tokenizer replicas")
     samplers: int = Field(1, gt=0, description="sampler replicas")
     data_dir: Path = Field(Path.home() / ".penstock", description="where the embedded Redis keeps its data and socket")
     redis_port: int = Field(0, ge=0, le=65535, description="loopback TCP port of the embedded Redis; 0: Unix socket only")
+
+    @field_validator("model", "served_model_name", mode="before")
+    @classmethod
+    def split(cls, value: Any) -> Any:
+        """From the environment, names joined by commas."""
+        return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def check_names(self) -> "UpSettings":
+        if len(self.model) > 1 and len(self.served_model_name) not in (0, len(self.model)):
+            raise ValueError(f"{len(self.model)} models need as many --served-model-name, or none")
+        return self
+
+    def names_of(self, number: int) -> str:
+        """The names of the number-th model as a stage takes them; empty: its own."""
+        if len(self.model) == 1:
+            return ",".join(self.served_model_name)
+        return self.served_model_name[number] if self.served_model_name else ""
 
 
 S = TypeVar("S", bound=BaseSettings)
@@ -103,6 +129,8 @@ def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])
+        if not name:
+            raise StartupError(first["msg"].removeprefix("Value error, ")) from None
         raise StartupError(f"--{name.replace('_', '-')}: {first['msg']}, got {first['input']!r}") from None
     except SettingsError as error:
         raise StartupError(str(error)) from None

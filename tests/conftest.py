@@ -13,7 +13,7 @@ from tests.deployment import Deployment
 from tests.waiting import wait_until
 
 # Keys that may live for ever; every other must have a TTL once its work is done.
-PERMANENT = {"requests", "replicas", "dead-letter"}
+PERMANENT = {"replicas", "dead-letter"}
 
 
 def answers(url: str) -> bool:
@@ -68,13 +68,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
 def unfinished(deployment: Deployment) -> int:
     """Entries that are still in the group streams."""
     with deployment.redis() as client:
-        return sum(int(client.xlen(key)) for key in (b"requests", *client.keys("prompts:*")))
+        return sum(int(client.xlen(key)) for key in (*client.keys("requests:*"), *client.keys("prompts:*")))
 
 
 def leaked_keys(redis_url: str) -> list[str]:
     with redis.Redis.from_url(redis_url) as client:
         keys = [key.decode() for key in client.keys("*")]
-        return sorted(key for key in keys if client.ttl(key) == -1 and key not in PERMANENT and not key.startswith("prompts:"))
+        return sorted(key for key in keys if client.ttl(key) == -1 and key not in PERMANENT and not key.startswith(("requests:", "prompts:")))
 
 
 @pytest.fixture
