@@ -59,15 +59,15 @@ class Admitter:
         """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or are here already."""
         for letter in dead:
             self._end(letter.request_id, letter.gateway_id, letter.entry_id, RequestError(f"this request could not be handled: {letter.reason}"))
-        fresh = []
+        fresh: dict[str, Delivery] = {}
         for delivery in deliveries:
-            handle = self._handle_by_request.get(delivery.message.request_id)
-            if handle is None:
-                fresh.append(delivery)
-            elif delivery.entry_id != self.active[handle].entry_id:
+            request_id = delivery.message.request_id
+            handle = self._handle_by_request.get(request_id)
+            known = fresh.setdefault(request_id, delivery).entry_id if handle is None else self.active[handle].entry_id
+            if delivery.entry_id != known:
                 self.exchange.acknowledge(delivery.entry_id)  # a second copy
         if fresh:
-            self._admit_fresh(fresh)
+            self._admit_fresh(list(fresh.values()))
 
     def _admit_fresh(self, deliveries: list[Delivery]) -> None:
         """One round trip for what Redis knows of them: whether they were cancelled, who reads them, and the logs of those that were claimed."""

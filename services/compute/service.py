@@ -127,7 +127,7 @@ class ComputeService:
             self.end(active, tell_sampler=False, is_complete=False)
             return
         self.num_output_tokens += 1
-        if sequence.token_ids[at] == decision.token_id:
+        if at < sequence.num_tokens and sequence.token_ids[at] == decision.token_id:
             self.scheduler.confirm(sequence)
         else:
             log.warning("decided otherwise than foreseen", request_id=sequence.request_id, position=decision.position)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from services.compute.candidates.reduction import CandidateRows
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 30.0
-MAX_ASKED = 10  # times that a row is sent to samplers that live, and do not answer: some four minutes
+MAX_SILENCES = 8  # that a row is sent into, to samplers that live and do not answer: some three minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Row:
     index: int
     step: int  # with which it was first sent: decisions of earlier steps are not for it
     asked_at: float = 0.0  # monotonic, s: when it was sent last
-    num_asked: int = 0
+    num_silences: int = 0
 
 
 @dataclass(slots=True)
@@ -57,14 +57,14 @@ class Undecided:
         """A step's rows are on their way."""
         now = time.monotonic()
         for index, (handle, position) in enumerate(zip(rows.handles.tolist(), rows.positions.tolist(), strict=True)):
-            self.rows.setdefault(handle, {})[position] = Row(rows, index, step, now, 1)
+            self.rows.setdefault(handle, {})[position] = Row(rows, index, step, now)
 
     def of(self, handles: Iterable[int]) -> dict[int, tuple[CandidateRows, list[int]]]:
         """The rows of some sequences by the step they belong to, in the order of the steps."""
         found: dict[int, tuple[CandidateRows, list[int]]] = {}
         for handle in handles:
             for row in self.rows.get(handle, {}).values():
-                row.num_asked, row.asked_at = row.num_asked + 1, time.monotonic()
+                row.asked_at = time.monotonic()
                 found.setdefault(row.step, (row.rows, []))[1].append(row.index)
         return dict(sorted(found.items()))
 
@@ -115,8 +115,12 @@ class Undecided:
             if now - max(since, patience.heard_at) > patience.seconds:
                 late.add(sampler_id)
                 patience.heard_at, patience.seconds = now, min(2 * patience.seconds, LONGEST_PATIENCE_S)
-        return [handle for handle, sampler_id in sampler_by_handle.items() if sampler_id in late and handle in self.rows]
+        handles = [handle for handle, sampler_id in sampler_by_handle.items() if sampler_id in late and handle in self.rows]
+        for handle in handles:
+            for row in self.rows[handle].values():
+                row.num_silences += 1
+        return handles
 
     def given_up(self) -> list[int]:
-        """The handles of sequences whose rows were sent too often."""
-        return [handle for handle, rows in self.rows.items() if any(row.num_asked > MAX_ASKED for row in rows.values())]
+        """The handles of sequences whose rows met with too much silence."""
+        return [handle for handle, rows in self.rows.items() if any(row.num_silences > MAX_SILENCES for row in rows.values())]
