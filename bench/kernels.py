@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from bench.model import read_bandwidth, stored_bytes
 from services.compute.backends.dispatch import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
 from services.compute.backends.torch.reference import kv_row_size, write_kv
-from services.compute.cache.host_memory import mapped_zeros
+from services.compute.host_memory import mapped_zeros
 from services.compute.tools.make_model import SHAPES, Shape
 
 LAYERS_BYTES = 100 << 20  # of the caches that attention takes in turn

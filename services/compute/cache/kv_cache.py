@@ -7,7 +7,7 @@ import psutil
 import torch
 
 from services.compute.backends.torch.reference import kv_row_size
-from services.compute.cache.host_memory import mapped_zeros
+from services.compute.host_memory import mapped_zeros
 from services.compute.models.config import ModelConfig
 from shared.errors import StartupError
 from shared.settings import ComputeSettings

@@ -6,8 +6,7 @@ waited out, and what is undecided is then sent again: deciding is idempotent.
 """
 
 import time
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
@@ -15,9 +14,9 @@ from redis.exceptions import RedisError
 from services.compute.candidates.reduction import CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.line import Line
+from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
-from shared.messages import Control, SequenceIntro, StepCandidates, StepDecisions
-from shared.registry import choose_replica
+from shared.messages import Control, StepCandidates, StepDecisions
 from shared.stage import Stage
 from shared.streams import CONTROL, GroupStream, candidates, decisions
 from shared.telemetry import get_logger
@@ -27,7 +26,6 @@ log = get_logger("penstock.compute")
 
 STANDING_MS = 1000  # how long Redis holds a standing read before it is asked again
 TEND_EVERY_S = 0.1
-PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
 WARN_EVERY_S = 10.0
 UNKNOWN = -2  # a decision's token id: the sampler must be told about the sequence
 
@@ -51,13 +49,12 @@ class Exchange:
         self.prompts = GroupReader(stage.transport, prompts, stage.replica_id)
         self.decisions = DirectReader(stage.transport, decisions(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
+        self.samplers = Samplers(stage.replica_id, active)
         self.undecided = Undecided()
         self._out, self._news, self._requests = (Line(stage.transport) for _ in range(3))
         self._outgoing: list[tuple[str, StepCandidates]] = []  # to samplers, with the next write
         self._done: list[bytes] = []  # entries to acknowledge with the next write
         self._acknowledging: list[bytes] = []  # written, and not answered yet
-        self._forget: dict[str, list[int]] = defaultdict(list)  # by sampler: handles it need not remember
-        self._samplers: set[str] = set()  # who was alive when sequences were given to samplers
         self._step = time.time_ns() // 1000  # beyond any of an earlier life of this replica
         self._tended_at = self._warned_at = 0.0
 
@@ -70,7 +67,7 @@ class Exchange:
         self._step += 1
         self.undecided.add(rows, self._step)
         self._follow_samplers()
-        self._post(rows, range(len(rows.handles)), self._step)
+        self._outgoing += self.samplers.address(rows, range(len(rows.handles)), self._step)
         self._flush()
 
     def collect(self, room: int, *, wait_s: float = 0.0) -> Inbox:
@@ -110,8 +107,8 @@ class Exchange:
     def forget(self, active: ActiveRequest, *, tell_sampler: bool) -> None:
         """The request has ended: its entry is acknowledged with the next write, its sampler told unless it knows."""
         self.undecided.forget(active.sequence.handle)
-        if tell_sampler and active.sampler_id is not None:
-            self._forget[active.sampler_id].append(active.sequence.handle)
+        if tell_sampler:
+            self.samplers.forget(active)
         self._done.append(active.entry_id)
 
     def acknowledge(self, entry_id: bytes) -> None:
@@ -158,46 +155,15 @@ class Exchange:
         return self.undecided.settle(message.step, [each for each in found if each.token_id != UNKNOWN])
 
     def _follow_samplers(self) -> None:
-        """When samplers come or go, give each sequence to the one that rendezvous hashing says, with what is undecided of it."""
-        live = self.stage.registry.ids("sampler", self.stage.model)
-        if live == self._samplers:
-            return
-        self._samplers = live
-        moved = []
-        for handle, active in self.active.items():
-            if active.sampler_id is not None and active.sampler_id != choose_replica(active.request.request_id, live):
-                if active.sampler_id in live:
-                    self._forget[active.sampler_id].append(handle)
-                active.sampler_id = None
-            if active.sampler_id is None:
-                moved.append(handle)
-        for gone in [each for each in self._forget if each not in live]:
-            del self._forget[gone]
+        """When samplers come or go, what is undecided of the sequences that move goes to their new ones."""
+        moved = self.samplers.follow(self.stage.registry.ids("sampler", self.stage.model))
         self._send_again(moved)
 
     def _send_again(self, handles: list[int]) -> None:
-        """All that is undecided of some sequences, with their introductions: their sampler is new, or may have forgotten them."""
-        for handle in handles:
-            self.active[handle].sampler_id = None
+        """All that is undecided of some sequences, in the order of the steps, with their introductions."""
+        self.samplers.reintroduce(handles)
         for step, (rows, indices) in self.undecided.of(handles).items():
-            self._post(rows, indices, step)
-
-    def _post(self, rows: CandidateRows, indices: Iterable[int], step: int) -> None:
-        """One message per sampler."""
-        by_sampler: dict[str, list[int]] = defaultdict(list)
-        intros: dict[str, list[SequenceIntro]] = defaultdict(list)
-        handles = rows.handles.tolist()
-        for index in indices:
-            active = self.active[handles[index]]
-            if active.sampler_id is None:
-                active.sampler_id = choose_replica(active.request.request_id, self._samplers)
-                if active.sampler_id is None:
-                    continue  # nobody is alive: it is sent when somebody is
-                intros[active.sampler_id].append(introduction(active))
-            by_sampler[active.sampler_id].append(index)
-        for sampler_id, own in by_sampler.items():
-            forget = self._forget.pop(sampler_id, [])
-            self._outgoing.append((sampler_id, rows.message(own, self.stage.replica_id, step, tuple(intros[sampler_id]), forget)))
+            self._outgoing += self.samplers.address(rows, indices, step)
 
     def _flush(self) -> None:
         """Write what is to go out. What was written before has been answered by now, or nearly."""
@@ -231,22 +197,6 @@ class Exchange:
         self._send_again(list(self.undecided.rows))
 
     def _warn_if_alone(self) -> None:
-        if not self._samplers and time.monotonic() - self._warned_at > WARN_EVERY_S:
+        if not self.samplers.live and time.monotonic() - self._warned_at > WARN_EVERY_S:
             self._warned_at = time.monotonic()
             log.warning("no sampler of this model is alive, waiting for one", model=self.stage.model)
-
-
-def introduction(active: ActiveRequest) -> SequenceIntro:
-    """What a sampler must know of a sequence."""
-    sequence, request = active.sequence, active.request
-    return SequenceIntro(
-        handle=sequence.handle,
-        request_id=request.request_id,
-        gateway_id=active.gateway_id,
-        params=sequence.params,
-        eos_token_ids=sequence.eos_token_ids,
-        num_prompt_tokens=sequence.num_prompt_tokens,
-        prompt_tail=request.prompt_token_ids[-PROMPT_TAIL:],
-        echo_text=request.echo_text,
-        num_cached_tokens=sequence.num_cached_tokens,
-    )

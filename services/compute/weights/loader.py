@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from services.compute.backends.dispatch import Linear, is_native, make_linear, make_mlp, restore_linear
-from services.compute.cache.host_memory import give_back_free_memory
+from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights
 from shared.errors import StartupError

@@ -11,7 +11,7 @@ import torch
 
 from services.compute.backends.cpu.library import Weight, load_library, pointer
 from services.compute.backends.torch.reference import FOUR_BIT_TABLES, quantize_four_bit
-from services.compute.cache.host_memory import mapped_zeros
+from services.compute.host_memory import mapped_zeros
 
 Tensor = torch.Tensor
 

@@ -1,0 +1,79 @@
+"""Who knows whom: which sampler decides for which sequence, what it has been told of it, and what it may forget."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+from services.compute.candidates.reduction import CandidateRows
+from services.compute.exchange.active import ActiveRequest
+from shared.messages import SequenceIntro, StepCandidates
+from shared.registry import choose_replica
+
+PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
+
+
+class Samplers:
+    """Each sequence belongs to the live sampler that rendezvous hashing of its request id says; its first row there comes with an introduction."""
+
+    def __init__(self, compute_id: str, active: Mapping[int, ActiveRequest]) -> None:
+        self.compute_id = compute_id
+        self.active = active
+        self.live: set[str] = set()
+        self._forget: dict[str, list[int]] = defaultdict(list)  # by sampler: handles it need not remember
+
+    def follow(self, live: set[str]) -> list[int]:
+        """The samplers that live now. Returns the handles of the sequences that belong to another than before, or did to none."""
+        if live == self.live:
+            return []
+        self.live = live
+        for handle, active in self.active.items():
+            if active.sampler_id is not None and active.sampler_id != choose_replica(active.request.request_id, live):
+                if active.sampler_id in live:
+                    self._forget[active.sampler_id].append(handle)
+                active.sampler_id = None
+        for gone in [each for each in self._forget if each not in live]:
+            del self._forget[gone]
+        return [handle for handle, active in self.active.items() if active.sampler_id is None]
+
+    def address(self, rows: CandidateRows, indices: Iterable[int], step: int) -> list[tuple[str, StepCandidates]]:
+        """One message per sampler with some rows of a step. While none is alive, none: `follow` tells when that ends."""
+        by_sampler: dict[str, list[int]] = defaultdict(list)
+        intros: dict[str, list[SequenceIntro]] = defaultdict(list)
+        handles = rows.handles.tolist()
+        for index in indices:
+            active = self.active[handles[index]]
+            if active.sampler_id is None:
+                active.sampler_id = choose_replica(active.request.request_id, self.live)
+                if active.sampler_id is None:
+                    continue
+                intros[active.sampler_id].append(introduction(active))
+            by_sampler[active.sampler_id].append(index)
+        return [
+            (sampler_id, rows.message(own, self.compute_id, step, tuple(intros[sampler_id]), self._forget.pop(sampler_id, [])))
+            for sampler_id, own in by_sampler.items()
+        ]
+
+    def reintroduce(self, handles: Iterable[int]) -> None:
+        """Their samplers may have forgotten them, or never heard."""
+        for handle in handles:
+            self.active[handle].sampler_id = None
+
+    def forget(self, active: ActiveRequest) -> None:
+        """The sequence has ended without its sampler's doing: it is told with the next message."""
+        if active.sampler_id is not None:
+            self._forget[active.sampler_id].append(active.sequence.handle)
+
+
+def introduction(active: ActiveRequest) -> SequenceIntro:
+    """What a sampler must know of a sequence."""
+    sequence, request = active.sequence, active.request
+    return SequenceIntro(
+        handle=sequence.handle,
+        request_id=request.request_id,
+        gateway_id=active.gateway_id,
+        params=sequence.params,
+        eos_token_ids=sequence.eos_token_ids,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        prompt_tail=request.prompt_token_ids[-PROMPT_TAIL:],
+        echo_text=request.echo_text,
+        num_cached_tokens=sequence.num_cached_tokens,
+    )
