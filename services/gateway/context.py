@@ -6,6 +6,7 @@ import redis
 import redis.asyncio
 
 from services.gateway.admission import Admission
+from services.gateway.bodies import BodyReader
 from services.gateway.generation import Pipeline, ResponseRecord
 from services.gateway.metrics import Metrics
 from shared.settings import GatewaySettings
@@ -20,6 +21,7 @@ class Context:
     settings: GatewaySettings
     stage: Stage
     client: "redis.asyncio.Redis"
+    bodies: BodyReader
     admission: Admission
     pipeline: Pipeline
     metrics: Metrics
@@ -27,5 +29,5 @@ class Context:
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
             "request submitted", response_id=record.response_id, kind=record.kind, num_sequences=record.num_prompts * record.n,
-            x_request_id=request_id, user=user or "-",
+            x_request_id=request_id, user=(user or "-")[:128],
         )  # fmt: skip
