@@ -7,8 +7,9 @@ import redis.asyncio
 
 from services.gateway.admission import Admission
 from services.gateway.bodies import BodyReader
-from services.gateway.generation import Pipeline, ResponseRecord
+from services.gateway.generation import Pipeline
 from services.gateway.metrics import Metrics
+from services.gateway.record import ResponseRecord
 from shared.settings import GatewaySettings
 from shared.stage import Stage
 from shared.telemetry import get_logger

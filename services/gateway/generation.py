@@ -3,12 +3,9 @@
 Submits the requests or takes a running response over, hands out their events, and cancels what is unfinished when nobody listens any more.
 """
 
-import os
-import time
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 
 import msgpack
 import redis
@@ -16,43 +13,13 @@ import redis.asyncio
 
 from services.gateway.admission import Admission
 from services.gateway.canceller import Canceller
+from services.gateway.record import ResponseRecord
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from shared.errors import Invalid, Recoverable, Rejected
 from shared.messages import GenerateRequest, TokenEvent
-from shared.sampling_params import SEEDS, SamplingParams
 from shared.streams import response_key
 from shared.transport import is_temporary
-
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
-
-
-@dataclass(frozen=True, slots=True)
-class ResponseRecord:
-    """What it takes to stream a response again, from any gateway."""
-
-    response_id: str
-    kind: str  # "chat.completion" or "text_completion"
-    model: str  # as the client called it
-    created: int
-    num_prompts: int
-    n: int
-    has_usage: bool  # stream_options.include_usage
-    served_model: str  # the model's own name, of which streams and keys are made
-
-    @property
-    def request_ids(self) -> list[str]:
-        return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
-
-
-def make_record(kind: str, prefix: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool) -> ResponseRecord:
-    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model)
-
-
-def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:
-    """The params of one of n choices: its own seed, a function of the request's."""
-    base = int.from_bytes(os.urandom(8)) if seed is None else seed
-    return replace(params, seed=(base + choice * GOLDEN) % SEEDS)
 
 
 @contextmanager

@@ -7,12 +7,12 @@ from fastapi import APIRouter, Header, Request, Response
 
 from services.gateway.admission import served_names
 from services.gateway.context import Context
-from services.gateway.generation import ResponseRecord, choice_params, make_record
 from services.gateway.metrics import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.fields import MAX_SEQUENCES
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.gateway.record import ResponseRecord, choice_params, make_record
 from shared.errors import Invalid
 from shared.messages import ChatMessage, GenerateRequest
 from shared.sampling_params import SamplingParams
