@@ -83,6 +83,7 @@ class Pipeline:
         except BaseException:
             generation.close()  # nobody knows whether Redis took them: if so, they are cancelled
             raise
+        generation.subscription.is_submitted = True
         return generation
 
     async def resume(self, response_id: str, last_event_id: str | None) -> Generation:

@@ -77,7 +77,9 @@ class Silence:
         """The sequences to look at: of those that are behind, and that nothing was heard of."""
         silent_since = time.monotonic() - self.interval_s
         for subscription in self.subscriptions.all():
-            for request_id in () if subscription.has_failed else subscription.unfinished:
+            if subscription.has_failed or not subscription.is_submitted:
+                continue
+            for request_id in subscription.unfinished:
                 if subscription in behind or subscription.heard_at[request_id] < silent_since:
                     yield subscription, request_id
 
@@ -85,10 +87,11 @@ class Silence:
         unheard = set()
         for start in range(0, len(due), CHUNK):
             chunk = due[start : start + CHUNK]
+            positions = [subscription.positions[request_id] for subscription, request_id in chunk]  # events may come while we wait for the replies
             replies = await self._ask(chunk)
             for number, (subscription, request_id) in enumerate(chunk):
                 try:
-                    look = read(replies[4 * number : 4 * number + 4], subscription.positions[request_id])
+                    look = read(replies[4 * number : 4 * number + 4], positions[number])
                 except Lost as error:
                     log.error("a token log is not whole", request_id=request_id, error=error)
                     subscription.fail(RequestError(f"the request was lost: {error}", 500, code="request_lost"))

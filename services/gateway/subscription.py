@@ -26,6 +26,7 @@ class Subscription:
         self.response_id = response_id
         self.positions = positions  # by request id: of the last event that was taken
         self.generation = generation
+        self.is_submitted = generation > 0  # from then on Redis must know of it
         self.unfinished = set(positions)
         self.heard_at = dict.fromkeys(positions, time.monotonic())
         self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens

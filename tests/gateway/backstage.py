@@ -21,9 +21,7 @@ class Backstage:
     def __init__(self, url: str, model: str = NAME, aliases: tuple[str, ...] = (ALIAS,), stages: tuple[str, ...] = ("tokenizer", "compute", "sampler")) -> None:
         self.client = redis.Redis.from_url(url)
         self.model = model
-        self.replicas = [
-            Replica(stage, f"{stage}-of-{model}", "here", 1, time.time(), model=model, max_model_len=100_000, aliases=aliases) for stage in stages
-        ]
+        self.replicas = [Replica(stage, f"{stage}-of-{model}", "here", 1, time.time(), model=model, max_model_len=100_000, aliases=aliases) for stage in stages]
         self._taken_id = "0-0"
         self._stopping = threading.Event()
         self._announce()

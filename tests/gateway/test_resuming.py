@@ -105,5 +105,3 @@ def test_a_queued_response_can_be_resumed(gateways: Deployment, backstage: Backs
             backstage.write(request, 1, finish=1, gateway="gateway-2")
             again.wait_end()
             assert again.text == "1 "
-
-
