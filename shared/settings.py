@@ -35,10 +35,15 @@ class GatewaySettings(StageSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
-    max_requests: int = Field(1024, gt=0, description="requests in the pipeline, over all gateways; beyond: 429")
+    max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
     max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body")
-    ping_interval_s: float = Field(5.0, gt=0, description="between the comments that keep a waiting stream open")
+    max_connections: int = Field(4096, gt=0, description="open connections; beyond: 503")
+    header_timeout_s: float = Field(10.0, gt=0, description="for a request's headers to come; then the connection is closed")
+    body_timeout_s: float = Field(60.0, gt=0, description="for a request's body to come; then: 408")
+    write_timeout_s: float = Field(60.0, gt=0, description="a client that has not read for this long loses its connection")
+    min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
+    ping_interval_s: float = Field(5.0, gt=0, description="between the comments that keep a waiting stream open, and between looks at silent logs")
     stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
 
 

@@ -1,8 +1,6 @@
 """`python -m services.gateway`: settings, objects, run."""
 
-import asyncio
 import signal
-import socket
 
 import redis.asyncio
 import uvicorn
@@ -11,48 +9,52 @@ from redis.backoff import NoBackoff
 
 from services.gateway.admission import Admission
 from services.gateway.app import build_app
+from services.gateway.bodies import BodyReader
+from services.gateway.canceller import Canceller
 from services.gateway.context import Context
 from services.gateway.generation import Pipeline
 from services.gateway.metrics import Metrics
+from services.gateway.protocol import patient
+from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
+from services.gateway.takeover import Takeover
 from shared.errors import StartupError
 from shared.settings import GatewaySettings, load_settings
 from shared.stage import Stage, run_stage, start_logging
 
-DRAIN_S = 5  # after SIGTERM, for running responses; what is cut off can be resumed at another gateway
+REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and what a client waits for a 503
 
 
-class DrainingServer(uvicorn.Server):
-    """Leaves the registry first, and lets the requests of connections that it cuts off go on: they can be resumed."""
-
-    def __init__(self, config: uvicorn.Config, context: Context) -> None:
-        super().__init__(config)
-        self.context = context
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self.context.pipeline.is_draining = True
-        await asyncio.to_thread(self.context.stage.leave)
-        await super().shutdown(sockets)
+def build(settings: GatewaySettings) -> Context:
+    stage = Stage("gateway", settings)
+    stage.transport.wait_until_up(settings.redis_timeout_s)
+    client = redis.asyncio.Redis.from_url(settings.redis_url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=5, socket_timeout=REDIS_TIMEOUT_S)
+    metrics = Metrics(stage)
+    admission = Admission(stage, client, settings, metrics)
+    pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
+    return Context(settings, stage, client, BodyReader(settings.body_timeout_s), admission, pipeline, metrics)
 
 
 def main() -> None:
     settings = load_settings(GatewaySettings)
     start_logging(settings)
-    stage = Stage("gateway", settings)
-    stage.transport.wait_until_up(settings.redis_timeout_s)
-    client = redis.asyncio.Redis.from_url(settings.redis_url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=5, socket_timeout=30)
-    metrics = Metrics(stage)
-    context = Context(settings, stage, client, Admission(stage, settings, metrics), Pipeline(stage, client, Subscriptions(stage, client)), metrics)
+    sockets = listen(settings.host, settings.port)
+    raise_file_limit()
+    context = build(settings)
     config = uvicorn.Config(
-        build_app(context), host=settings.host, port=settings.port, log_level="warning", access_log=False, timeout_graceful_shutdown=DRAIN_S, lifespan="on"
+        build_app(context),
+        http=patient(settings),
+        log_level="warning",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=int(DRAIN_S + LAST_WORDS_S) + 2,
     )
-    server = DrainingServer(config, context)
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them once more when it is done: that is to be no failure
         signal.signal(number, lambda *_: None)
     try:
-        server.run()
-    except SystemExit:  # uvicorn's way to say that it could not start
-        raise StartupError(f"could not listen on {settings.host}:{settings.port}: is the port taken?") from None
+        DrainingServer(config, context).run(sockets)
+    except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
+        raise StartupError("the gateway could not start") from None
 
 
 if __name__ == "__main__":

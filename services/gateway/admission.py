@@ -1,70 +1,104 @@
-"""Who may enter: bounds on what is in the pipeline, in requests and in tokens, over all gateways.
+"""Who may enter: the names that are served, and bounds on what is in the pipeline of a model, in requests and in tokens, over all gateways.
 
-Each gateway announces what it has in flight; the others' figures are at most a second old, and a dead gateway's vanish with its lease,
-so nothing leaks. What has been admitted is never refused later, however often it is re-queued inside the pipeline.
+What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id, and their sum under "". The script here checks it,
+adds to it and hands the requests over, all or nothing; the scripts that write a request's end remove it (shared/token_log.py). So a place is held by
+a sequence, not by a connection: it outlives its gateway, and comes back when the sequence ends, whoever still reads. What has been admitted is never
+refused later.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import redis.asyncio
 
 from services.gateway.metrics import Metrics
 from shared.errors import Invalid, Rejected
-from shared.messages import GenerateRequest
+from shared.messages import GenerateRequest, Replica, encode
+from shared.registry import Registry
 from shared.settings import GatewaySettings
 from shared.stage import Stage
+from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, requests, response_key
 
 STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
 UNBOUNDED_TOKENS = 512  # assumed of a request that names no max_tokens
 RETRY_AFTER_S = 2
 
+# ARGV: inflight key, requests stream, response key, response record, its TTL in seconds, most requests, most tokens, tokens in all, gateway id; then for
+# each request its id, its tokens and its message. Returns nil, or, if they do not fit, what is held: requests and tokens.
+SUBMIT = f"""
+local inflight, stream, response, record, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 9)
+local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
+local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
+if held_requests + (#ARGV - 9) / 3 > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
+  return {{held_requests, held_tokens}}
+end
+redis.call('SET', response, record, 'EX', ttl)
+for i = 10, #ARGV, 3 do
+  redis.call('HSET', inflight, ARGV[i], ARGV[i + 1])
+  redis.call('XADD', stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
+end
+redis.call('HINCRBY', inflight, '', tokens)
+redis.call('EXPIRE', inflight, ttl)
+"""
+
 
 class Admission:
-    def __init__(self, stage: Stage, settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: GatewaySettings, metrics: Metrics) -> None:
         self.stage = stage
+        self.client = client
         self.settings = settings
         self.metrics = metrics
-        self.num_requests = 0
-        self.num_tokens = 0
 
-    def check_model(self, model: str) -> None:
-        """Raises Rejected (503) while a stage is missing, Invalid (404) for a model that no compute replica serves."""
-        missing = [stage for stage in STAGES if not self.stage.registry.of(stage)]
-        if missing:
-            self.metrics.rejected.inc()
-            raise Rejected(f"not ready: no {' and no '.join(missing)} is alive", status=503, retry_after_s=RETRY_AFTER_S)
-        if not self.stage.registry.of("compute", model):
-            known = sorted({replica.model or "" for replica in self.stage.registry.of("compute")})
-            raise Invalid(f"the model {model!r} does not exist; served: {', '.join(known)}", param="model", code="model_not_found", status=404)
+    def resolve(self, name: str) -> str:
+        """The model that clients call so. Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it."""
+        registry = self.stage.registry
+        for replica in sorted(registry.replicas, key=lambda each: each.started_at):
+            if replica.model is not None and name in names_of(replica):
+                self._check_stages(registry, replica.model)
+                return replica.model
+        missing = [stage for stage in STAGES if not registry.of(stage)]
+        if missing:  # it may be the model of those that are not there yet
+            raise self._missing(missing, None)
+        known = ", ".join(sorted(served_names(registry)))
+        raise Invalid(f"the model {name!r} does not exist; served: {known}", param="model", code="model_not_found", status=404)
 
-    @contextmanager
-    def admit(self, requests: list[GenerateRequest]) -> Iterator[None]:
-        """Hold places for the requests. Raises Rejected (429) if there are none."""
-        tokens = sum(map(estimate_tokens, requests))
-        others = [replica for replica in self.stage.registry.of("gateway") if replica.replica_id != self.stage.replica_id]
-        total_requests = self.num_requests + sum(int(replica.load.get("requests_in_flight", 0)) for replica in others)
-        total_tokens = self.num_tokens + sum(int(replica.load.get("tokens_in_flight", 0)) for replica in others)
-        if total_requests + len(requests) > self.settings.max_requests:
-            self.metrics.rejected.inc()
-            raise Rejected(f"the server is full: {total_requests} requests of at most {self.settings.max_requests}", status=429, retry_after_s=RETRY_AFTER_S)
-        if total_tokens + tokens > self.settings.max_tokens_in_flight:
-            self.metrics.rejected.inc()
-            raise Rejected(
-                f"the server is full: {total_tokens} tokens of at most {self.settings.max_tokens_in_flight}, and this request takes {tokens}",
-                status=429,
-                retry_after_s=RETRY_AFTER_S,
-            )
-        self._add(len(requests), tokens)
-        try:
-            yield
-        finally:
-            self._add(-len(requests), -tokens)
+    def _check_stages(self, registry: Registry, model: str) -> None:
+        if missing := [stage for stage in STAGES if not registry.of(stage, model)]:
+            raise self._missing(missing, model)
 
-    def _add(self, num_requests: int, num_tokens: int) -> None:
-        self.num_requests += num_requests
-        self.num_tokens += num_tokens
-        self.stage.load["requests_in_flight"] = self.num_requests
-        self.stage.load["tokens_in_flight"] = self.num_tokens
+    def _missing(self, stages: list[str], model: str | None) -> Rejected:
+        self.metrics.rejected.inc()
+        suffix = f" for the model {model}" if model else ""
+        return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
+
+    async def submit(self, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest]) -> None:
+        """Hand the requests of a response over, all or none. Raises Rejected (429) if they do not fit, and what the client raises."""
+        tokens = [estimate_tokens(request) for request in submitted]
+        limits = self.settings.max_requests, self.settings.max_tokens_in_flight
+        if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
+            raise self._full(0, 0, len(submitted), sum(tokens))
+        arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record, RUNNING_LOG_TTL_S, *limits]
+        arguments += [sum(tokens), self.stage.replica_id]
+        for request, count in zip(submitted, tokens, strict=True):
+            arguments += [request.request_id, count, encode(request)]
+        held = await self.client.eval(SUBMIT, 0, *arguments)
+        if held is not None:
+            raise self._full(held[0], held[1], len(submitted), sum(tokens))
+
+    def _full(self, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
+        self.metrics.rejected.inc()
+        words = f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most {self.settings.max_tokens_in_flight}"
+        message = f"the server is full: {words} are in it, and this would add {more_requests} and {more_tokens}"
+        return Rejected(message, status=429, retry_after_s=RETRY_AFTER_S)
+
+
+def names_of(replica: Replica) -> tuple[str, ...]:
+    """What clients may call its model, its own name first."""
+    return () if replica.model is None else (replica.model, *replica.aliases)
+
+
+def served_names(registry: Registry) -> dict[str, Replica]:
+    """Every name of every model that a live compute replica serves, and one such replica."""
+    computes = sorted(registry.of("compute"), key=lambda each: each.started_at, reverse=True)
+    return {name: replica for replica in computes for name in names_of(replica)}
 
 
 def estimate_tokens(request: GenerateRequest) -> int:
@@ -72,6 +106,11 @@ def estimate_tokens(request: GenerateRequest) -> int:
     if request.prompt_token_ids is not None:
         prompt = len(request.prompt_token_ids)
     else:
-        text = request.prompt if request.prompt is not None else "".join(message.content for message in request.messages or ())
-        prompt = len(text.encode()) // BYTES_PER_TOKEN + 1
+        texts = [request.prompt] if request.prompt is not None else [message.content for message in request.messages or ()]
+        prompt = sum(map(num_bytes, texts)) // BYTES_PER_TOKEN + 1
     return prompt + (request.params.max_tokens or UNBOUNDED_TOKENS)
+
+
+def num_bytes(text: str) -> int:
+    """In UTF-8, roughly: exact for ASCII, and for other texts without encoding them (n choices would do it n times)."""
+    return len(text) if text.isascii() else 3 * len(text)

@@ -13,22 +13,34 @@ from services.gateway.admission import STAGES
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.middleware import BodyLimit, RequestId
+from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.routes import router
+from services.gateway.silence import Silence
+from services.gateway.subscriptions import or_die
 
 
 def build_app(context: Context) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        reading = asyncio.create_task(context.pipeline.subscriptions.run())
+        pipeline = context.pipeline
+        await context.bodies.start()
+        work = {
+            "reader": pipeline.subscriptions.run(),
+            "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
+            "canceller": pipeline.canceller.run(),
+        }
+        tasks = [asyncio.create_task(or_die(name, each)) for name, each in work.items()]
         await asyncio.to_thread(context.stage.join)
         yield
         await asyncio.to_thread(context.stage.leave)
-        reading.cancel()
-        with suppress(asyncio.CancelledError):
-            await reading
-        with suppress(RedisError):
-            await context.client.delete(context.pipeline.subscriptions.stream.key)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await pipeline.canceller.finish()
+        with suppress(RedisError, OSError):
+            await context.client.delete(pipeline.subscriptions.stream.key)
         await context.client.aclose()
+        await context.bodies.stop()
 
     app = FastAPI(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context
@@ -40,32 +52,48 @@ def build_app(context: Context) -> FastAPI:
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/metrics", metrics)
+    describe_bodies(app)
     return app
 
 
+def own_problems(context: Context) -> list[str]:
+    """What keeps this gateway from serving: its reader's trouble, or the heartbeat's (which writes, and so sees a Redis that only reads)."""
+    found = list(context.pipeline.subscriptions.problems)
+    if context.stage.problem:
+        found.append(f"redis can't serve: {context.stage.problem}")
+    return found
+
+
 async def health(request: Request) -> JSONResponse:
-    """200 if Redis answers and every live compute replica has come round its loop lately: a recent step, not a live socket."""
+    """200 if Redis serves, this gateway reads its events, and every live compute replica has come round its loop lately: recent steps, not live sockets."""
     context: Context = request.app.state.context
-    problems = []
+    subscriptions = context.pipeline.subscriptions
+    problems = own_problems(context)
     try:
         await asyncio.wait_for(context.client.ping(), timeout=2)
-    except (RedisError, OSError, TimeoutError):
+    except (RedisError, OSError):
         problems.append("redis does not answer")
-    computes = context.stage.registry.of("compute")
+    registry = context.stage.registry
+    computes = registry.of("compute")
     if not computes:
         problems.append("no compute replica is alive")
     problems += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
+    problems += [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
     steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.get("steps", 0)} for each in computes}
-    return JSONResponse({"status": "ok" if not problems else "failing", "problems": problems, "compute": steps}, 200 if not problems else 503)
+    reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
+    body = {"status": "ok" if not problems else "failing", "problems": problems, "reader": reader, "compute": steps}
+    return JSONResponse(body, 200 if not problems else 503)
 
 
 async def ready(request: Request) -> JSONResponse:
-    """200 if every stage has a live replica."""
+    """200 if every stage has a live replica, and this gateway reads its events."""
     context: Context = request.app.state.context
     replicas = {stage: len(context.stage.registry.of(stage)) for stage in STAGES}
-    is_ready = all(replicas.values())
+    problems = own_problems(context)
+    is_ready = all(replicas.values()) and not problems
     headers = {} if is_ready else {"Retry-After": "2"}
-    return JSONResponse({"status": "ready" if is_ready else "waiting", "replicas": replicas, "time": int(time.time())}, 200 if is_ready else 503, headers)
+    body = {"status": "ready" if is_ready else "waiting", "replicas": replicas, "problems": problems, "time": int(time.time())}
+    return JSONResponse(body, 200 if is_ready else 503, headers)
 
 
 async def metrics(request: Request) -> Response:

@@ -6,8 +6,10 @@ import redis
 import redis.asyncio
 
 from services.gateway.admission import Admission
-from services.gateway.generation import Pipeline, ResponseRecord
+from services.gateway.bodies import BodyReader
+from services.gateway.generation import Pipeline
 from services.gateway.metrics import Metrics
+from services.gateway.record import ResponseRecord
 from shared.settings import GatewaySettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
@@ -20,6 +22,7 @@ class Context:
     settings: GatewaySettings
     stage: Stage
     client: "redis.asyncio.Redis"
+    bodies: BodyReader
     admission: Admission
     pipeline: Pipeline
     metrics: Metrics
@@ -27,5 +30,5 @@ class Context:
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
             "request submitted", response_id=record.response_id, kind=record.kind, num_sequences=record.num_prompts * record.n,
-            x_request_id=request_id, user=user or "-",
+            x_request_id=request_id, user=(user or "-")[:128],
         )  # fmt: skip

@@ -1,16 +1,18 @@
 """Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in a body and in a stream."""
 
-from collections.abc import Sequence
 from typing import Any
 
-from fastapi import Request
+import redis
+from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from shared.errors import Invalid, Recoverable, Rejected
 from shared.messages import RequestError
 from shared.telemetry import get_logger
+from shared.transport import is_temporary
 
 log = get_logger("penstock.gateway")
 
@@ -19,11 +21,16 @@ TYPE_BY_STATUS = {
     401: "authentication_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
     413: "invalid_request_error",
     429: "rate_limit_error",
     503: "unavailable_error",
     504: "timeout_error",
 }
+
+
+CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody reads it
 
 
 class RequestFailed(Exception):
@@ -38,28 +45,16 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code}}
 
 
-def describe_validation(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The first of pydantic's errors in one sentence, and the field it is about."""
-    first = errors[0]
-    # ("body", "messages", 0, "user", "content"): a tagged or plain union puts type names between the parts of the path
-    path = [part for part in first["loc"] if part != "body" and not (isinstance(part, str) and ("[" in part or part in ("str", "int", "float")))]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".") or None
-    if first["type"] == "extra_forbidden":
-        return f"unknown or unsupported field: {name}", name
-    if first["type"] == "json_invalid":
-        return f"the body is not JSON: {first.get('ctx', {}).get('error', first['msg'])}", None
-    return f"{name or 'the body'}: {first['msg']}", name
-
-
 async def on_invalid(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Invalid)
-    return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status)
+    headers = {"Connection": "close"} if error.status == 408 else None  # the rest of the body may still come
+    return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status, headers=headers)
 
 
 async def on_validation(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    message, param = describe_validation(error.errors())
-    return JSONResponse(error_body(400, message, param), 400)
+    first = error.errors()[0]
+    return JSONResponse(error_body(400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1])), 400)
 
 
 async def on_rejected(_: Request, error: Exception) -> JSONResponse:
@@ -72,13 +67,21 @@ async def on_failed(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestFailed)
     failure = error.error
     # What came too late is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
-    headers = {"X-Should-Retry": "false"} if failure.status == 504 else None
+    headers = {504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
     return JSONResponse(error_body(failure.status, failure.message, failure.param, failure.code), failure.status, headers=headers)
 
 
 async def on_away(_: Request, error: Exception) -> JSONResponse:
-    log.warning("redis is away", error=error)
+    log.warning("redis can't serve", error=error)
     return JSONResponse(error_body(503, "the pipeline is not reachable at the moment", None, "redis_away"), 503, headers={"Retry-After": "1"})
+
+
+async def on_redis(request: Request, error: Exception) -> JSONResponse:
+    return await (on_away if is_temporary(error) else on_bug)(request, error)
+
+
+async def on_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED)
 
 
 async def on_http(_: Request, error: Exception) -> JSONResponse:
@@ -97,6 +100,8 @@ HANDLERS = {
     Rejected: on_rejected,
     RequestFailed: on_failed,
     Recoverable: on_away,
+    redis.RedisError: on_redis,
+    ClientDisconnect: on_gone,
     HTTPException: on_http,
     Exception: on_bug,
 }

@@ -1,142 +1,99 @@
 """Generation: one response of the API on its way through the pipeline. It has one sequence for each prompt and choice.
 
-Submits the requests, hands out their events, and cancels what is unfinished when nobody listens any more.
+Submits the requests or takes a running response over, hands out their events, and cancels what is unfinished when nobody listens any more.
 """
 
-import os
-import time
-import uuid
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 
 import msgpack
 import redis
 import redis.asyncio
 
-from services.gateway.subscriptions import Subscription, Subscriptions
-from shared.errors import Invalid, Recoverable
-from shared.messages import Control, GenerateRequest, TokenEvent
-from shared.registry import broadcast
-from shared.sampling_params import SEEDS, SamplingParams
-from shared.stage import Stage
-from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, reader_key, response_key, tombstone_key
-from shared.streams import requests as requests_stream
-from shared.telemetry import get_logger
-from shared.transport import append_to_group
-
-log = get_logger("penstock.gateway")
-
-GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
+from services.gateway.admission import Admission
+from services.gateway.canceller import Canceller
+from services.gateway.record import ResponseRecord
+from services.gateway.subscriptions import Subscriptions
+from services.gateway.takeover import Takeover
+from shared.errors import Invalid, Recoverable, Rejected
+from shared.messages import GenerateRequest, TokenEvent
+from shared.streams import response_key
+from shared.transport import is_temporary
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseRecord:
-    """What it takes to stream a response again, from any gateway."""
-
-    response_id: str
-    kind: str  # "chat.completion" or "text_completion"
-    model: str
-    created: int
-    num_prompts: int
-    n: int
-    has_usage: bool  # stream_options.include_usage
-
-    @property
-    def request_ids(self) -> list[str]:
-        return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
-
-
-def make_record(kind: str, prefix: str, model: str, *, num_prompts: int, n: int, has_usage: bool) -> ResponseRecord:
-    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage)
-
-
-def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:
-    """The params of one of n choices: its own seed, a function of the request's."""
-    base = int.from_bytes(os.urandom(8)) if seed is None else seed
-    return replace(params, seed=(base + choice * GOLDEN) % SEEDS)
+@contextmanager
+def away() -> Iterator[None]:
+    """Redis can't serve at the moment: Recoverable, which is a 503 with Retry-After."""
+    try:
+        yield
+    except (redis.RedisError, OSError) as error:
+        if not is_temporary(error):
+            raise
+        raise Recoverable(str(error)) from error
 
 
 class Generation:
     """The events of a response's sequences, from submission or from a resumption to the end."""
 
-    def __init__(self, pipeline: "Pipeline", record: ResponseRecord, positions: list[int]) -> None:
+    def __init__(self, pipeline: "Pipeline", record: ResponseRecord, positions: list[int], generation: int) -> None:
         self.pipeline = pipeline
         self.record = record
         self.request_ids = record.request_ids
-        self.subscription: Subscription = pipeline.subscriptions.subscribe(dict(zip(self.request_ids, positions, strict=True)))
-        self.index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
-
-    @property
-    def positions(self) -> list[int]:
-        return [self.subscription.positions[request_id] for request_id in self.request_ids]
-
-    @property
-    def is_over(self) -> bool:
-        """Every sequence has ended."""
-        return not self.subscription.unfinished
+        self.positions = positions  # where the stream begins: all zero unless it is resumed
+        self.is_resumed = generation > 0
+        self.subscription = pipeline.subscriptions.subscribe(record.response_id, dict(zip(self.request_ids, positions, strict=True)), generation)
+        self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
+        self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
-        """The events that have come, each with its sequence's index; none after timeout_s."""
-        return [(self.index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
+        """The events that have come, each with its sequence's index; none after timeout_s. Raises ResponseFailed."""
+        return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
-    async def close(self) -> None:
-        """Cancel what is unfinished, and listen no more. Safe to call twice."""
+    def close(self) -> int:
+        """Listen no more, and have what is unfinished cancelled, unless others read on. Returns how many that are. Safe to call twice."""
         self.pipeline.subscriptions.unsubscribe(self.subscription)
-        unfinished, self.subscription.unfinished = self.subscription.unfinished, set()
-        if unfinished:
-            log.info("cancelling", response_id=self.record.response_id, num_sequences=len(unfinished))
-            await self.pipeline.cancel(sorted(unfinished))
+        if self._is_closed or self.subscription.has_failed:
+            return 0
+        self._is_closed = True
+        if unfinished := sorted(self.subscription.unfinished):
+            self.pipeline.canceller.cancel(self.record.response_id, unfinished, self.subscription.generation)
+        return len(unfinished)
 
 
 class Pipeline:
     """The gateway's way into the pipeline."""
 
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", subscriptions: Subscriptions) -> None:
-        self.stage = stage
+    def __init__(self, client: "redis.asyncio.Redis", admission: Admission, subscriptions: Subscriptions, canceller: Canceller, takeover: Takeover) -> None:
         self.client = client
+        self.admission = admission
         self.subscriptions = subscriptions
-        self.is_draining = False  # from now on a connection that ends was ended by us: its client may resume elsewhere
+        self.canceller = canceller
+        self.takeover = takeover
 
     async def submit(self, record: ResponseRecord, requests: list[GenerateRequest]) -> Generation:
-        """Write the record and the requests, atomically. Raises Recoverable if Redis is away."""
-        generation = Generation(self, record, [0] * len(requests))
+        """Admit the requests and hand them over, with the record, all or nothing. Raises Rejected (429), Recoverable if Redis can't serve."""
+        generation = Generation(self, record, [0] * len(requests), 0)
         try:
-            async with self.client.pipeline(transaction=True) as pipe:
-                pipe.set(response_key(record.response_id), msgpack.packb(asdict(record)), ex=RUNNING_LOG_TTL_S)
-                for request in requests:
-                    append_to_group(pipe, requests_stream(request.model), request)
-                await pipe.execute()
-        except redis.ConnectionError as error:
+            with away():
+                await self.admission.submit(record.response_id, msgpack.packb(asdict(record)), record.served_model, requests)
+        except Rejected:
             self.subscriptions.unsubscribe(generation.subscription)
-            raise Recoverable(str(error)) from error
+            raise
+        except BaseException:
+            generation.close()  # nobody knows whether Redis took them: if so, they are cancelled
+            raise
+        generation.subscription.is_submitted = True
         return generation
 
-    async def find_record(self, response_id: str) -> ResponseRecord:
-        """Raises Invalid (404) for a response that is unknown or too old."""
-        packed = await self.client.get(response_key(response_id))
-        if packed is None:
-            raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
-        return ResponseRecord(**msgpack.unpackb(packed))
-
-    async def resume(self, record: ResponseRecord, positions: list[int]) -> Generation:
-        """Take the response over: from now on its events come here."""
-        generation = Generation(self, record, positions)
-        async with self.client.pipeline(transaction=False) as pipe:
-            for request_id in record.request_ids:
-                pipe.hset(reader_key(record.response_id), "gateway", self.stage.replica_id)
-            broadcast(pipe, Control("attach", tuple(record.request_ids), self.stage.replica_id))
-            await pipe.execute()
-        await generation.subscription.replay()
+    async def resume(self, response_id: str, last_event_id: str | None) -> Generation:
+        """Take a response over: from now on its events come here. Raises Invalid (400, 404), having disturbed nobody; Recoverable as above."""
+        with away():
+            packed = await self.client.get(response_key(response_id))
+            if packed is None:
+                raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
+            record = ResponseRecord(**msgpack.unpackb(packed))
+            positions, number = await self.takeover.take(response_id, record.served_model, record.request_ids, last_event_id)
+        generation = Generation(self, record, positions, number)
+        self.subscriptions.catch_up(generation.subscription)
         return generation
-
-    async def cancel(self, request_ids: list[str]) -> None:
-        """In every stage: a tombstone for what is queued, a word on the control stream for what runs."""
-        if self.is_draining:
-            return
-        try:
-            async with self.client.pipeline(transaction=False) as pipe:
-                for request_id in request_ids:
-                    pipe.set(tombstone_key(request_id), b"1", ex=LOG_TTL_S)
-                broadcast(pipe, Control("cancel", tuple(request_ids)))
-                await pipe.execute()
-        except (redis.RedisError, OSError) as error:
-            log.warning("could not cancel", num_sequences=len(request_ids), error=error)

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from services.gateway.openai.formats import Choice
 from shared.messages import Replica, TokenEvent
 from shared.stage import Stage
-from shared.streams import DEAD_LETTER, prompts, requests
+from shared.streams import DEAD_LETTER, inflight_key, prompts, requests
 
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
@@ -57,7 +57,7 @@ class Metrics:
             "penstock_time_to_first_token_seconds", "From submission to a response's first token", buckets=TTFT_BUCKETS, registry=self.registry
         )
         self.itl = Histogram(
-            "penstock_inter_token_latency_seconds", "Between a response's events, single-sequence responses", buckets=ITL_BUCKETS, registry=self.registry
+            "penstock_inter_token_latency_seconds", "Between the tokens of a sequence, as they reach the gateway", buckets=ITL_BUCKETS, registry=self.registry
         )
         self.e2e = Histogram("penstock_e2e_request_latency_seconds", "From submission to the end of a response", buckets=E2E_BUCKETS, registry=self.registry)
 
@@ -68,24 +68,40 @@ class Metrics:
         async with client.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.xlen(key)
-            lengths = dict(zip(keys, await pipe.execute(), strict=True))
+            for model in models:
+                pipe.hlen(inflight_key(model))
+                pipe.hget(inflight_key(model), "")
+            replies = await pipe.execute()
+        lengths = dict(zip(keys, replies, strict=False))
+        held = iter(replies[len(keys) :])
+        in_flight = {model: (max(num - 1, 0), int(tokens or 0)) for model, num, tokens in zip(models, held, held, strict=True)}
         snapshot = CollectorRegistry()
-        snapshot.register(PipelineState(self.stage.registry.replicas, lengths))
+        snapshot.register(PipelineState(self.stage.registry.replicas, lengths, in_flight))
         return generate_latest(self.registry) + generate_latest(snapshot)
 
 
 class PipelineState(Collector):
     """Queue lengths and replicas at the moment of a scrape."""
 
-    def __init__(self, replicas: tuple[Replica, ...], lengths: dict[str, int]) -> None:
+    def __init__(self, replicas: tuple[Replica, ...], lengths: dict[str, int], in_flight: dict[str, tuple[int, int]]) -> None:
         self.replicas = replicas
         self.lengths = lengths
+        self.in_flight = in_flight  # requests and estimated tokens, by model
 
     def collect(self) -> Iterator[Metric]:
         queue = GaugeMetricFamily("penstock_stage_queue_depth", "Entries of a stream, waiting or being worked on", labels=["stream"])
         for key, length in self.lengths.items():
             queue.add_metric([key], length)
         yield queue
+        num_requests = GaugeMetricFamily(
+            "penstock_requests_in_flight", "Sequences that were admitted and have not ended, over all gateways", labels=["model_name"]
+        )
+        num_tokens = GaugeMetricFamily("penstock_tokens_in_flight", "Their prompt and output tokens, estimated", labels=["model_name"])
+        for model, held in self.in_flight.items():
+            num_requests.add_metric([model], held[0])
+            num_tokens.add_metric([model], held[1])
+        yield num_requests
+        yield num_tokens
         alive = GaugeMetricFamily("penstock_replicas", "Live replicas of a stage", labels=["stage"])
         for stage in ("gateway", "tokenizer", "compute", "sampler"):
             alive.add_metric([stage], sum(replica.stage == stage for replica in self.replicas))
@@ -116,28 +132,35 @@ def _cumulated(load: dict[str, float]) -> list[tuple[str, float]]:
 
 
 class Measured:
-    """The clock of one response."""
+    """The clock of one response. One that is resumed has no submission to count from."""
 
-    def __init__(self, metrics: Metrics) -> None:
+    def __init__(self, metrics: Metrics, *, is_resumed: bool = False) -> None:
         self.metrics = metrics
+        self.is_resumed = is_resumed
         self.started_at = time.monotonic()
-        self.event_at: float | None = None
+        self.has_begun = False
+        self._token_at: dict[int, float] = {}  # by sequence
 
-    def token(self, event: TokenEvent) -> None:
-        now = time.monotonic()
-        if self.event_at is None:
-            self.metrics.ttft.observe(now - self.started_at)
-        else:
-            self.metrics.itl.observe(now - self.event_at)
-        self.event_at = now
+    def event(self, index: int, event: TokenEvent) -> None:
+        """An event of the sequence with this index."""
         if event.token_id is not None:
-            self.metrics.output_tokens.inc()
+            self._token(index)
+        if event.finish_reason is not None:
+            self.metrics.requests.labels(event.finish_reason).inc()
 
-    def finish(self, choices: list[Choice]) -> None:
-        self.metrics.e2e.observe(time.monotonic() - self.started_at)
-        for choice in choices:
-            if choice.finish_reason is None:
-                self.metrics.cancelled.inc()
-            else:
-                self.metrics.requests.labels(choice.finish_reason).inc()
+    def _token(self, index: int) -> None:
+        now = time.monotonic()
+        if index in self._token_at:
+            self.metrics.itl.observe(now - self._token_at[index])
+        self._token_at[index] = now
+        if not self.has_begun and not self.is_resumed:
+            self.metrics.ttft.observe(now - self.started_at)
+        self.has_begun = True
+        self.metrics.output_tokens.inc()
+
+    def finish(self, choices: list[Choice], *, num_cancelled: int) -> None:
+        """The response has ended here; num_cancelled of its sequences because nobody reads them any more."""
+        if not self.is_resumed:
+            self.metrics.e2e.observe(time.monotonic() - self.started_at)
+        self.metrics.cancelled.inc(num_cancelled)
         self.metrics.prompt_tokens.inc(sum(choice.num_prompt_tokens for choice in choices))

@@ -4,12 +4,14 @@ The id of an event is the position of each of the response's sequences after it,
 that reconnects sends it back as Last-Event-ID.
 """
 
+import re
 from typing import Any
 
 import orjson
 
 from shared.errors import Invalid
 
+POSITION = re.compile(r"[0-9]{1,10}")
 DONE = b"data: [DONE]\n\n"
 # A comment, and no blank line after it: some clients take every blank line for the end of an event once they have seen an id.
 PING = b": waiting\n"
@@ -26,10 +28,7 @@ def format_id(positions: list[int]) -> str:
 
 def parse_id(text: str, num_sequences: int) -> list[int]:
     """The positions in a Last-Event-ID. Raises Invalid."""
-    try:
-        positions = [int(part) for part in text.split(",")]
-    except ValueError:
-        positions = []
-    if len(positions) != num_sequences or min(positions) < 0:
-        raise Invalid(f"Last-Event-ID must be {num_sequences} positions joined by commas, got {text!r}", param="Last-Event-ID")
-    return positions
+    parts = text.split(",")
+    if len(parts) != num_sequences or not all(POSITION.fullmatch(part) for part in parts):
+        raise Invalid(f"Last-Event-ID must be {num_sequences} positions joined by commas, got {text[:64]!r}", param="Last-Event-ID")
+    return [int(part) for part in parts]

@@ -1,145 +1,174 @@
-"""This replica's events stream, turned into one queue per response.
+"""This replica's events stream and the control stream, read by one task, and each event handed to its response.
 
-Events may come twice (a step answered by two samplers) or not at all (sent to a gateway that died, before a client resumed here): a
-position tells. One that was seen is dropped; where some are missing, the token log has them.
+Events are the fast path, and nothing relies on them: what stays silent is looked up in its log (silence.py).
 """
 
 import asyncio
-import random
+import os
+import time
 from collections import deque
+from collections.abc import Coroutine
 from typing import Any
 
 import redis
 import redis.asyncio
 
+from services.gateway.subscription import Subscription
 from shared.errors import Invalid
-from shared.messages import StepEvents, TokenEvent, decode
+from shared.messages import Control, RequestError, StepEvents, TokenEvent, decode
 from shared.stage import Stage
-from shared.streams import MESSAGE, events, log_key
+from shared.streams import CONTROL, MESSAGE, events
 from shared.telemetry import get_logger
-from shared.transport import FIRST_RETRY_S, LONGEST_RETRY_S, entries_of, next_id, write_dead_letter
+from shared.transport import Backoff, entries_of, is_temporary, next_id, write_dead_letter
 
 log = get_logger("penstock.gateway")
 
 BLOCK_MS = 1000
+STALE_S = 5.0  # a reader that has not read for this long does not work, whatever it waits for
+
+RESUMED_ELSEWHERE = RequestError("the response was resumed elsewhere", 409, code="resumed_elsewhere")
 
 
-def wake(waiter: "asyncio.Future[None] | None") -> None:
-    if waiter is not None and not waiter.done():
-        waiter.set_result(None)
-
-
-class Subscription:
-    """The events of one response: of the sequences with these request ids, each from its position on."""
-
-    def __init__(self, client: "redis.asyncio.Redis", positions: dict[str, int]) -> None:
-        self._client = client
-        self.positions = positions  # by request id: the last one handed out
-        self.unfinished = set(positions)
-        self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens
-        self._waiter: asyncio.Future[None] | None = None
-
-    def put(self, event: TokenEvent) -> None:
-        self._queue.append(event)
-        wake(self._waiter)
-
-    async def replay(self) -> None:
-        """Queue what the logs hold already."""
-        for request_id in list(self.unfinished):
-            for event in await self._read_log(request_id):
-                self.put(event)
-
-    async def next(self, timeout_s: float) -> list[TokenEvent]:
-        """The events that have come, in order, without gaps and without repetition; none after timeout_s.
-
-        One future and one timer a wait, no task: this runs for every stream at every step.
-        """
-        if not self._queue:
-            loop = asyncio.get_running_loop()
-            self._waiter = loop.create_future()
-            timer = loop.call_later(timeout_s, wake, self._waiter)
-            try:
-                await self._waiter
-            finally:
-                timer.cancel()
-                self._waiter = None
-        accepted: list[TokenEvent] = []
-        while self._queue:
-            event = self._queue.popleft()
-            is_gap = event.token_id is not None and event.position > self.positions[event.request_id] + 1
-            accepted += [each for each in (await self._read_log(event.request_id) if is_gap else [event]) if self._accept(each)]
-        return accepted
-
-    def _accept(self, event: TokenEvent) -> bool:
-        if event.request_id not in self.unfinished:
-            return False
-        is_new = event.position > self.positions[event.request_id]
-        if not is_new and (event.token_id is not None or event.finish_reason is None):
-            return False
-        self.positions[event.request_id] = max(event.position, self.positions[event.request_id])
-        if event.finish_reason is not None:
-            self.unfinished.discard(event.request_id)
-        return True
-
-    async def _read_log(self, request_id: str) -> list[TokenEvent]:
-        after = self.positions[request_id]
-        entries: Any = await self._client.xrange(log_key(request_id), min=f"({after}-0" if after else "-")
-        return [decode(TokenEvent, values[MESSAGE]) for _, values in entries]
+def draining(response_id: str) -> RequestError:
+    return RequestError(f"the gateway is shutting down: resume with GET /v1/streams/{response_id}", 503, code="gateway_draining")
 
 
 class Subscriptions:
-    """Reads the events stream of this gateway and hands each event to its response."""
+    """The responses that are read here, and the task that reads for them."""
 
     def __init__(self, stage: Stage, client: "redis.asyncio.Redis") -> None:
         self.stage = stage
         self.client = client
         self.stream = events(stage.replica_id)
+        self.backoff = Backoff()
+        self.behind: set[Subscription] = set()  # of which something is missing: their logs are to be read
+        self.look = asyncio.Event()  # … now
         self._by_request: dict[str, Subscription] = {}
         self._last_id = "0-0"
+        self._control_id = ""  # where the control stream ended when this replica began; empty: not known yet
+        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)  # on its way to the dead letters
+        self._read_at = time.monotonic()
 
-    def subscribe(self, positions: dict[str, int]) -> Subscription:
-        subscription = Subscription(self.client, positions)
+    @property
+    def silent_s(self) -> float:
+        """Since the reader last had an answer from Redis."""
+        return time.monotonic() - self._read_at
+
+    @property
+    def problems(self) -> list[str]:
+        """Why events do not come, in words; empty: they do."""
+        found = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
+        return found + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
+
+    def all(self) -> set[Subscription]:
+        return set(self._by_request.values())
+
+    def subscribe(self, response_id: str, positions: dict[str, int], generation: int) -> Subscription:
+        """From now on the response's events go to this subscription; one of an older generation ends."""
+        subscription = Subscription(response_id, positions, generation)
         for request_id in positions:
+            if (older := self._by_request.get(request_id)) is not None:
+                self.hand_over(older)
             self._by_request[request_id] = subscription
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
+        self.behind.discard(subscription)
         for request_id in subscription.positions:
             if self._by_request.get(request_id) is subscription:
                 del self._by_request[request_id]
 
+    def hand_over(self, subscription: Subscription) -> None:
+        """Another reader has the response now."""
+        log.info("resumed elsewhere", response_id=subscription.response_id, generation=subscription.generation)
+        subscription.fail(RESUMED_ELSEWHERE)
+
+    def drain(self) -> None:
+        """End every response that is still open: its sequences go on, and another gateway can take it over."""
+        if subscriptions := self.all():
+            log.info("handing over what has not ended", num_responses=len(subscriptions))
+        for subscription in subscriptions:
+            subscription.fail(draining(subscription.response_id))
+
+    def catch_up(self, subscription: Subscription) -> None:
+        """Have its logs read at once."""
+        self.behind.add(subscription)
+        self.look.set()
+
     async def run(self) -> None:
-        """Until cancelled. While Redis is away, wait for it; what was sent meanwhile is still in the stream."""
-        delay_s = FIRST_RETRY_S
+        """Until cancelled. While Redis can't serve, wait for it; what was sent meanwhile is still in the stream."""
         while True:
             try:
                 reply = await self._read()
-                delay_s = FIRST_RETRY_S
-            except redis.ConnectionError as error:
-                log.warning("redis is away, trying again", retry_in_s=round(delay_s, 2), error=error)
-                await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
-                delay_s = min(delay_s * 2, LONGEST_RETRY_S)
+            except (redis.RedisError, OSError) as error:
+                if not is_temporary(error):
+                    raise
+                await asyncio.sleep(self.backoff.failed(error))
                 continue
-            for entry_id, values in entries_of(reply).get(self.stream.key.encode(), []):
+            self.backoff.succeeded()
+            self._read_at = time.monotonic()
+            entries = entries_of(reply)
+            for entry_id, values in entries.get(self.stream.key.encode(), []):
                 self._last_id = entry_id.decode()
-                await self._dispatch(values)
+                self._dispatch(values)
+            for entry_id, values in entries.get(CONTROL.key.encode(), []):
+                self._control_id = entry_id.decode()
+                self._obey(values)
             self.stage.turn()
 
     async def _read(self) -> Any:
         """Trim what was dispatched, then wait for more; one round trip."""
+        if not self._control_id:
+            latest: Any = await self.client.xrevrange(CONTROL.key, count=1)
+            self._control_id = latest[0][0].decode() if latest else "0-0"
+        letters = list(self._garbage)
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.xtrim(self.stream.key, minid=next_id(self._last_id), approximate=False)
-            pipe.xread({self.stream.key: self._last_id}, block=BLOCK_MS)
-            return (await pipe.execute())[-1]
+            for key, values, error in letters:
+                write_dead_letter(key, values, error, 1, pipe)
+            pipe.xread({self.stream.key: self._last_id, CONTROL.key: self._control_id}, block=BLOCK_MS)
+            reply = (await pipe.execute())[-1]
+        for _ in letters:
+            self._garbage.popleft()
+        return reply
 
-    async def _dispatch(self, values: dict[bytes, bytes]) -> None:
+    def _dispatch(self, values: dict[bytes, bytes]) -> None:
         try:
-            for payload in decode(StepEvents, values[MESSAGE]).events:
-                event = decode(TokenEvent, payload)
-                subscription = self._by_request.get(event.request_id)
-                if subscription is not None:
-                    subscription.put(event)
+            payloads = decode(StepEvents, values[MESSAGE]).events
         except (Invalid, KeyError) as error:
-            async with self.client.pipeline(transaction=False) as pipe:
-                write_dead_letter(self.stream.key, values, error, 1, pipe)
-                await pipe.execute()
+            self._garbage.append((self.stream.key, values, error))
+            return
+        for payload in payloads:
+            try:
+                event = decode(TokenEvent, payload)
+            except Invalid as error:  # the others of the step are none the worse for it
+                self._garbage.append((self.stream.key, {MESSAGE: payload}, error))
+                continue
+            subscription = self._by_request.get(event.request_id)
+            if subscription is not None and not subscription.offer(event):
+                self.catch_up(subscription)
+
+    def _obey(self, values: dict[bytes, bytes]) -> None:
+        """Attach: another generation of readers. (Garbage there is every replica's to see; the stages report it.)"""
+        try:
+            message = decode(Control, values[MESSAGE])
+        except (Invalid, KeyError):
+            return
+        if message.action == "refresh":
+            self.stage.refresh()
+        if message.action == "attach":
+            for request_id in message.request_ids:
+                subscription = self._by_request.get(request_id)
+                if subscription is not None and subscription.generation < message.generation:
+                    self.hand_over(subscription)
+
+
+async def or_die(name: str, work: Coroutine[Any, Any, None]) -> None:
+    """A task without which the gateway is deaf: should it fail, the process goes with it, and whoever watches it starts another."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        raise
+    except BaseException:
+        log.exception("a task that must not end failed, ending the process", task=name)
+        os._exit(1)

@@ -47,7 +47,7 @@ def test_a_deadline_ends_what_waits_and_nothing_else(deployment: Deployment) -> 
 
 
 def test_the_urgent_pass_those_that_wait(deployment: Deployment) -> None:
-    deployment.start_all(dtype="float32", max_num_seqs=1, aging_s=1000)
+    deployment.start_all(dtype="float32", max_num_seqs=1, aging_s=1000, min_priority=-100)
     ended: list[str] = []
 
     async def one(api: openai.AsyncOpenAI, name: str, priority: int) -> None:

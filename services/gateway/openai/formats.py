@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from services.gateway.generation import ResponseRecord
+from services.gateway.record import ResponseRecord
 from shared.messages import TokenEvent, TokenLogprob
 
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity

@@ -2,24 +2,21 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import ExitStack
-from typing import Any
 
 import orjson
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.errors import RequestFailed, error_body
+from services.gateway.errors import CLIENT_CLOSED, RequestFailed, error_body
 from services.gateway.generation import Generation
 from services.gateway.metrics import Measured
 from services.gateway.openai.formats import Choice, format_for
 from services.gateway.sse import DONE, PING, encode_event, format_id
+from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
-
-CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody reads it
 
 
 class EventStream(Response):
@@ -58,26 +55,21 @@ async def until_disconnect(receive: Receive) -> None:
 
 
 class Responder:
-    """One response in the making: owns its generation, its place in the admission count, and its measurements."""
+    """One response in the making: owns its generation and its measurements."""
 
-    def __init__(self, generation: Generation, held: ExitStack, measured: Measured, ping_interval_s: float) -> None:
+    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float) -> None:
         self.generation = generation
-        self.held = held
         self.measured = measured
         self.ping_interval_s = ping_interval_s
         self.format = format_for(generation.record)
         self.choices = [Choice(index) for index in range(len(generation.request_ids))]
-        self.resumed_after = generation.positions  # where the stream begins: all zero unless it is resumed
-        self._closing: asyncio.Task[None] | None = None
+        self._is_closed = False
 
     def close(self) -> None:
-        """Give the place back and cancel what is unfinished. Runs to its end even if the caller is being cancelled."""
-        if self._closing is None:
-            self.held.close()
-            self.measured.finish(self.choices)
-            self._closing = asyncio.create_task(self.generation.close())
-            BACKGROUND.add(self._closing)
-            self._closing.add_done_callback(BACKGROUND.discard)
+        """Have what is unfinished cancelled. Safe to call twice."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.measured.finish(self.choices, num_cancelled=self.generation.close())
 
     async def whole(self, request: Request) -> Response:
         """All events, then one JSON body."""
@@ -95,26 +87,41 @@ class Responder:
             await asyncio.gather(collecting, gone, return_exceptions=True)
             self.close()
 
-    async def stream(self, *, is_resumed: bool = False) -> Response:
+    async def stream(self) -> Response:
         """Server-sent events. What fails before the first event is an ordinary HTTP error; while a request waits, comments keep the stream open."""
         try:
-            first = await self.generation.next(self.ping_interval_s)
+            first = await self._next()
             if first:
                 check(first[0][1])
         except BaseException:
             self.close()
             raise
-        return EventStream(self._chunks(first, is_resumed), self.close)
+        return EventStream(self._chunks(first), self.close)
+
+    @property
+    def _is_over(self) -> bool:
+        """Every sequence has ended, and been written."""
+        return all(choice.finish_reason is not None for choice in self.choices)
+
+    async def _next(self) -> list[tuple[int, TokenEvent]]:
+        """Events, measured as they come. Raises RequestFailed if the response ends without its sequences."""
+        try:
+            batch = await self.generation.next(self.ping_interval_s)
+        except ResponseFailed as failed:
+            raise RequestFailed(failed.error) from None
+        for index, event in batch:
+            self.measured.event(index, event)
+        return batch
 
     async def _collect(self) -> None:
-        while not self.generation.is_over:
-            for index, event in await self.generation.next(self.ping_interval_s):
+        while not self._is_over:
+            for index, event in await self._next():
                 check(event)
-                self._add(index, event)
+                self.choices[index].add(event)
 
-    async def _chunks(self, batch: list[tuple[int, TokenEvent]], is_resumed: bool) -> AsyncIterator[bytes]:
+    async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
-        positions = list(self.resumed_after) if is_resumed else [0] * len(self.choices)
+        positions = list(self.generation.positions)
         for index, position in enumerate(positions):
             if position == 0 and (opening := self.format.opening(index)) is not None:
                 yield encode_event(opening)
@@ -122,9 +129,13 @@ class Responder:
         while True:
             encoded, failure = self._encode(batch, positions) if batch else (PING, None)
             yield encoded
-            if failure is not None or self.generation.is_over:
+            if failure is not None or self._is_over:
                 break
-            batch = await self.generation.next(self.ping_interval_s)
+            try:
+                batch = await self._next()
+            except RequestFailed as failed:
+                failure = failed.error
+                break
         if failure is not None:
             yield encode_event(error_body(failure.status, failure.message, failure.param, failure.code))
         elif self.generation.record.has_usage:
@@ -139,18 +150,11 @@ class Responder:
                 check(event)
             except RequestFailed as failed:
                 return bytes(encoded), failed.error
-            self._add(index, event)
-            positions[index] = event.position
+            self.choices[index].add(event)
+            positions[index] = max(event.position, positions[index])
             for chunk in self.format.chunks(self.choices[index], event):
                 encoded += encode_event(chunk, format_id(positions))
         return bytes(encoded), None
-
-    def _add(self, index: int, event: TokenEvent) -> None:
-        self.measured.token(event)
-        self.choices[index].add(event)
-
-
-BACKGROUND: set[asyncio.Task[Any]] = set()  # cancellations on their way: asyncio keeps no strong reference to a task
 
 
 def check(event: TokenEvent) -> None:

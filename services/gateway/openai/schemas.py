@@ -1,38 +1,39 @@
-"""The bodies that clients send, as pydantic models. What is not named here is refused, never ignored; bounds are SamplingParams'."""
+"""The bodies that clients send, as pydantic models. What is not named here is refused, never ignored; bounds are SamplingParams'.
 
-from typing import Literal
+What may be long is checked by fields.py: a body of any shape takes time linear in its size.
+"""
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Annotated, Any
 
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+
+from services.gateway.openai.fields import CONTENT_SCHEMA, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, join_parts, read_prompt, refuse_unknown
 from shared.errors import Invalid
 from shared.messages import SchedulingParams
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 
-MAX_SEQUENCES = 128  # prompts times n, in one request
+MAX_MESSAGES = 4096
+MAX_NAME = 256  # characters of a model's or a speaker's name
+MAX_USER = 4096
 
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
-
-TokenIds = list[int]
 
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, value: Any) -> Any:
+        refuse_unknown(cls.model_fields, value)
+        return value
 
 
 class Message(Body):
     role: str = Field(min_length=1, max_length=64)
-    content: str | list[TextPart]
-    name: str | None = None
-
-    @property
-    def text(self) -> str:
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+    content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)]
+    name: str | None = Field(None, max_length=MAX_NAME)
 
 
 class StreamOptions(Body):
@@ -42,7 +43,7 @@ class StreamOptions(Body):
 class GenerateBody(Body):
     """The fields that both endpoints share."""
 
-    model: str
+    model: str = Field(max_length=MAX_NAME)
     n: int = Field(1, ge=1, le=MAX_SEQUENCES)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -53,17 +54,17 @@ class GenerateBody(Body):
     top_k: int | None = None
     min_p: float | None = None
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: Annotated[str | list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = None
+    stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = None
     ignore_eos: bool = False
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = None
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
     cache_salt: str = Field("", max_length=256, description="only requests of one salt share cached prefixes")
-    user: str | None = Field(None, description="goes into the log, for whoever looks for abuse")
+    user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, for whoever looks for abuse")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The parameters, checked. Fields left out or null take their defaults. The seed is set for each choice later."""
@@ -104,7 +105,7 @@ class GenerateBody(Body):
 
 
 class ChatCompletionBody(GenerateBody):
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -119,7 +120,7 @@ class ChatCompletionBody(GenerateBody):
 
 
 class CompletionBody(GenerateBody):
-    prompt: str | list[str] | TokenIds | list[TokenIds]
+    prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)]
     logprobs: int | None = None
     echo: bool = False
 
@@ -127,14 +128,3 @@ class CompletionBody(GenerateBody):
         if self.echo and self.logprobs is not None:
             raise Invalid("logprobs of the prompt are not computed: echo and logprobs can't be asked together", param="echo")
         return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs)
-
-    def prompts(self) -> list[str | TokenIds]:
-        """The prompt field's four forms as a list of texts or of token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str):
-            return [prompt]
-        if not prompt:
-            raise Invalid("prompt is empty", param="prompt")
-        if isinstance(prompt[0], int):
-            return [[token for token in prompt if isinstance(token, int)]]
-        return [each for each in prompt if not isinstance(each, int)]

@@ -1,0 +1,138 @@
+"""The fields of a body that may be long: messages' contents, prompts, lists. Each is checked in time linear in its length, and the first wrong item is named.
+
+Pydantic is for the short ones: of a union it tries every arm for every item, and it makes an error of each.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from pydantic_core import PydanticCustomError
+
+MAX_SEQUENCES = 128  # prompts times n, in one request
+MAX_PARTS = 4096  # of a message's content
+
+TokenIds = np.ndarray[Any, np.dtype[np.int32]]
+Prompt = str | TokenIds
+
+PROMPT_SCHEMA = {
+    "description": "a text, a list of texts, a list of token ids, or a list of lists of token ids",
+    "anyOf": [
+        {"type": "string"},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_SEQUENCES},
+        {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1},
+        {"type": "array", "items": {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}, "minItems": 1, "maxItems": MAX_SEQUENCES},
+    ],
+}
+CONTENT_SCHEMA = {
+    "description": "a text, or parts of type text, which are joined",
+    "anyOf": [
+        {"type": "string"},
+        {
+            "type": "array",
+            "maxItems": MAX_PARTS,
+            "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]},
+        },
+    ],
+}
+
+
+def at(path: str, message: str) -> PydanticCustomError:
+    """A wrong value at `path` below the field that is being checked."""
+    return PydanticCustomError("at", "{reason}", {"at": path, "reason": message})
+
+
+def read_prompt(value: Any) -> list[Prompt]:
+    """The prompt's four forms as a list of texts or of token ids."""
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list):
+        raise at("", f"expected a text, token ids, or a list of either, got {kind_of(value)}")
+    if not value:
+        raise at("", "it is empty")
+    if type(value[0]) is int:
+        return [read_token_ids(value, "")]
+    if len(value) > MAX_SEQUENCES:
+        raise at("", f"at most {MAX_SEQUENCES} prompts in one request, got {len(value)}")
+    if isinstance(value[0], str):
+        return read_texts(value)
+    if isinstance(value[0], list):
+        return [read_token_ids(each, f"[{index}]") for index, each in enumerate(value)]
+    raise at("[0]", f"expected a text or token ids, got {kind_of(value[0])}")
+
+
+def read_texts(value: list[Any]) -> list[Prompt]:
+    for index, each in enumerate(value):
+        if not isinstance(each, str):
+            raise at(f"[{index}]", f"expected a text like those before it, got {kind_of(each)}")
+    return value
+
+
+def read_token_ids(value: Any, path: str) -> TokenIds:
+    if not isinstance(value, list) or not value:
+        raise at(path, f"expected token ids, got {kind_of(value) if not isinstance(value, list) else 'an empty list'}")
+    if set(map(type, value)) != {int}:
+        index = next(index for index, each in enumerate(value) if type(each) is not int)
+        raise at(f"{path}[{index}]", f"expected a token id like those before it, got {kind_of(value[index])}")
+    try:
+        wide = np.array(value, np.int64)
+        fits = (wide >= 0) & (wide < 1 << 31)
+    except OverflowError:
+        fits = np.array([0 <= each < 1 << 31 for each in value])
+    if not fits.all():
+        index = int(np.argmin(fits))
+        raise at(f"{path}[{index}]", f"no vocabulary has a token {value[index]}")
+    return wide.astype(np.int32)
+
+
+def join_parts(value: Any) -> Any:
+    """A message's content as one text. What is neither text nor a list is the next validator's to refuse."""
+    if not isinstance(value, list):
+        return value
+    if len(value) > MAX_PARTS:
+        raise at("", f"at most {MAX_PARTS} parts, got {len(value)}")
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict):
+            raise at(f"[{index}]", f"expected a part of type text, got {kind_of(part)}")
+        if part.get("type") != "text":
+            raise at(f"[{index}].type", f"only parts of type text are understood, got {shortened(part.get('type'))}")
+        if not isinstance(part.get("text"), str):
+            raise at(f"[{index}].text", f"expected a text, got {kind_of(part.get('text'))}")
+        if len(part) > 2:
+            raise at(f"[{index}].{shortened(next(key for key in part if key not in ('type', 'text')))}", "unknown field")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def at_most(count: int) -> Callable[[Any], Any]:
+    """A list or a map with no more items than this; they are looked at only then."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > count:
+            raise at("", f"takes at most {count} items, got {len(value)}")
+        return value
+
+    return check
+
+
+def kind_of(value: Any) -> str:
+    """What JSON calls it."""
+    if value is None:
+        return "null"
+    names = {bool: "a boolean", int: "an integer", float: "a number with a fraction", str: "a text", list: "a list", dict: "an object"}
+    return names.get(type(value), type(value).__name__)
+
+
+def shortened(value: Any) -> str:
+    """A client's own word, for an error message."""
+    text = value if isinstance(value, str) else kind_of(value)
+    return text if len(text) <= 64 else text[:64] + "…"
+
+
+def refuse_unknown(fields: Any, value: Any) -> None:
+    """Raises for the first key that is no field, before anything else is looked at: a body of a million such keys is one error."""
+    if isinstance(value, dict):
+        for key in value:
+            if key not in fields:
+                raise PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"})

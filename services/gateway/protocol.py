@@ -1,0 +1,103 @@
+"""HTTP on a connection, with patience that ends: for headers that trickle in, and for a client that does not read what it asked for.
+
+uvicorn itself only closes connections that are idle between two requests. A body's time is bounded where it is read (bodies.py).
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from services.gateway.errors import error_body
+from shared.settings import GatewaySettings
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.gateway")
+
+_TOO_MANY = orjson.dumps(error_body(503, "the gateway has too many connections", None, "too_many_connections"))
+TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
+    len(_TOO_MANY),
+    _TOO_MANY,
+)
+
+
+class PatientProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with three bounds: on the time for headers, on the time without reading, and on connections."""
+
+    header_timeout_s: float
+    write_timeout_s: float
+    max_connections: int
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_one_too_many = False
+        self._header_timer = Timer(self.loop, self.header_timeout_s, lambda: self.cut("its headers did not come"))
+        self._write_timer = Timer(self.loop, self.write_timeout_s, lambda: self.cut("it does not read"))
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._is_one_too_many = len(self.connections) > self.max_connections
+        self._header_timer.arm()
+        if len(self.connections) > 2 * self.max_connections:
+            self.cut("there are far too many")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._header_timer.disarm()
+        self._write_timer.disarm()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_one_too_many and not self.transport.is_closing():
+            self.transport.write(TOO_MANY)
+            self.transport.close()
+        elif not self.transport.is_closing():
+            super().data_received(data)
+
+    def on_headers_complete(self) -> None:
+        self._header_timer.disarm()
+        super().on_headers_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.cycle.response_complete and not self.transport.is_closing():  # the connection's next request has its own time
+            self._header_timer.arm()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer.arm()
+
+    def resume_writing(self) -> None:
+        self._write_timer.disarm()
+        super().resume_writing()
+
+    def cut(self, reason: str) -> None:
+        """Close without waiting for what is still to be written: nobody reads it."""
+        log.info("connection cut", client=self.client, reason=reason)
+        self.transport.abort()
+
+
+class Timer:
+    """Calls `action` when it was armed and not disarmed for delay_s."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, delay_s: float, action: Callable[[], None]) -> None:
+        self.loop = loop
+        self.delay_s = delay_s
+        self.action = action
+        self._handle: asyncio.TimerHandle | None = None
+
+    def arm(self) -> None:
+        self.disarm()
+        self._handle = self.loop.call_later(self.delay_s, self.action)
+
+    def disarm(self) -> None:
+        if self._handle is not None:
+            self._handle.cancel()
+            self._handle = None
+
+
+def patient(settings: GatewaySettings) -> type[PatientProtocol]:
+    """The protocol with these bounds: what uvicorn's `http=` takes."""
+    names = ("header_timeout_s", "write_timeout_s", "max_connections")
+    return type("Patient", (PatientProtocol,), {name: getattr(settings, name) for name in names})

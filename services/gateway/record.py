@@ -1,0 +1,38 @@
+"""What a response is, before and beside its events: its record in Redis, and the seeds of its choices."""
+
+import os
+import time
+import uuid
+from dataclasses import dataclass, replace
+
+from shared.sampling_params import SEEDS, SamplingParams
+
+GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRecord:
+    """What it takes to stream a response again, from any gateway."""
+
+    response_id: str
+    kind: str  # "chat.completion" or "text_completion"
+    model: str  # as the client called it
+    created: int
+    num_prompts: int
+    n: int
+    has_usage: bool  # stream_options.include_usage
+    served_model: str  # the model's own name, of which streams and keys are made
+
+    @property
+    def request_ids(self) -> list[str]:
+        return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
+
+
+def make_record(kind: str, prefix: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool) -> ResponseRecord:
+    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model)
+
+
+def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:
+    """The params of one of n choices: its own seed, a function of the request's."""
+    base = int.from_bytes(os.urandom(8)) if seed is None else seed
+    return replace(params, seed=(base + choice * GOLDEN) % SEEDS)

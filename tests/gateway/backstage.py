@@ -1,0 +1,91 @@
+"""The pipeline behind a gateway, played by the test: it is announced as every stage, takes requests, and writes tokens with the log's own scripts."""
+
+import threading
+import time
+from typing import Any
+
+import redis
+
+from shared.messages import Control, GenerateRequest, Replica, RequestError, StepEvents, TokenEvent, decode, encode
+from shared.registry import announce
+from shared.streams import MESSAGE, events, inflight_key, requests
+from shared.token_log import end_request, log_entry, write_step
+from tests.waiting import wait_until
+
+NAME, ALIAS = "paper", "pulp"
+
+
+class Backstage:
+    """Owns a thread that keeps the announcements alive."""
+
+    def __init__(self, url: str, model: str = NAME, aliases: tuple[str, ...] = (ALIAS,), stages: tuple[str, ...] = ("tokenizer", "compute", "sampler")) -> None:
+        self.client = redis.Redis.from_url(url)
+        self.model = model
+        self.replicas = [Replica(stage, f"{stage}-of-{model}", "here", 1, time.time(), model=model, max_model_len=100_000, aliases=aliases) for stage in stages]
+        self._taken_id = "0-0"
+        self._stopping = threading.Event()
+        self._announce()
+        self._thread = threading.Thread(target=self._keep_announcing, daemon=True)
+        self._thread.start()
+
+    def _announce(self) -> None:
+        pipe = self.client.pipeline(transaction=False)
+        for replica in self.replicas:
+            announce(pipe, replica)
+        pipe.execute()
+
+    def _keep_announcing(self) -> None:
+        while not self._stopping.wait(0.5):
+            try:
+                self._announce()
+            except redis.RedisError:
+                continue
+
+    def close(self) -> None:
+        self._stopping.set()
+        self._thread.join()
+        self.client.close()
+
+    def take(self, count: int = 1) -> list[GenerateRequest]:
+        """The next requests, in order."""
+        taken: list[GenerateRequest] = []
+
+        def read() -> bool:
+            reply: Any = self.client.xrange(requests(self.model).key, min=f"({self._taken_id}")
+            for entry_id, values in reply:
+                self._taken_id = entry_id.decode()
+                taken.append(decode(GenerateRequest, values[MESSAGE]))
+            return len(taken) >= count
+
+        wait_until(read, description=f"{count} requests have come", timeout_s=10)
+        assert len(taken) == count
+        return taken
+
+    def write(self, request: GenerateRequest, *positions: int, text: str = "{} ", finish: int = 0, gateway: str | None = "", is_logged: bool = True) -> None:
+        """Tokens at these positions into the log, and as events to the gateway ("": the request's own; None: to nobody). finish: the one that is the last."""
+        for position in positions:
+            event = TokenEvent(
+                request.request_id, position, 7, text.format(position), num_prompt_tokens=3, finish_reason="length" if position == finish else None
+            )
+            to = request.gateway_id if gateway == "" else gateway
+            messages = [(events(to), StepEvents((encode(event),)))] if to else []
+            pipe = self.client.pipeline(transaction=False)
+            write_step(pipe, self.model, [log_entry(event)] if is_logged else [], messages)
+            assert pipe.execute() == [[]]
+
+    def end(self, request: GenerateRequest, *, error: RequestError | None = None, gateway: str | None = "") -> None:
+        """End it without a token."""
+        pipe = self.client.pipeline(transaction=False)
+        end_request(pipe, self.model, request.request_id, request.gateway_id if gateway == "" else gateway, error=error)
+        pipe.execute()
+
+    def controls(self, action: str) -> list[Control]:
+        """The control messages of this kind so far."""
+        found: Any = self.client.xrange("control")
+        messages = [decode(Control, values[MESSAGE]) for _, values in found]
+        return [message for message in messages if message.action == action]
+
+    def held(self) -> int:
+        """Places that are taken."""
+        count: Any = self.client.hlen(inflight_key(self.model))
+        return max(0, count - 1)

@@ -1,0 +1,109 @@
+"""Places: bounded per model over all gateways, held by sequences, given back when those end, whoever is gone by then. And the names that are served."""
+
+from functools import partial
+from pathlib import Path
+
+from services.redis_server import start_server
+from shared.messages import Control, RequestError
+from shared.streams import tombstone_key
+from tests.conftest import answers, running_redis
+from tests.deployment import Deployment
+from tests.gateway.backstage import ALIAS, NAME, Backstage
+from tests.gateway.conftest import start_gateways
+from tests.gateway.streams import BODY, begun, streaming
+from tests.waiting import wait_until
+
+WHOLE = BODY | {"stream": False}
+
+
+def test_places_outlive_a_gateway_and_come_back_with_the_sequences_end(deployment: Deployment, own: Backstage) -> None:
+    first, second = start_gateways(deployment, 2, max_requests=3)
+    with streaming(deployment, gateway=first, n=3) as stream:
+        requests = own.take(3)
+        refused = deployment.post("/v1/completions", WHOLE)
+        assert refused.status_code == 429 and refused.headers["Retry-After"] and refused.json()["error"]["code"] == "server_full"
+        deployment.kill(first)
+        del deployment.ports[first]
+        stream.wait_end()
+        assert deployment.post("/v1/completions", WHOLE).status_code == 429 and own.held() == 3
+        own.end(requests[0])
+        own.write(requests[1], 1, finish=1)
+        assert own.held() == 1
+        with streaming(deployment, n=2):
+            assert own.held() == 3
+            for request in [requests[2], *own.take(2)]:
+                own.end(request)
+                own.end(request)
+    assert own.held() == 0 and not own.client.exists(f"inflight:{NAME}")
+
+
+def test_tokens_are_bounded_too_and_an_answer_of_nobody_gives_its_place_back(deployment: Deployment, own: Backstage) -> None:
+    start_gateways(deployment, max_tokens_in_flight=1000)
+    assert deployment.post("/v1/completions", WHOLE | {"max_tokens": 1000}).status_code == 429
+    with begun(deployment, own, 1, max_tokens=900) as (_, request):
+        assert deployment.post("/v1/completions", WHOLE | {"max_tokens": 101}).status_code == 429
+        assert own.held() == 1
+    wait_until(lambda: own.client.exists(tombstone_key(request.request_id)), description="the client has gone, a tombstone stands")
+    assert own.held() == 1  # until whoever runs it ends it
+    own.end(request)
+    assert own.held() == 0
+
+
+def test_every_name_is_served_and_echoed_and_a_missing_stage_is_said_of_its_model(deployment: Deployment, own: Backstage) -> None:
+    start_gateways(deployment, min_priority=-2)
+    other = Backstage(deployment.redis_url, "stone", (), stages=("tokenizer", "sampler"))
+    try:
+        deployment.wait_live("tokenizer-of-stone")
+        ask = partial(deployment.post, "/v1/completions", WHOLE | {"model": "stone"})
+        missing = wait_until(lambda: (reply := ask()).status_code == 503 and reply, description="the gateway knows that there is such a model")
+        assert "no compute is alive for the model stone" in missing.json()["error"]["message"]
+        assert deployment.post("/v1/completions", WHOLE | {"model": "sand"}).status_code == 404
+        assert {card["id"]: card["root"] for card in deployment.get("/v1/models").json()["data"]} == {NAME: NAME, ALIAS: NAME}
+        assert deployment.get(f"/v1/models/{ALIAS}").json()["id"] == ALIAS
+        with begun(deployment, own, 1, model=ALIAS, priority=-2) as (stream, request):
+            assert request.model == NAME and request.scheduling.priority == -2 and stream.chunks[0]["model"] == ALIAS
+            own.end(request)
+            stream.wait_end()
+        refused = deployment.post("/v1/completions", WHOLE | {"priority": -3})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "priority"
+    finally:
+        other.close()
+
+
+def test_a_cancel_outlives_a_redis_that_restarts(tmp_path: Path, redis_binary: Path | None) -> None:
+    with running_redis(tmp_path / "redis", redis_binary) as url:
+        deployment, own, restarted = Deployment(url, tmp_path), Backstage(url), []
+        try:
+            start_gateways(deployment)
+            with begun(deployment, own, 1) as (_, request):
+                own.client.shutdown(nosave=True)
+            wait_until(lambda: "redis can't serve" in (tmp_path / "gateway-1.log").read_text(), description="the gateway has noticed")
+            wait_until(lambda: "cancelling" in (tmp_path / "gateway-1.log").read_text(), description="the client has gone")
+            restarted.append(start_server(tmp_path / "redis", binary=redis_binary))
+            wait_until(lambda: answers(url), description="redis answers")
+            wait_until(lambda: own.controls("cancel"), description="it is cancelled")
+            assert own.controls("cancel") == [Control("cancel", (request.request_id,))]
+            assert own.client.exists(tombstone_key(request.request_id))
+        finally:
+            deployment.stop()
+            own.close()
+            for process in restarted:
+                process.kill()
+                process.wait()
+
+
+def test_measurements_are_of_sequences(deployment: Deployment, own: Backstage) -> None:
+    """Two choices that each get one token make no interval; what is refused before it was submitted was not cancelled."""
+    start_gateways(deployment)
+    assert deployment.post("/v1/completions", WHOLE | {"max_tokens": 0}).status_code == 400
+    with streaming(deployment, n=2) as stream:
+        for request in own.take(2):
+            own.write(request, 1, 2, finish=2)
+        stream.wait_end()
+    with streaming(deployment) as stream:
+        own.end(own.take()[0], error=RequestError("too long", 400))
+        stream.wait_end()
+    metrics = deployment.get("/metrics").text
+    assert "penstock_inter_token_latency_seconds_count 2.0" in metrics
+    assert "penstock_requests_cancelled_total 0.0" in metrics
+    assert 'penstock_request_success_total{finished_reason="error"} 1.0' in metrics

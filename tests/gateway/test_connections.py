@@ -1,0 +1,112 @@
+"""Connections that trickle, do not read, or are too many: each has its bound, and none costs the others anything."""
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shared.streams import tombstone_key
+from tests.conftest import running_redis
+from tests.deployment import Deployment
+from tests.gateway.backstage import Backstage
+from tests.gateway.conftest import start_gateways
+from tests.gateway.streams import BODY
+from tests.waiting import wait_until
+
+GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def impatient(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[tuple[Deployment, Backstage]]:
+    """A gateway with short patience."""
+    folder = tmp_path_factory.mktemp("impatient")
+    with running_redis(folder / "redis", redis_binary) as url:
+        deployment, backstage = Deployment(url, folder), Backstage(url)
+        try:
+            start_gateways(deployment, header_timeout_s=0.8, write_timeout_s=0.8, body_timeout_s=0.8, max_connections=8)
+            yield deployment, backstage
+        finally:
+            deployment.stop()
+            backstage.close()
+
+
+@contextmanager
+def connection(deployment: Deployment) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", next(iter(deployment.ports.values()))), timeout=10) as sock:
+        yield sock
+
+
+def trickle_until_closed(sock: socket.socket, data: bytes) -> float:
+    """Send a byte now and then until the other side has had enough; returns after how many seconds."""
+    started_at = time.monotonic()
+    try:
+        for byte in data:
+            sock.sendall(bytes([byte]))
+            time.sleep(0.05)
+            sock.settimeout(0.001)
+            try:
+                if sock.recv(1) == b"":
+                    return time.monotonic() - started_at
+            except TimeoutError:
+                continue
+    except OSError:
+        return time.monotonic() - started_at
+    raise AssertionError("it was never closed")
+
+
+def read_response(sock: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data or len(data.partition(b"\r\n\r\n")[2]) < int(data.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]):
+        data += sock.recv(4096)
+    return data
+
+
+def test_headers_that_trickle_or_never_come_are_not_waited_for(impatient: tuple[Deployment, Backstage]) -> None:
+    deployment, _ = impatient
+    with connection(deployment) as silent, connection(deployment) as slow, connection(deployment) as second:
+        second.sendall(GET)
+        assert read_response(second).startswith(b"HTTP/1.1 200")
+        assert trickle_until_closed(slow, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < 3
+        assert silent.recv(1) == b""
+        second.settimeout(10)
+        assert trickle_until_closed(second, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < 3  # a request after one that was answered
+
+
+def test_a_body_that_does_not_come_is_408(impatient: tuple[Deployment, Backstage]) -> None:
+    deployment, _ = impatient
+    with connection(deployment) as sock:
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        reply = read_response(sock)
+        assert reply.startswith(b"HTTP/1.1 408") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
+        assert sock.recv(1) == b""
+
+
+def test_a_client_that_does_not_read_loses_its_connection_and_its_sequences(impatient: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = impatient
+    with connection(deployment) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        body = json.dumps(BODY | {"max_tokens": 5000}).encode()
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        [request] = backstage.take()
+        for position in range(1, 41):  # 10 MB: more than the kernel keeps for a connection
+            backstage.write(request, position, text="x" * 250_000)
+        wait_until(lambda: backstage.client.exists(tombstone_key(request.request_id)), description="it is cut and cancelled")
+    backstage.end(request)
+    assert backstage.held() == 0
+
+
+def test_one_connection_too_many_is_told_so(impatient: tuple[Deployment, Backstage]) -> None:
+    deployment, _ = impatient
+    sockets = [socket.create_connection(("127.0.0.1", next(iter(deployment.ports.values()))), timeout=10) for _ in range(9)]
+    try:
+        sockets[-1].sendall(GET)
+        reply = read_response(sockets[-1])
+        assert reply.startswith(b"HTTP/1.1 503") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "too_many_connections"
+    finally:
+        for sock in sockets:
+            sock.close()
+    wait_until(lambda: deployment.get("/v1/models").status_code == 200, description="there is room again")
