@@ -31,7 +31,7 @@ log = get_logger("penstock.transport")
 T = TypeVar("T")
 Pipeline = Any  # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
 
-REFUSALS = (redis.ReadOnlyError, redis.OutOfMemoryError, redis.exceptions.NoScriptError, redis.exceptions.TryAgainError, redis.exceptions.MasterDownError)
+REFUSALS = redis.ReadOnlyError | redis.OutOfMemoryError | redis.exceptions.NoScriptError | redis.exceptions.TryAgainError | redis.exceptions.MasterDownError
 TEMPORARY = re.compile(
     r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b"
 )  # also within a script's
