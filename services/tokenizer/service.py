@@ -42,7 +42,7 @@ class TokenizerService:
             self.claim()
             self.stage.turn()
         self.stage.leave()
-        self.stage.transport.run(self.reader.leave)
+        self.reader.release_all()  # a delivery whose reply was lost is pending, though nothing is being done
 
     def claim(self) -> None:
         """Now and then, take over what dead replicas left. One entry at a time, for one of them may be what they died of."""

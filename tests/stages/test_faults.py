@@ -1,0 +1,97 @@
+"""Whatever happens to any one round trip of any stage, the logs come out byte for byte as if nothing had.
+
+In bf16 on the native kernels: there a sequence's numbers are the same bits in any company, so that logprobs can be compared as well.
+PENSTOCK_TEST_EVERY_WRITE=1 disturbs every write with every fault, in a minute; by default some of them, each time the same.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.redis_server import socket_path
+from shared.streams import inflight_key, requests
+from shared.token_log import parse_log
+from tests.conftest import running_redis
+from tests.faulty_redis import FAULTS, FaultyRedis
+from tests.stages.line_of_stages import MODEL, LineOfStages, ask, hurried
+from tests.waiting import wait_until
+
+STAGES = ("tokenizer", "compute", "sampler")
+REQUESTS = (
+    ask("greedy.0", "The quick brown fox", max_tokens=10, temperature=0.0, ignore_eos=True),
+    ask("seeded.0", "Once upon a time", max_tokens=8, seed=7, logprobs=2, ignore_eos=True),
+    ask("stopped.0", "Tell me about the weather", max_tokens=12, temperature=0.0, stop=("er owns",), ignore_eos=True),
+)
+STRIDES = {"cut": 2, "lost": 2}  # of the other faults every 7th write
+
+
+@dataclass
+class Disturbed:
+    """The stages, each behind a proxy of its own; what they log undisturbed, and with how many writes."""
+
+    line: LineOfStages
+    proxies: dict[str, FaultyRedis]
+    logs: dict[str, Any]
+    num_writes: dict[str, int]
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Disturbed]:
+    folder = tmp_path_factory.mktemp("faults")
+    with running_redis(folder, redis_binary) as url, hurried():
+        proxies = {name: FaultyRedis(socket_path(folder), folder / f"{name}.sock") for name in STAGES}
+        with proxies["tokenizer"], proxies["compute"], proxies["sampler"]:
+            line = LineOfStages(url, {name: proxy.url for name, proxy in proxies.items()})
+            with line.running():
+                line.answer(*REQUESTS)
+                line.forget_logs()
+                for proxy in proxies.values():
+                    proxy.arm()
+                logs = line.answer(*REQUESTS)
+                yield Disturbed(line, proxies, logs, {name: proxy.num_writes for name, proxy in proxies.items()})
+            kept = (b"log:", b"events:", b"attempts:", b"requests:", b"prompts:", b"control")
+            assert [key for key in line.client.keys("*") if not key.startswith(kept)] == [], "who leaves takes its streams along"
+
+
+def test_the_requests_are_what_the_other_tests_need(disturbed: Disturbed) -> None:
+    """One ends by its length, one with its logprobs, one by a stop string that lies across tokens."""
+    greedy, seeded, stopped = (parse_log(disturbed.logs[each.request_id]) for each in REQUESTS)
+    assert len(greedy) == 10 and greedy[-1].finish_reason == "length"
+    assert [len(event.logprobs or ()) for event in seeded] == [1] * 8 and len({event.token_id for event in seeded}) > 4
+    assert 2 < len(stopped) < 12 and stopped[-1].stop_reason == "er owns", "".join(event.text for event in stopped)
+    assert "er owns" not in "".join(event.text for event in stopped)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_failed_round_trip_changes_no_byte_of_any_log(stage: str, fault: str, disturbed: Disturbed) -> None:
+    line, proxy = disturbed.line, disturbed.proxies[stage]
+    stride = 1 if os.environ.get("PENSTOCK_TEST_EVERY_WRITE") == "1" else STRIDES.get(fault, 7)
+    for at in range(1 + FAULTS.index(fault) % stride, disturbed.num_writes[stage] + 1, stride):
+        line.forget_logs()
+        proxy.arm(at, fault)
+        assert line.answer(*REQUESTS) == disturbed.logs, (at, proxy.disturbed)
+        wait_until(lambda: proxy.disturbed, description=f"write {at} has come")
+        assert line.client.exists(inflight_key(MODEL)) == 0
+        assert line.pending() == 0
+
+
+def test_a_tokenizer_that_leaves_loses_no_request_whose_delivery_it_never_saw(redis_url: str, tmp_path: Path) -> None:
+    """Redis forgets what is pending with a consumer whose name is removed."""
+    with FaultyRedis(socket_path(Path(redis_url.removeprefix("unix://")).parent), tmp_path / "proxy.sock") as proxy, hurried():
+        line = LineOfStages(redis_url, {"tokenizer": proxy.url})
+        leaving = line.tokenizer
+        leaving.reader.ensure_group()
+        line.submit(REQUESTS[0])
+        proxy.arm(1, "lost")
+        deliveries, _ = leaving.reader.read(count=8, block_ms=1)  # the first try is lost, the second finds nothing new
+        assert deliveries == [] and line.client.xpending(requests(MODEL).key, "tokenizer")["pending"] == 1
+        leaving.stage.stopping.set()
+        leaving.run()
+        leaving.stage.stopping.clear()
+        with line.running():
+            wait_until(lambda: line.has_ended("greedy.0"), description="another has answered it")
