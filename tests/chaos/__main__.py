@@ -36,6 +36,7 @@ from tests.chaos.specs import make_specs
 from tests.chaos.store import Store
 from tests.chaos.tally import Tally
 
+SETTLE_S = 5.0  # what a round takes after its last fault has begun, or longer
 CONSUMERS_SETTLE_S = 3.0  # after the last round, for whoever tidies up
 
 
@@ -74,9 +75,9 @@ async def go_round(rounds: Rounds, options: Options) -> None:
     """Rounds, until the time or the faults are used up. The last one may take longer than what is left."""
     until = time.monotonic() + options.seconds
     num_left = options.max_faults if options.max_faults is not None else sys.maxsize
-    while time.monotonic() < until and num_left > 0:
+    while (left_s := until - SETTLE_S - time.monotonic()) > 0 and num_left > 0:
         before = rounds.arena.tally.faults.total()
-        if not await rounds.run(num_left) and not options.keep_going:
+        if not await rounds.run(num_left, left_s) and not options.keep_going:
             return
         num_left -= rounds.arena.tally.faults.total() - before
 

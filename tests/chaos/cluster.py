@@ -60,7 +60,7 @@ class Cluster:
     store: Store
     rng: random.Random
     slots: list[Slot] = field(default_factory=list)
-    crashes: list[str] = field(default_factory=list)  # deaths that nobody asked for, with the end of the log
+    crashes: dict[str, list[str]] = field(default_factory=dict)  # deaths that nobody asked for, by their last words: the ends of the logs
     num_restarts: int = 0
     is_closed: bool = False
 
@@ -112,17 +112,27 @@ class Cluster:
     def look_after(self, slot: Slot) -> None:
         now = time.monotonic()
         if slot.leaving_since is not None and now - slot.leaving_since > LEAVE_TIMEOUT_S and slot.is_alive:
-            self.crashes.append(f"{slot.name} had not left {LEAVE_TIMEOUT_S:g} s after SIGTERM")
+            self.note_crash(slot, f"had not left {LEAVE_TIMEOUT_S:g} s after SIGTERM")
             self.kill(slot)
         if slot.process is not None and (code := slot.process.poll()) is not None:
             if not slot.is_death_ours or (slot.leaving_since is not None and code not in (0, -signal.SIGKILL)):
-                self.crashes.append(f"{slot.name} ended by itself with exit code {code}:\n{self.log_tail(slot, 12)}")
+                self.note_crash(slot, f"ended by itself with exit code {code}")
             slot.process, slot.restart_at = None, now + self.rng.uniform(0.05, 0.8)
         if slot.process is None and now >= slot.restart_at:
             if self.rng.random() < 0.5:
                 slot.replica_id = f"{slot.name}.{slot.num_lives + 1}"
             self.num_restarts += 1
             self.spawn(slot)
+
+    def note_crash(self, slot: Slot, words: str) -> None:
+        tail = self.log_tail(slot, 12)
+        last = tail.rsplit("\n", 1)[-1].strip()
+        self.crashes.setdefault(f"{slot.stage} {words}: {last[:100]}", []).append(tail)
+
+    def take_crashes(self) -> list[str]:
+        """Those since the last call: each kind once, with how often, and the end of one log."""
+        taken, self.crashes = self.crashes, {}
+        return [f"{len(tails)} x {words}\n{tails[0]}" for words, tails in taken.items()]
 
     def kill(self, slot: Slot) -> None:
         """SIGKILL: no chance to hand anything over."""

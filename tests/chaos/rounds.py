@@ -54,13 +54,13 @@ class Rounds:
     memory: Memory
     number: int = 0
 
-    async def run(self, max_faults: int) -> bool:
-        """One round. False where something did not end: what follows would only show that again."""
+    async def run(self, max_faults: int, left_s: float) -> bool:
+        """One round, whose faults begin within left_s. False where something did not end: what follows would only show that again."""
         self.number += 1
         started = time.monotonic()
         arena, load, tally = self.arena, self.arena.load, self.arena.tally
-        before, num_wrong, num_crashes = tally.total("answered"), len(tally.wrong), len(arena.cluster.crashes)
-        planned = plan(self.faults, random.Random(f"{self.options.seed}:{self.number}"), self.options.round_s, max_faults)
+        before, num_wrong = tally.total("answered"), len(tally.wrong)
+        planned = plan(self.faults, random.Random(f"{self.options.seed}:{self.number}"), min(self.options.round_s, left_s), max_faults)
         load.manners.may_lose = any(each.fault.may_lose for each in planned)
         clients = load.begin(self.options.num_clients, self.number)
         await self.inflict(planned)
@@ -68,7 +68,7 @@ class Rounds:
         healed = time.monotonic()
         load.is_over = True
         is_over = await self.finish(clients, healed)
-        for crash in arena.cluster.crashes[num_crashes:]:
+        for crash in arena.cluster.take_crashes():
             tally.find(f"crash: {crash}")
         for each, mib in self.memory.grown(arena.cluster).items():
             tally.rss_growth_mib[each] = max(mib, tally.rss_growth_mib.get(each, mib))

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TOPICS = ("a river", "the queue", "Redis", "a lock gate", "memory", "the sampler", "a cache", "tokens", "water", "a pump", "streams", "batching")
-PER_KIND = 8
+PER_KIND = 7
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -45,7 +45,7 @@ def make_specs(model: str, seed: int) -> list[Spec]:
 
 def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
     parameters = {key: rng.choice(value) if isinstance(value, list) else value for key, value in KINDS[kind].items()}
-    body: dict[str, Any] = {"model": model, "seed": rng.randrange(1 << 32), "max_tokens": rng.choice([10, 40, 80, 160, 300]), **parameters}
+    body: dict[str, Any] = {"model": model, "seed": rng.randrange(1 << 32), "max_tokens": rng.choice([10, 40, 80, 120, 240]), **parameters}
     topic, number = rng.choice(TOPICS), rng.randrange(1000)
     if rng.random() < 0.5:
         if kind == "logprobs":
