@@ -25,13 +25,16 @@ class Choice:
     text: str = ""
     logprobs: list[tuple[str, float]] = field(default_factory=list)  # token, logprob
     finish_reason: str | None = None
+    num_ends: int = 0  # chunks with a finish_reason
     lengths: dict[int, int] = field(default_factory=dict)  # by position: characters of text up to it
 
     def add(self, piece: dict[str, Any]) -> None:
         """A chunk's choice, or a whole answer's."""
         self.text += piece_text(piece)
         self.logprobs += piece_logprobs(piece.get("logprobs"))
-        self.finish_reason = piece.get("finish_reason") or self.finish_reason
+        if piece.get("finish_reason"):
+            self.finish_reason = piece["finish_reason"]
+            self.num_ends += 1
 
     def length_at(self, position: int) -> int:
         positions = list(self.lengths)  # in the order in which they came: rising
@@ -89,6 +92,8 @@ class Answer:
         for index, (choice, right) in enumerate(zip(self.choices, known.choices, strict=True)):
             if choice.text != right.text:
                 raise Wrong(difference(choice.text, right.text), f"choice {index}: {show(choice.text, right.text)}")
+            if choice.num_ends > 1 and not was_resumed:
+                raise Wrong("doubled", f"choice {index}: ended {choice.num_ends} times")
             if choice.finish_reason != right.finish_reason and not (was_resumed and choice.finish_reason is None):
                 raise Wrong("different", f"choice {index}: finish_reason {choice.finish_reason}, not {right.finish_reason}")
             if choice.logprobs != right.logprobs:

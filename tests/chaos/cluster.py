@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+import redis
 
 from shared.messages import Replica, decode
 from tests.chaos.options import Options
@@ -177,14 +178,20 @@ class Cluster:
         deadline = time.monotonic() + READY_TIMEOUT_S
         async with httpx.AsyncClient(timeout=5, trust_env=False) as http:
             while True:
-                late = [slot.name for slot in self.slots if not await self.is_live(slot)]
-                if not late:
-                    late = [slot.name for slot in self.of("gateway") if not await is_ready(http, slot.port)]
+                late = await self.late(http)
                 if not late:
                     return
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"{READY_TIMEOUT_S:g} s after healing not ready: {', '.join(late)}")
                 await asyncio.sleep(0.1)
+
+    async def late(self, http: httpx.AsyncClient) -> list[str]:
+        """Who is not ready."""
+        try:
+            late = [slot.name for slot in self.slots if not await self.is_live(slot)]
+        except (redis.RedisError, OSError) as error:
+            return [f"Redis ({error})"]
+        return late or [slot.name for slot in self.of("gateway") if not await is_ready(http, slot.port)]
 
     def log_tail(self, slot: Slot, num_lines: int) -> str:
         path = self.log_path(slot)

@@ -148,11 +148,14 @@ class Exchange:
         watching = asyncio.create_task(self.watch(reply, gateway))
         try:
             async for event in reply.events():
+                if self.is_done and event.data is not None:
+                    raise Wrong("doubled", f"after [DONE] came {event.data[:100]}")
                 self.take(event)
-                if self.is_done:
-                    self.journal.note("done")
-                    return
-            raise Broken("the stream ended without [DONE]")
+            if not self.is_done:
+                raise Broken("the stream ended without [DONE]")
+        except Broken:
+            if not self.is_done:
+                raise
         finally:
             watching.cancel()
 

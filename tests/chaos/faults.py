@@ -16,6 +16,7 @@ from tests.chaos.cluster import Slot
 Run = Callable[[Arena, random.Random], Awaitable[None]]
 
 STAGES = ("gateway", "tokenizer", "compute", "sampler")
+MOST_A_ROUND = {"redis": 3, "burst": 1}  # those of Redis go one after another; a burst takes as long as five starts
 BURST = 5  # more than any number of deliveries after which a request is given up
 LIVE_TIMEOUT_S = 20.0
 
@@ -27,6 +28,7 @@ class Fault:
     run: Run
     says: str
     may_lose: bool = False  # data that Redis had acknowledged: one clear error is a right answer
+    family: str = ""  # of those that take long, a round has MOST_A_ROUND
 
 
 def kill(*stages: str) -> Run:
@@ -106,22 +108,24 @@ def table() -> dict[str, Fault]:
     faults += [Fault(f"kill-every-{stage}", 1, kill_all(stage), "SIGKILL to all replicas of the stage") for stage in STAGES]
     faults += [Fault(f"stop-{stage}", 2, stop(stage), "SIGSTOP to one replica for 0.5 to 12 s") for stage in STAGES]
     faults += [Fault(f"leave-{stage}", 1, leave(stage), "SIGTERM to one replica") for stage in STAGES]
-    faults += [Fault(f"burst-{stage}", 1, burst(stage), f"{BURST} kills of one replica, each soon after it came back") for stage in STAGES]
+    faults += [Fault(f"burst-{stage}", 1, burst(stage), f"{BURST} kills of one replica, each soon after it came back", family="burst") for stage in STAGES]
+    faults += [
+        Fault("kill-redis", 2, redis_faults.kill, "SIGKILL; back after 0 to 5 s", family="redis"),
+        Fault("stop-redis", 2, redis_faults.stop, "SIGSTOP for 0.5 to 12 s", family="redis"),
+        Fault("readonly", 2, redis_faults.readonly, "a replica of a dead primary for 0.3 to 6 s: READONLY, UNBLOCKED", family="redis"),
+        Fault("noreplicas", 2, redis_faults.no_replicas, "NOREPLICAS for 0.3 to 6 s", family="redis"),
+        Fault("oom", 2, redis_faults.out_of_memory, "OOM for 0.3 to 6 s", family="redis"),
+        Fault("busy", 1, redis_faults.busy, "a script that runs for 0.5 to 4 s: BUSY", family="redis"),
+        Fault("drop-connections", 1, redis_faults.drop_connections, "Redis closes every connection", family="redis"),
+        Fault("script-flush", 1, redis_faults.flush_scripts, "NOSCRIPT", family="redis"),
+        Fault("flushall", 2, redis_faults.flush_all, "every key is gone", may_lose=True, family="redis"),
+        Fault("cut-aof", 2, redis_faults.cut_log, "SIGKILL to Redis, and the end of its append-only file is gone", may_lose=True, family="redis"),
+    ]
     faults += [
         Fault("kill-gateway+sampler", 2, kill("gateway", "sampler"), "SIGKILL to one of each at once"),
         Fault("kill-compute+sampler", 2, kill("compute", "sampler"), "SIGKILL to one of each at once"),
         Fault("stop-compute+sampler", 1, stop("compute", "sampler"), "SIGSTOP to one of each for 0.5 to 12 s"),
         Fault("kill-everything", 1, kill_all(), "SIGKILL to every process but Redis"),
-        Fault("kill-redis", 2, redis_faults.kill, "SIGKILL; back after 0 to 5 s"),
-        Fault("stop-redis", 2, redis_faults.stop, "SIGSTOP for 0.5 to 12 s"),
-        Fault("readonly", 2, redis_faults.readonly, "a replica of a dead primary for 0.3 to 6 s: READONLY, UNBLOCKED"),
-        Fault("noreplicas", 2, redis_faults.no_replicas, "NOREPLICAS for 0.3 to 6 s"),
-        Fault("oom", 2, redis_faults.out_of_memory, "OOM for 0.3 to 6 s"),
-        Fault("busy", 1, redis_faults.busy, "a script that runs for 0.5 to 4 s: BUSY"),
-        Fault("drop-connections", 1, redis_faults.drop_connections, "Redis closes every connection"),
-        Fault("script-flush", 1, redis_faults.flush_scripts, "NOSCRIPT"),
-        Fault("flushall", 2, redis_faults.flush_all, "every key is gone", may_lose=True),
-        Fault("cut-aof", 2, redis_faults.cut_log, "SIGKILL to Redis, and the end of its append-only file is gone", may_lose=True),
         Fault("hang-up", 2, client_faults.hang_up, "six clients go away, in the middle or at once"),
         Fault("resume-late", 1, client_faults.resume_late, "for 10 s, clients resume late; and a gateway is killed"),
         Fault("resume-twice", 2, client_faults.resume_twice, "a stream is taken over, and again, while it is being read"),

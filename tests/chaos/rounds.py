@@ -3,14 +3,16 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from tests.chaos.arena import Arena
 from tests.chaos.checks import Checks
 from tests.chaos.diagnosis import explain
-from tests.chaos.faults import Fault
+from tests.chaos.faults import MOST_A_ROUND, Fault
 from tests.chaos.memory import Memory
 from tests.chaos.options import Options
+from tests.chaos.redis_faults import REDIS_ERRORS
 from tests.chaos.tally import Outcome
 
 LOSING_ROUNDS = 0.25  # the share in which faults may lose data: in these, errors are no proof of anything
@@ -38,7 +40,11 @@ def plan(faults: list[Fault], rng: random.Random, round_s: float, max_faults: in
         at += pause_s
         if at > round_s:
             break
-        fault = rng.choices(chosen, [each.weight for each in chosen])[0]
+        taken = Counter(each.fault.family for each in planned)
+        free = [each for each in chosen if taken[each.family] < MOST_A_ROUND.get(each.family, max_faults)]
+        if not free:
+            break
+        fault = rng.choices(free, [each.weight for each in free])[0]
         planned.append(Planned(fault, pause_s, f"{fault.name}:{rng.random()}"))
     return planned
 
@@ -64,7 +70,10 @@ class Rounds:
         load.manners.may_lose = any(each.fault.may_lose for each in planned)
         clients = load.begin(self.options.num_clients, self.number)
         await self.inflict(planned)
-        await arena.cluster.heal()
+        try:
+            await arena.cluster.heal()
+        except TimeoutError as error:
+            tally.find(f"not ready: {error}")
         healed = time.monotonic()
         load.is_over = True
         is_over = await self.finish(clients, healed)
@@ -89,7 +98,10 @@ class Rounds:
         await asyncio.gather(*running)
 
     async def inflict_one(self, planned: Planned) -> None:
-        await planned.fault.run(self.arena, random.Random(planned.seed))
+        try:
+            await planned.fault.run(self.arena, random.Random(planned.seed))
+        except REDIS_ERRORS as error:
+            print(f"{planned.fault.name} came to nothing: {error!r}", flush=True)
 
     async def finish(self, clients: "list[asyncio.Task[None]]", healed: float) -> bool:
         """Wait for every end; then look at what is left. False where requests hung or Redis did not drain."""

@@ -78,10 +78,18 @@ class Store:
         if self.process is None or self.process.poll() is not None:
             await self.start()
         self.signal(signal.SIGCONT)
-        async with self.client() as client:
-            await client.execute_command("REPLICAOF", "NO", "ONE")
-            await client.config_set("min-replicas-to-write", 0)
-            await client.config_set("maxmemory", 0)
+        deadline = time.monotonic() + UP_TIMEOUT_S
+        while True:
+            try:
+                async with self.client() as client:
+                    await client.execute_command("REPLICAOF", "NO", "ONE")
+                    await client.config_set("min-replicas-to-write", 0)
+                    await client.config_set("maxmemory", 0)
+                return
+            except (redis.RedisError, OSError):
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(0.1)
 
     def log_tail(self) -> str:
         path = self.folder / "redis.log"
