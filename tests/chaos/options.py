@@ -28,12 +28,7 @@ class Options:
     keep_going: bool
     folder: Path | None
     compute: dict[str, str] = field(default_factory=dict)  # settings of compute, as PENSTOCK_* names without the prefix
-
-    @property
-    def arguments(self) -> str:
-        """What to type after `make chaos ARGS=` to have this seed again."""
-        names = [*(f"--only {','.join(self.only)}" for _ in self.only[:1]), *(f"--except {','.join(self.excluded)}" for _ in self.excluded[:1])]
-        return " ".join([f"--seed {self.seed}", f"--seconds {self.seconds:g}", *names])
+    arguments: str = ""  # what to type to have this run again, seed and all
 
 
 def parse(argv: list[str]) -> Options:
@@ -62,9 +57,10 @@ def parse(argv: list[str]) -> Options:
         for fault in FAULTS.values():
             print(f"{fault.name:22}{fault.weight:3}  {fault.says}")
         raise SystemExit(0)
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
     return Options(
         seconds=args.minutes * 60 if args.minutes else args.seconds,
-        seed=args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000),
+        seed=seed,
         max_faults=args.faults,
         only=names(args.only),
         excluded=names(args.excluded),
@@ -77,6 +73,7 @@ def parse(argv: list[str]) -> Options:
         keep_going=args.keep_going,
         folder=args.folder,
         compute=COMPUTE_DEFAULTS | compute_settings(parser, rest),
+        arguments=" ".join(argv if args.seed is not None else ["--seed", str(seed), *argv]),
     )
 
 
