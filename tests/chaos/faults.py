@@ -93,11 +93,11 @@ def stop(*stages: str) -> Run:
 
 
 def leave(stage: str) -> Run:
-    """SIGTERM: it hands its work on and goes."""
+    """SIGTERM to one that has come up: it hands its work on and goes."""
 
     async def run(arena: Arena, rng: random.Random) -> None:
         slot = rng.choice(arena.cluster.of(stage))
-        if slot.stopped_since is None:
+        if slot.stopped_since is None and await arena.cluster.is_live(slot):
             arena.cluster.leave(slot)
 
     return run

@@ -56,7 +56,7 @@ class Tally:
         if outcome.message and outcome.kind in ("error", "excused", "lost", "ended"):
             self.errors[f"{outcome.kind}: {outcome.message[:100]}"] += 1
         if outcome.kind not in FINE:
-            self.find(f"{outcome.kind}: {journal.name}: {outcome.message}\n{journal.text()}")
+            self.find(f"{outcome.kind}: {request_kind}, {journal.name}: {outcome.message}\n{journal.text()}")
 
     def find(self, finding: str) -> None:
         """Something is wrong."""
