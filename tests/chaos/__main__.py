@@ -36,7 +36,7 @@ from tests.chaos.specs import make_specs
 from tests.chaos.store import Store
 from tests.chaos.tally import Tally
 
-SETTLE_S = 12.0  # what a round takes after its last fault has begun; some take longer
+SETTLE_S = 10.0  # what a round takes after its last fault has begun; some take longer
 CONSUMERS_SETTLE_S = 3.0  # after the last round, for whoever tidies up
 
 
