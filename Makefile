@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-.PHONY: up test check compose-test bench
+.PHONY: up test check chaos compose-test bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -25,6 +25,9 @@ check: $(VENV)/dev
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
 	$(BIN)/mypy
+
+chaos: $(VENV)/dev
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 compose-test: $(VENV)/dev
 	$(BIN)/python tests/compose/run.py

@@ -1,0 +1,121 @@
+"""What must hold in Redis once every request has ended: nothing queued, nothing pending, whole token logs, no key without a TTL."""
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from shared.errors import Invalid
+from shared.messages import TokenEvent, decode
+from tests.chaos.cluster import Cluster
+
+GROUP_STREAMS = ("requests*", "prompts:*")
+PERMANENT = ("requests", "requests:", "prompts:", "replicas", "dead-letter")  # keys, or how they begin, that need no TTL
+DRAIN_POLL_S = 0.25
+MAX_SHOWN = 5
+
+
+@dataclass(slots=True)
+class Checks:
+    """The checks of a run; logs that were found whole and ended are not read again."""
+
+    cluster: Cluster
+    whole: set[bytes] = field(default_factory=set)
+
+    async def drain(self, timeout_s: float) -> list[str]:
+        """Wait until nothing is queued or pending; what still is after timeout_s, in words."""
+        deadline = time.monotonic() + timeout_s
+        async with self.cluster.store.client() as client:
+            while (left := await leftovers(client)) and time.monotonic() < deadline:
+                await asyncio.sleep(DRAIN_POLL_S)
+        return left
+
+    async def after_round(self) -> list[str]:
+        """Everything that is wrong in a Redis that has drained."""
+        async with self.cluster.store.client() as client:
+            return [*await self.broken_logs(client), *await keys_without_ttl(client)]
+
+    async def broken_logs(self, client: Any) -> list[str]:
+        """Logs that are not p-0 for p = 1 … n and then one end."""
+        broken = []
+        for key in await client.keys("log:*"):
+            if key in self.whole:
+                continue
+            problem = log_problem(await client.xrange(key))
+            if problem is None:
+                self.whole.add(key)
+            elif await client.exists(key):
+                broken.append(f"log {key.decode(errors='replace')}: {problem}")
+        return broken[:MAX_SHOWN] + ([f"… and {len(broken) - MAX_SHOWN} more logs"] if len(broken) > MAX_SHOWN else [])
+
+    async def idle_consumers(self) -> list[str]:
+        """Consumers without a live replica and with nothing pending: nobody will ever ask for them again."""
+        live = {slot.replica_id for slot in self.cluster.slots}
+        found = []
+        async with self.cluster.store.client() as client:
+            for key, group in await groups(client):
+                consumers = await client.xinfo_consumers(key, group)
+                found += [f"{key.decode()} {each['name'].decode()}" for each in consumers if each["name"].decode() not in live and not each["pending"]]
+        return found
+
+
+async def groups(client: Any) -> list[tuple[bytes, bytes]]:
+    """The group streams there are, each with each of its groups."""
+    found = []
+    for pattern in GROUP_STREAMS:
+        for key in await client.keys(pattern):
+            if await client.type(key) == b"stream":
+                found += [(key, each["name"]) for each in await client.xinfo_groups(key)]
+    return found
+
+
+async def leftovers(client: Any) -> list[str]:
+    """Entries in group streams, entries pending, places held."""
+    left = []
+    for pattern in GROUP_STREAMS:
+        for key in await client.keys(pattern):
+            if (length := await client.xlen(key)) > 0:
+                left.append(f"{key.decode()} holds {length} entries")
+    for key, group in await groups(client):
+        if (num_pending := (await client.xpending(key, group))["pending"]) > 0:
+            left.append(f"{key.decode()} has {num_pending} entries pending in group {group.decode()}")
+    for key in await client.keys("inflight:*"):
+        fields = await client.hgetall(key)
+        if [name for name in fields if name] or int(fields.get(b"", 0)) != 0:
+            left.append(f"{key.decode()} still holds {dict(list(fields.items())[:4])}")
+    return left
+
+
+async def keys_without_ttl(client: Any) -> list[str]:
+    found = []
+    for key in await client.keys("*"):
+        name = key.decode(errors="replace")
+        is_permanent = any(name == each or (each.endswith(":") and name.startswith(each)) for each in PERMANENT)
+        if not is_permanent and await client.ttl(key) == -1:
+            found.append(f"key {name} has no TTL")
+    return found[:MAX_SHOWN] + ([f"… and {len(found) - MAX_SHOWN} more keys without a TTL"] if len(found) > MAX_SHOWN else [])
+
+
+def log_problem(entries: list[tuple[bytes, dict[bytes, bytes]]]) -> str | None:
+    """What is wrong with a log, once its request should have ended; None for one that is whole."""
+    position, end = 0, None
+    for raw_id, values in entries:
+        entry_id = raw_id.decode()
+        if end is not None:
+            return f"{entry_id} after its end at {end}"
+        expected = (f"{position + 1}-0", f"{position}-1")
+        if entry_id not in expected:
+            return f"{entry_id} where {' or '.join(expected)} should be, of {len(entries)} entries"
+        position = int(entry_id.split("-")[0])
+        if is_end(values) or entry_id.endswith("-1"):
+            end = entry_id
+    if end is None and entries:
+        return f"no end after {entries[-1][0].decode()}"
+    return None
+
+
+def is_end(values: dict[bytes, bytes]) -> bool:
+    try:
+        return b"e" in values or decode(TokenEvent, values[b"m"]).finish_reason is not None
+    except (Invalid, KeyError):
+        return False

@@ -1,0 +1,70 @@
+"""Where is a request that does not end? Its log, its entries in the group streams, its keys; and the end of every process's log."""
+
+from typing import Any
+
+from tests.chaos.checks import groups
+from tests.chaos.cluster import Cluster
+from tests.chaos.redis_faults import REDIS_ERRORS
+from tests.chaos.tally import Journal
+
+LOG_LINES = 15
+MAX_REQUESTS = 6
+
+
+async def explain(cluster: Cluster, journals: list[Journal]) -> str:
+    """What there is to know about these requests."""
+    lines = []
+    try:
+        async with cluster.store.client() as client:
+            for journal in journals[:MAX_REQUESTS]:
+                lines.append(f"  {journal.name}")
+                for response_id in journal.response_ids:
+                    lines += [f"    {line}" for line in await locate(client, response_id)]
+            lines.append(f"  queues: {await queues(client)}")
+            lines.append(f"  replicas: {sorted(key.decode() for key in await client.keys('replica:*'))}")
+    except REDIS_ERRORS as error:
+        lines.append(f"  Redis: {error!r}")
+    for slot in cluster.slots:
+        lines.append(f"  --- {slot.name} ({slot.replica_id}, pid {slot.process.pid if slot.process else 'none'}, life {slot.num_lives})")
+        lines.append(cluster.log_tail(slot, LOG_LINES))
+    return "\n".join(lines)
+
+
+async def locate(client: Any, response_id: str) -> list[str]:
+    """A response's keys, and its sequences' entries."""
+    found = [f"{response_id}: record lives {await client.ttl(f'response:{response_id}')} s"]
+    for key in sorted(await client.keys(f"*:{response_id}*")):
+        name = key.decode()
+        kind = (await client.type(key)).decode()
+        if name.startswith("log:"):
+            last = await client.xrevrange(key, count=1)
+            found.append(f"{name}: {await client.xlen(key)} entries, last {last[0][0].decode() if last else '-'}, {show(last[0][1]) if last else ''}")
+        elif kind == "hash":
+            found.append(f"{name}: {await client.hgetall(key)}")
+        elif kind == "string" and not name.startswith("response:"):
+            found.append(f"{name}: {await client.get(key)!r}, {await client.ttl(key)} s to live")
+    for key, group in await groups(client):
+        owners = {each["message_id"]: each for each in await client.xpending_range(key, group, "-", "+", 1000)}
+        for entry_id, values in await client.xrange(key):
+            if values.get(b"r", b"").startswith(response_id.encode()):
+                pending = owners.get(entry_id)
+                state = (
+                    f"pending with {pending['consumer']!r}, idle {pending['time_since_delivered']} ms, delivered {pending['times_delivered']} times"
+                    if pending
+                    else "not taken"
+                )
+                found.append(f"{key.decode()} {entry_id.decode()} {values[b'r']!r}: {state}")
+    return found
+
+
+async def queues(client: Any) -> dict[str, int]:
+    """Every stream that is no token log, with its length."""
+    lengths = {}
+    for pattern in ("requests*", "prompts:*", "candidates:*", "decisions:*", "events:*", "control", "dead-letter"):
+        for key in await client.keys(pattern):
+            lengths[key.decode()] = int(await client.xlen(key))
+    return lengths
+
+
+def show(values: dict[bytes, bytes]) -> str:
+    return str(values.get(b"m", b""))[:160]

@@ -1,0 +1,155 @@
+"""The faults: one table, each with a name, a weight, and whether it loses data. A fault heals itself before it returns.
+
+Here are those of processes; of Redis: redis_faults.py; of clients and of what they send: client_faults.py; of messages: poison.py.
+"""
+
+import asyncio
+import fnmatch
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from tests.chaos import client_faults, poison, redis_faults
+from tests.chaos.arena import Arena
+from tests.chaos.cluster import Slot
+
+Run = Callable[[Arena, random.Random], Awaitable[None]]
+
+STAGES = ("gateway", "tokenizer", "compute", "sampler")
+MOST_A_ROUND = {"redis": 3, "burst": 1}  # those of Redis go one after another; a burst takes as long as five starts
+BURST = 5  # more than any number of deliveries after which a request is given up
+LIVE_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    name: str
+    weight: int
+    run: Run
+    says: str
+    may_lose: bool = False  # data that Redis had acknowledged: one clear error is a right answer
+    family: str = ""  # of those that take long, a round has MOST_A_ROUND
+
+
+def kill(*stages: str) -> Run:
+    """SIGKILL to one replica of each of the stages, at once."""
+
+    async def run(arena: Arena, rng: random.Random) -> None:
+        for stage in stages:
+            arena.cluster.kill(rng.choice(arena.cluster.of(stage)))
+
+    return run
+
+
+def kill_all(stage: str | None = None) -> Run:
+    """SIGKILL to every replica of a stage, or to everybody but Redis."""
+
+    async def run(arena: Arena, rng: random.Random) -> None:
+        for slot in arena.cluster.slots if stage is None else arena.cluster.of(stage):
+            arena.cluster.kill(slot)
+
+    return run
+
+
+def burst(stage: str) -> Run:
+    """One replica killed again and again, each time soon after it came back."""
+
+    async def run(arena: Arena, rng: random.Random) -> None:
+        slot = rng.choice(arena.cluster.of(stage))
+        for _ in range(BURST):
+            arena.cluster.kill(slot)
+            await asyncio.sleep(0.2)
+            await wait_live(arena, slot)
+            await asyncio.sleep(rng.uniform(0.1, 1.2))
+
+    return run
+
+
+async def wait_live(arena: Arena, slot: Slot) -> None:
+    for _ in range(int(LIVE_TIMEOUT_S / 0.1)):
+        try:
+            if await arena.cluster.is_live(slot):
+                return
+        except redis_faults.REDIS_ERRORS:
+            pass
+        await asyncio.sleep(0.1)
+
+
+def stop(*stages: str) -> Run:
+    """SIGSTOP for up to 12 s: a process that is there and does nothing, past its lease or not."""
+
+    async def run(arena: Arena, rng: random.Random) -> None:
+        slots = [slot for stage in stages if (slot := rng.choice(arena.cluster.of(stage))).is_alive and slot.stopped_since is None]
+        pids = [slot.process.pid for slot in slots if slot.process is not None]
+        for slot in slots:
+            arena.cluster.stop(slot)
+        try:
+            await asyncio.sleep(rng.choice([rng.uniform(0.5, 3), rng.uniform(3, 12)]))
+        finally:
+            for slot, pid in zip(slots, pids, strict=False):
+                arena.cluster.go_on(slot, pid)
+
+    return run
+
+
+def leave(stage: str) -> Run:
+    """SIGTERM to one that has come up: it hands its work on and goes."""
+
+    async def run(arena: Arena, rng: random.Random) -> None:
+        slot = rng.choice(arena.cluster.of(stage))
+        if slot.stopped_since is None and await arena.cluster.is_live(slot):
+            arena.cluster.leave(slot)
+
+    return run
+
+
+def table() -> dict[str, Fault]:
+    faults = [Fault(f"kill-{stage}", 2, kill(stage), "SIGKILL to one replica") for stage in STAGES]
+    faults += [Fault(f"kill-every-{stage}", 1, kill_all(stage), "SIGKILL to all replicas of the stage") for stage in STAGES]
+    faults += [Fault(f"stop-{stage}", 2, stop(stage), "SIGSTOP to one replica for 0.5 to 12 s") for stage in STAGES]
+    faults += [Fault(f"leave-{stage}", 1, leave(stage), "SIGTERM to one replica") for stage in STAGES]
+    faults += [Fault(f"burst-{stage}", 1, burst(stage), f"{BURST} kills of one replica, each soon after it came back", family="burst") for stage in STAGES]
+    faults += [
+        Fault("kill-redis", 2, redis_faults.kill, "SIGKILL; back after 0 to 5 s", family="redis"),
+        Fault("stop-redis", 2, redis_faults.stop, "SIGSTOP for 0.5 to 12 s", family="redis"),
+        Fault("readonly", 2, redis_faults.readonly, "a replica of a dead primary for 0.3 to 6 s: READONLY, UNBLOCKED", family="redis"),
+        Fault("noreplicas", 2, redis_faults.no_replicas, "NOREPLICAS for 0.3 to 6 s", family="redis"),
+        Fault("oom", 2, redis_faults.out_of_memory, "OOM for 0.3 to 6 s", family="redis"),
+        Fault("busy", 1, redis_faults.busy, "a script that runs for 0.5 to 4 s: BUSY", family="redis"),
+        Fault("drop-connections", 1, redis_faults.drop_connections, "Redis closes every connection", family="redis"),
+        Fault("script-flush", 1, redis_faults.flush_scripts, "NOSCRIPT", family="redis"),
+        Fault("flushall", 2, redis_faults.flush_all, "every key is gone", may_lose=True, family="redis"),
+        Fault("cut-aof", 2, redis_faults.cut_log, "SIGKILL to Redis, and the end of its append-only file is gone", may_lose=True, family="redis"),
+    ]
+    faults += [
+        Fault("kill-gateway+sampler", 2, kill("gateway", "sampler"), "SIGKILL to one of each at once"),
+        Fault("kill-compute+sampler", 2, kill("compute", "sampler"), "SIGKILL to one of each at once"),
+        Fault("stop-compute+sampler", 1, stop("compute", "sampler"), "SIGSTOP to one of each for 0.5 to 12 s"),
+        Fault("kill-everything", 1, kill_all(), "SIGKILL to every process but Redis"),
+        Fault("hang-up", 2, client_faults.hang_up, "six clients go away, in the middle or at once"),
+        Fault("resume-late", 1, client_faults.resume_late, "for 10 s, clients resume late; and a gateway is killed"),
+        Fault("resume-twice", 2, client_faults.resume_twice, "a stream is taken over, and again, while it is being read"),
+        Fault("resume-nonsense", 2, client_faults.resume_nonsense, "streams and positions that there are not"),
+        Fault("poison-request", 2, client_faults.poison_request, "valid JSON whose numbers overflow"),
+        Fault("invalid-body", 2, client_faults.invalid_body, "lone surrogates, wrong types, half a body"),
+        Fault("poison-message", 2, poison.poison_message, "entries that nobody can read, on every stream"),
+    ]
+    return {fault.name: fault for fault in faults}
+
+
+FAULTS = table()
+
+
+def choose(only: tuple[str, ...], excluded: tuple[str, ...]) -> list[Fault]:
+    """The faults that these patterns leave. Raises ValueError where a pattern or the whole leaves none."""
+
+    def matches(fault: Fault, patterns: tuple[str, ...]) -> bool:
+        return any(fnmatch.fnmatch(fault.name, pattern) for pattern in patterns)
+
+    for pattern in (*only, *excluded):
+        if not fnmatch.filter(FAULTS, pattern):
+            raise ValueError(f"no fault is called {pattern}: --list shows them")
+    chosen = [fault for fault in FAULTS.values() if (not only or matches(fault, only)) and not matches(fault, excluded)]
+    if not chosen:
+        raise ValueError("no fault is left")
+    return chosen

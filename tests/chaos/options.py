@@ -1,0 +1,95 @@
+"""The command line of `python -m tests.chaos`. What it does not know is a setting of compute, and passed on."""
+
+import argparse
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shared.settings import ComputeSettings
+
+COMPUTE_DEFAULTS = {"dtype": "bfloat16", "num_threads": "1", "kv_cache_memory": "48MiB"}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """One run. Times are in seconds."""
+
+    seconds: float
+    seed: int
+    max_faults: int | None
+    only: tuple[str, ...]
+    excluded: tuple[str, ...]
+    counts: dict[str, int]  # by stage
+    model: str
+    num_clients: int
+    round_s: float
+    deadline_s: float
+    rss_tolerance_mib: int
+    keep_going: bool
+    folder: Path | None
+    compute: dict[str, str] = field(default_factory=dict)  # settings of compute, as PENSTOCK_* names without the prefix
+    arguments: str = ""  # what to type to have this run again, seed and all
+
+
+def parse(argv: list[str]) -> Options:
+    """The options in argv. Exits with a message on what is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Faults under load, and whether every request ends once with its own text.")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of load, faults, healing and draining (default: %(default)g)")
+    parser.add_argument("--minutes", type=float, help="the same in minutes")
+    parser.add_argument("--faults", type=int, help="end after so many faults, if that is sooner")
+    parser.add_argument("--seed", type=int, help="draws faults and requests (default: random, and printed)")
+    parser.add_argument("--only", default="", help="faults to choose from: names or patterns, joined by commas, as in kill-*,readonly")
+    parser.add_argument("--except", dest="excluded", default="", help="faults to leave out")
+    parser.add_argument("--list", action="store_true", help="print the faults and exit")
+    for stage, count in (("gateway", 2), ("tokenizer", 2), ("compute", 2), ("sampler", 2)):
+        parser.add_argument(f"--{stage}s", type=int, default=count, help="replicas (default: %(default)d)")
+    parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
+    parser.add_argument("--clients", type=int, default=12, help="requests at once (default: %(default)d)")
+    parser.add_argument("--round", type=float, default=12.0, dest="round_s", help="seconds in which a round's faults begin (default: %(default)g)")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds after healing by which all must have ended (default: %(default)g)")
+    parser.add_argument("--rss-tolerance", type=int, default=150, help="MiB that a process may grow in a run (default: %(default)d)")
+    parser.add_argument("--keep-going", action="store_true", help="go on after a round in which something hung")
+    parser.add_argument("--folder", type=Path, help="for logs and Redis's data, left behind (default: a temporary one); a short path")
+    args, rest = parser.parse_known_args(argv)
+    if args.list:
+        from tests.chaos.faults import FAULTS
+
+        for fault in FAULTS.values():
+            print(f"{fault.name:22}{fault.weight:3}  {fault.says}")
+        raise SystemExit(0)
+    seed = args.seed if args.seed is not None else random.SystemRandom().randrange(1_000_000)
+    return Options(
+        seconds=args.minutes * 60 if args.minutes else args.seconds,
+        seed=seed,
+        max_faults=args.faults,
+        only=names(args.only),
+        excluded=names(args.excluded),
+        counts={"sampler": args.samplers, "tokenizer": args.tokenizers, "compute": args.computes, "gateway": args.gateways},
+        model=args.model,
+        num_clients=args.clients,
+        round_s=args.round_s,
+        deadline_s=args.deadline,
+        rss_tolerance_mib=args.rss_tolerance,
+        keep_going=args.keep_going,
+        folder=args.folder,
+        compute=COMPUTE_DEFAULTS | compute_settings(parser, rest),
+        arguments=" ".join(argv if args.seed is not None else ["--seed", str(seed), *argv]),
+    )
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def compute_settings(parser: argparse.ArgumentParser, rest: list[str]) -> dict[str, str]:
+    """`--kv-cache-dtype int8` or `--kv-cache-dtype=int8` as {"kv_cache_dtype": "int8"}."""
+    words = [word for argument in rest for word in (argument.split("=", 1) if argument.startswith("--") else [argument])]
+    settings = {}
+    for flag, value in zip(words[::2], words[1::2], strict=False):
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in ComputeSettings.model_fields:
+            parser.error(f"unknown argument: {flag}")
+        settings[name] = value
+    if len(words) % 2:
+        parser.error(f"{words[-1]} needs a value")
+    return settings

@@ -1,0 +1,122 @@
+"""A round: load and faults for some seconds, then everything is healed, every request must end, and Redis must be as if nothing had been."""
+
+import asyncio
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+
+from tests.chaos.arena import Arena
+from tests.chaos.checks import Checks
+from tests.chaos.diagnosis import explain
+from tests.chaos.faults import MOST_A_ROUND, Fault
+from tests.chaos.memory import Memory
+from tests.chaos.options import Options
+from tests.chaos.redis_faults import REDIS_ERRORS
+from tests.chaos.tally import Outcome
+
+LOSING_ROUNDS = 0.25  # the share in which faults may lose data: in these, errors are no proof of anything
+SHORTEST_GAP_S, LONGEST_GAP_S = 0.2, 2.5  # between the beginnings of two faults
+LIVE_GAP_S = 1.5  # from the first request to the first fault
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A fault to come."""
+
+    fault: Fault
+    pause_s: float  # before it
+    seed: str
+
+
+def plan(faults: list[Fault], rng: random.Random, round_s: float, max_faults: int) -> list[Planned]:
+    """The faults of one round, drawn before it begins: so a seed gives the same ones, however fast the machine is."""
+    harmless = [fault for fault in faults if not fault.may_lose]
+    chosen = faults if not harmless or rng.random() < LOSING_ROUNDS else harmless
+    planned: list[Planned] = []
+    at = 0.0
+    while len(planned) < max_faults:
+        pause_s = LIVE_GAP_S if not planned else rng.uniform(SHORTEST_GAP_S, LONGEST_GAP_S)
+        at += pause_s
+        if at > round_s:
+            break
+        taken = Counter(each.fault.family for each in planned)
+        free = [each for each in chosen if taken[each.family] < MOST_A_ROUND.get(each.family, max_faults)]
+        if not free:
+            break
+        fault = rng.choices(free, [each.weight for each in free])[0]
+        planned.append(Planned(fault, pause_s, f"{fault.name}:{rng.random()}"))
+    return planned
+
+
+@dataclass(slots=True)
+class Rounds:
+    """The rounds of a run, one after another."""
+
+    arena: Arena
+    options: Options
+    faults: list[Fault]
+    checks: Checks
+    memory: Memory
+    number: int = 0
+
+    async def run(self, max_faults: int, left_s: float) -> bool:
+        """One round, whose faults begin within left_s. False where something did not end: what follows would only show that again."""
+        self.number += 1
+        started = time.monotonic()
+        arena, load, tally = self.arena, self.arena.load, self.arena.tally
+        before, num_wrong = tally.total("answered"), len(tally.wrong)
+        planned = plan(self.faults, random.Random(f"{self.options.seed}:{self.number}"), min(self.options.round_s, left_s), max_faults)
+        load.manners.may_lose = any(each.fault.may_lose for each in planned)
+        clients = load.begin(self.options.num_clients, self.number)
+        await self.inflict(planned)
+        try:
+            await arena.cluster.heal()
+        except TimeoutError as error:
+            tally.find(f"not ready: {error}")
+        healed = time.monotonic()
+        load.is_over = True
+        is_over = await self.finish(clients, healed)
+        for crash in arena.cluster.take_crashes():
+            tally.find(f"crash: {crash}")
+        for each, mib in self.memory.grown(arena.cluster).items():
+            tally.rss_growth_mib[each] = max(mib, tally.rss_growth_mib.get(each, mib))
+        print(
+            f"round {self.number}: {tally.total('answered') - before} answered, {len(tally.wrong) - num_wrong} wrong; faults {healed - started:.1f} s, "
+            f"then over after {time.monotonic() - healed:.1f} s; {', '.join(each.fault.name for each in planned)}",
+            flush=True,
+        )
+        return is_over
+
+    async def inflict(self, planned: list[Planned]) -> None:
+        """Begin each fault at its time, and return when all have healed themselves."""
+        running = []
+        for each in planned:
+            await asyncio.sleep(each.pause_s)
+            self.arena.tally.faults[each.fault.name] += 1
+            running.append(asyncio.create_task(self.inflict_one(each)))
+        await asyncio.gather(*running)
+
+    async def inflict_one(self, planned: Planned) -> None:
+        try:
+            await planned.fault.run(self.arena, random.Random(planned.seed))
+        except REDIS_ERRORS as error:
+            print(f"{planned.fault.name} came to nothing: {error!r}", flush=True)
+
+    async def finish(self, clients: "list[asyncio.Task[None]]", healed: float) -> bool:
+        """Wait for every end; then look at what is left. False where requests hung or Redis did not drain."""
+        arena, deadline = self.arena, healed + self.options.deadline_s
+        while arena.load.open and time.monotonic() < deadline:
+            await asyncio.wait(list(arena.load.open), timeout=0.5)
+        hung = dict(arena.load.open)
+        for kind, journal in hung.values():
+            arena.tally.end(kind, Outcome("hung", f"no end {self.options.deadline_s:g} s after all was healed"), journal)
+        left = await self.checks.drain(max(1.0, deadline - time.monotonic()))
+        if hung or left:
+            print(f"where they are:\n{await explain(arena.cluster, [journal for _, journal in hung.values()])}", flush=True)
+        for task in hung:
+            task.cancel()
+        await asyncio.gather(*clients, *hung, return_exceptions=True)
+        for finding in [*left, *([] if hung else await self.checks.after_round())]:
+            arena.tally.find(f"left over: {finding}")
+        return not hung and not left

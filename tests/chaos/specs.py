@@ -1,0 +1,57 @@
+"""The requests of a run: every kind of sampling and of answer, each with its own undisturbed text."""
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+TOPICS = ("a river", "the queue", "Redis", "a lock gate", "memory", "the sampler", "a cache", "tokens", "water", "a pump", "streams", "batching")
+PER_KIND = 7
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+# Each kind: its parameters. A list is a choice between several.
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0},
+    "seeded": {"temperature": [0.7, 1.0, 1.3]},
+    "top-p": {"temperature": 0.9, "top_p": [0.5, 0.9]},
+    "top-k": {"temperature": 1.0, "top_k": [5, 40], "min_p": [0.0, 0.02]},
+    "n=2": {"temperature": [0.8, 1.0], "n": 2},
+    "stop": {"temperature": [0, 0.9], "stop": [["."], [" the", "\n"], ["ing "]]},
+    "logprobs": {"temperature": [0, 0.8]},
+    "penalties": {"temperature": [0, 0.9], "repetition_penalty": [1.1, 1.4], "presence_penalty": 0.5, "frequency_penalty": [0.0, 0.7]},
+    "long": {"temperature": [0, 0.9], "max_tokens": [400, 600], "ignore_eos": True},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A request, without whether it is streamed."""
+
+    name: str
+    kind: str
+    path: str
+    body: dict[str, Any]
+
+    @property
+    def n(self) -> int:
+        return int(self.body.get("n", 1))
+
+
+def make_specs(model: str, seed: int) -> list[Spec]:
+    """The requests of a seed."""
+    rng = random.Random(f"{seed}:specs")
+    return [make_spec(f"{kind}/{number}", kind, model, rng) for kind in KINDS for number in range(PER_KIND)]
+
+
+def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
+    parameters = {key: rng.choice(value) if isinstance(value, list) else value for key, value in KINDS[kind].items()}
+    body: dict[str, Any] = {"model": model, "seed": rng.randrange(1 << 32), "max_tokens": rng.choice([10, 40, 80, 120, 240]), **parameters}
+    topic, number = rng.choice(TOPICS), rng.randrange(1000)
+    if rng.random() < 0.5:
+        if kind == "logprobs":
+            body |= {"logprobs": True, "top_logprobs": 3}
+        messages = [{"role": "user", "content": f"What is {topic}, and why {number}?"}]
+        return Spec(name, kind, CHAT, body | {"messages": messages, "ignore_eos": rng.random() < 0.7 or kind == "long"})
+    if kind == "logprobs":
+        body["logprobs"] = 2
+    return Spec(name, kind, COMPLETIONS, body | {"prompt": f"Question {number}: {topic} is", "ignore_eos": True})

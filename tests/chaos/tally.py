@@ -1,0 +1,94 @@
+"""What has been seen in a run: how each request ended, what was wrong, and the figures of the table at the end."""
+
+import json
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+# answered: with its known text. excused: one clear error that this round's faults explain. ended: one end, and no text was promised.
+# left: the client went away. All others are wrong.
+Kind = Literal["answered", "excused", "ended", "left", "error", "lost", "hung", "doubled", "missing", "different"]
+FINE = ("answered", "excused", "ended", "left")
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a request ended, as its client saw it."""
+
+    kind: Kind
+    message: str = ""
+
+
+@dataclass(slots=True)
+class Journal:
+    """What a client did for one request, line by line: what one wants to read when it has hung."""
+
+    name: str
+    started_at: float = field(default_factory=time.monotonic)
+    response_ids: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def note(self, line: str) -> None:
+        self.lines.append(f"{time.monotonic() - self.started_at:7.2f} s  {line}")
+
+    def text(self) -> str:
+        shown = self.lines if len(self.lines) <= 40 else [*self.lines[:10], "   …", *self.lines[-28:]]
+        return "\n".join(f"    {line}" for line in [*self.response_ids, *shown])
+
+
+@dataclass(slots=True)
+class Tally:
+    """The figures of a run."""
+
+    outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)  # by (kind of request, outcome)
+    faults: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)  # by message: those that ended a request, excused or not
+    wrong: list[str] = field(default_factory=list)  # every finding, in words
+    num_retries: int = 0
+    num_resumes: int = 0
+    longest_pause_s: float = 0.0
+    rss_growth_mib: dict[str, float] = field(default_factory=dict)  # by stage, the most that any of its processes grew
+    idle_consumers: int = 0
+
+    def end(self, request_kind: str, outcome: Outcome, journal: Journal) -> None:
+        self.outcomes[request_kind, outcome.kind] += 1
+        if outcome.message and outcome.kind in ("error", "excused", "lost", "ended"):
+            self.errors[f"{outcome.kind}: {outcome.message[:100]}"] += 1
+        if outcome.kind not in FINE:
+            self.find(f"{outcome.kind}: {request_kind}, {journal.name}: {outcome.message}\n{journal.text()}")
+
+    def find(self, finding: str) -> None:
+        """Something is wrong."""
+        self.wrong.append(finding)
+        print(f"WRONG  {finding}", flush=True)
+
+    def total(self, *kinds: str) -> int:
+        return sum(count for (_, outcome), count in self.outcomes.items() if outcome in kinds)
+
+    def table(self) -> str:
+        """Requests by kind, faults by name, errors by message."""
+        shown = [kind for kind in Kind.__args__ if self.total(kind)]  # type: ignore[attr-defined]
+        lines = [f"{'requests':20}" + "".join(f"{kind:>11}" for kind in shown)]
+        for name in sorted({name for name, _ in self.outcomes}):
+            lines.append(f"{name:20}" + "".join(f"{self.outcomes[name, kind] or '':>11}" for kind in shown))
+        lines.append(f"{'all':20}" + "".join(f"{self.total(kind):>11}" for kind in shown))
+        lines += ["", "faults              " + ", ".join(f"{name} {count}" for name, count in sorted(self.faults.items()))]
+        lines += [f"{count:5} x  {message}" for message, count in self.errors.most_common(20)]
+        growth = ", ".join(f"{stage} {mib:+.0f} MiB" for stage, mib in sorted(self.rss_growth_mib.items()))
+        lines += [
+            "",
+            f"{self.num_retries} sent again, {self.num_resumes} resumed; longest pause of a stream {self.longest_pause_s:.1f} s",
+            f"memory of processes that lived through: {growth or 'none lived through two rounds'}; idle consumers of dead replicas: {self.idle_consumers}",
+        ]
+        return "\n".join(lines)
+
+    def document(self, **more: Any) -> str:
+        """The run in one line of JSON."""
+        counts = {kind: self.total(kind) for kind in ("answered", "excused", "ended", "left", "error", "lost", "hung", "doubled", "missing", "different")}
+        fields = {
+            "ok": not self.wrong, **more, "requests": counts, "faults": dict(self.faults), "errors": dict(self.errors), "num_wrong": len(self.wrong),
+            "num_retries": self.num_retries, "num_resumes": self.num_resumes, "longest_pause_s": round(self.longest_pause_s, 2),
+            "rss_growth_mib": {stage: round(mib, 1) for stage, mib in self.rss_growth_mib.items()}, "idle_consumers": self.idle_consumers,
+        }  # fmt: skip
+        return json.dumps(fields)
