@@ -1,8 +1,9 @@
 """How long does one client's body stall everybody else? The longest wait of a small request while bodies of the worst shapes are sent.
 
-Method: a gateway with an empty pipeline behind it. One connection asks for /v1/models, which needs nothing but the event loop, over and over; meanwhile
-another sends the same body REPEATS times. Reported by shape, in ms: the longest answer to the small request, and the median time of the body's. The machine's
-cores are shared by gateway, helper process and this program: what the kernel's scheduler adds is in the figures. "nothing" is the same without a body.
+Method: a gateway with a pipeline behind it that fails whatever it gets. One connection asks for /v1/models, which needs nothing but the event
+loop, over and over; meanwhile another sends the same body REPEATS times. By shape, in ms: the longest answer to the small request, of the best of
+those times and of the worst, and the median time of the body's own. The stall that a body causes is in each of them, and what the kernel's scheduler
+adds (gateway, helper process, Redis and this program share the cores) is not: so the best is the estimate. "nothing" is the same without a body.
 
     python -m bench.bodies [--bytes 8388608] [--url http://127.0.0.1:8000]
 """
@@ -12,14 +13,24 @@ import asyncio
 import json
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import redis
+
+from shared.messages import RequestError
+from shared.streams import GATEWAY_ID, REQUEST_ID, requests
+from shared.token_log import end_request
+from tests.conftest import running_redis
+from tests.deployment import Deployment
+from tests.gateway.backstage import NAME, Backstage
+from tests.waiting import wait_until
 
 REPEATS = 5
-HEAD = b'{"model":"paper",'
+HEAD = b'{"model":"paper","max_tokens":1,'
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 
@@ -34,7 +45,7 @@ def keys(size: int, head: bytes, tail: bytes) -> bytes:
 
 
 def shapes(size: int) -> Iterator[tuple[str, str, bytes]]:
-    """Name, path and body; every body is wrong somewhere, or is of a model that does not exist, so that none is submitted."""
+    """Name, path and body. Those that are right are submitted, and fail at once."""
     row = filled(max(30, size // 128), b"[", b"1", b"]")
     message = b'{"role":"user","content":"%b"}' % (b"a" * max(1, size // 4096 - 32))
     yield "token ids", COMPLETIONS, filled(size, HEAD + b'"prompt":[', b"1", b"]}")
@@ -47,6 +58,7 @@ def shapes(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield "texts", COMPLETIONS, filled(size, HEAD + b'"prompt":[', b'"a"', b"]}")
     yield "unknown fields", COMPLETIONS, keys(size, HEAD, b"}")
     yield "empty lists", COMPLETIONS, filled(size, HEAD + b'"x":[', b"[]", b"]}")
+    yield "one text, 8 choices", COMPLETIONS, filled(size, HEAD + b'"n":8,"prompt":"', b"a", b'"}', b"")
     yield "deep lists", COMPLETIONS, filled(size, HEAD + b'"x":[', b"[" * 1000 + b"]" * 1000, b"]}")
     yield "logit_bias", COMPLETIONS, keys(size, HEAD + b'"prompt":"x","logit_bias":{', b"}}")
     yield "stop", COMPLETIONS, filled(size, HEAD + b'"prompt":"x","stop":[', b'"a"', b"]}")
@@ -58,42 +70,62 @@ def shapes(size: int) -> Iterator[tuple[str, str, bytes]]:
     yield "options of unknown fields", CHAT, keys(size, HEAD + b'"stream_options":{', b"}}")
 
 
-async def longest_wait(client: httpx.AsyncClient, url: str, stop: asyncio.Event) -> float:
-    """The longest answer to a small request, in ms, until told to stop."""
-    longest = 0.0
-    while not stop.is_set():
-        started_at = time.perf_counter()
-        (await client.get(url + "/v1/models")).raise_for_status()
-        longest = max(longest, time.perf_counter() - started_at)
-    return 1000 * longest
+class Probe:
+    """Asks for something small, again and again."""
+
+    def __init__(self, client: httpx.AsyncClient, url: str) -> None:
+        self.client = client
+        self.url = url + "/v1/models"
+        self.longest_ms = 0.0
+
+    async def run(self) -> None:
+        while True:
+            started_at = time.perf_counter()
+            (await self.client.get(self.url)).raise_for_status()
+            self.longest_ms = max(self.longest_ms, 1000 * (time.perf_counter() - started_at))
 
 
-async def measure(url: str, path: str, body: bytes) -> tuple[float, float]:
-    """Longest wait of others, median time of this body, in ms."""
+async def measure(url: str, path: str, body: bytes, *, repeats: int = REPEATS) -> tuple[float, float, float]:
+    """Others' longest wait at best and at worst, and the median time of this body, in ms."""
     async with httpx.AsyncClient(timeout=120, trust_env=False) as client, httpx.AsyncClient(timeout=120, trust_env=False) as sender:
-        stop = asyncio.Event()
-        await client.get(url + "/v1/models")
-        probing = asyncio.create_task(longest_wait(client, url, stop))
-        times = []
-        for _ in range(REPEATS):
+        probe = Probe(client, url)
+        await client.get(probe.url)
+        probing = asyncio.create_task(probe.run())
+        waits, times = [], []
+        for _ in range(repeats):
+            await asyncio.sleep(0.02)
+            probe.longest_ms = 0.0
             started_at = time.perf_counter()
             if body:
                 reply = await sender.post(url + path, content=body, headers={"Content-Type": "application/json"})
-                assert reply.status_code in (400, 404, 503), reply.text[:200]
+                assert reply.status_code in (400, 404, 500), reply.text[:200]
             else:
                 await asyncio.sleep(0.2)
-            times.append(time.perf_counter() - started_at)
-        stop.set()
-        return await probing, 1000 * statistics.median(times)
+            times.append(1000 * (time.perf_counter() - started_at))
+            await asyncio.sleep(0.02)
+            waits.append(probe.longest_ms)
+        probing.cancel()
+        return min(waits), max(waits), statistics.median(times)
+
+
+def fail_all(redis_url: str, stopping: threading.Event) -> None:
+    """Play the pipeline: whatever is submitted fails. Looks at the ids only: the prompts are long, and this is one process with the client."""
+    client = redis.Redis.from_url(redis_url)
+    while not stopping.wait(0.005):
+        for entry_id, values in client.xrange(requests(NAME).key, count=1):
+            pipe = client.pipeline(transaction=False)
+            end_request(pipe, NAME, values[REQUEST_ID].decode(), values[GATEWAY_ID].decode(), error=RequestError("measured"))
+            pipe.xdel(requests(NAME).key, entry_id)
+            pipe.execute()
 
 
 def run(url: str, size: int) -> dict[str, float]:
     results = {}
-    print(f"{'shape':30} {'others waited, ms':>18} {'this took, ms':>14}")
+    print(f"{'shape':30} {'others waited: best':>20} {'worst':>8} {'this took':>10}  (ms)")
     for name, path, body in [("nothing", "", b""), *shapes(size)]:
-        waited, took = asyncio.run(measure(url, path, body))
-        results[name] = round(waited, 1)
-        print(f"{name:30} {waited:18.1f} {took:14.1f}", flush=True)
+        best, worst, took = asyncio.run(measure(url, path, body))
+        results[name] = round(best, 1)
+        print(f"{name:30} {best:20.1f} {worst:8.1f} {took:10.1f}", flush=True)
     return results
 
 
@@ -105,18 +137,19 @@ def main() -> None:
     if arguments.url:
         results = run(arguments.url, arguments.bytes)
     else:
-        from tests.conftest import running_redis
-        from tests.deployment import Deployment
-        from tests.waiting import wait_until
-
         with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder) / "redis", None) as redis_url:
-            deployment = Deployment(redis_url, Path(folder))
-            deployment.start("gateway")
+            deployment, backstage, stopping = Deployment(redis_url, Path(folder)), Backstage(redis_url), threading.Event()
+            failing = threading.Thread(target=fail_all, args=(redis_url, stopping))
+            failing.start()
+            deployment.start("gateway", max_tokens_in_flight=100_000_000)
             try:
-                wait_until(lambda: deployment.get("/v1/models").status_code == 200, description="the gateway answers")
+                wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
                 results = run(deployment.url(), arguments.bytes)
             finally:
+                stopping.set()
+                failing.join()
                 deployment.stop()
+                backstage.close()
     print(json.dumps({"bench": "bodies", "bytes": arguments.bytes, "longest_wait_ms": results}))
 
 

@@ -6,6 +6,8 @@ a sequence, not by a connection: it outlives its gateway, and comes back when th
 refused later.
 """
 
+import asyncio
+
 import redis.asyncio
 
 from services.gateway.metrics import Metrics
@@ -20,6 +22,7 @@ STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
 UNBOUNDED_TOKENS = 512  # assumed of a request that names no max_tokens
 RETRY_AFTER_S = 2
+LONG_BYTES = 256 << 10
 
 # ARGV: inflight key, requests stream, response key, response record, its TTL in seconds, most requests, most tokens, tokens in all, gateway id; then for
 # each request its id, its tokens and its message. Returns nil, or, if they do not fit, what is held: requests and tokens.
@@ -78,7 +81,9 @@ class Admission:
         arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record, RUNNING_LOG_TTL_S, *limits]
         arguments += [sum(tokens), self.stage.replica_id]
         for request, count in zip(submitted, tokens, strict=True):
-            arguments += [request.request_id, count, encode(request)]
+            arguments += [request.request_id, count, message := encode(request)]
+            if len(message) > LONG_BYTES:
+                await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
         held = await self.client.eval(SUBMIT, 0, *arguments)
         if held is not None:
             raise self._full(held[0], held[1], len(submitted), sum(tokens))

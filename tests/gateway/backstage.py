@@ -87,5 +87,4 @@ class Backstage:
 
     def held(self) -> int:
         """Places that are taken."""
-        count: Any = self.client.hlen(inflight_key(self.model))
-        return max(0, count - 1)
+        return max(0, int(self.client.hlen(inflight_key(self.model))) - 1)

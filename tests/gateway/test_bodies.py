@@ -1,0 +1,125 @@
+"""Bodies: what is wrong is named, and no body of any shape keeps the others waiting."""
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from bench.bodies import measure, shapes
+from tests.deployment import Deployment
+from tests.gateway.backstage import NAME, Backstage
+from tests.gateway.streams import BODY
+from tests.waiting import wait_until
+
+CHAT = {"model": NAME, "messages": [{"role": "user", "content": "x"}]}
+LONG = "x" * 100_000  # parsed by the helper
+MIB = 1 << 20
+
+
+def post(gateways: Deployment, content: bytes, path: str = "/v1/completions") -> httpx.Response:
+    return httpx.post(gateways.url() + path, content=content, timeout=60, trust_env=False)
+
+
+def refused(reply: httpx.Response) -> tuple[str | None, str]:
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    return error["param"], error["message"]
+
+
+@pytest.mark.parametrize("padding", ["", LONG])
+def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways: Deployment, padding: str) -> None:
+    cases: list[tuple[str, Any, str]] = [
+        ("prompt", [1, "x", 1.5], "prompt[1]"),
+        ("prompt", ["x", 1], "prompt[1]"),
+        ("prompt", [[1], [2, None]], "prompt[1][1]"),
+        ("prompt", [[1], []], "prompt[1]"),
+        ("prompt", [1, -1], "prompt[1]"),
+        ("prompt", [1, 1 << 31], "prompt[1]"),
+        ("prompt", [1 << 63], "prompt[0]"),
+        ("prompt", [True], "prompt[0]"),
+        ("prompt", {"text": "x"}, "prompt"),
+        ("prompt", [], "prompt"),
+        ("prompt", ["x"] * 129, "prompt"),
+        ("stop", ["x"] * 17, "stop"),
+        ("logit_bias", {str(token): 1 for token in range(1025)}, "logit_bias"),
+        ("n", "many", "n"),
+        ("weird", 1, "weird"),
+        ("stream_options", {"weird": 1}, "stream_options.weird"),
+    ]
+    for field, value, param in cases:
+        body = {"model": NAME, "prompt": "x", "user": "x", field: value, "cache_salt": padding[:256]}
+        content = httpx.Request("POST", "http://x", json=body).content + b" " * len(padding)
+        assert refused(post(gateways, content))[0] == param, value
+    for parts, param in (
+        ([{"type": "text", "text": "x"}, {"type": "image_url"}], "messages[0].content[1].type"),
+        ([{"type": "text", "text": 1}], "messages[0].content[0].text"),
+        (["x"], "messages[0].content[0]"),
+        (None, "messages[0].content"),
+    ):
+        reply = gateways.post("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": parts}], "user": padding[:4096]})
+        assert refused(reply)[0] == param
+
+
+def test_lone_surrogates_and_other_broken_json_are_400(gateways: Deployment) -> None:
+    for content in (rb'"\ud83d"', b'"\xff"', b"NaN", b"[" * 5000, b'{"a":1,}', b""):
+        param, message = refused(post(gateways, b'{"model":"m","prompt":' + content + b"}"))
+        assert param is None and "not JSON" in message
+    for field in ("stop", "user"):
+        assert "surrogate" in refused(post(gateways, b'{"model":"m","prompt":"x","%b":"\\udc00"}' % field.encode()))[1]
+    assert refused(post(gateways, b"[1]"))[1] == "the body must be a JSON object, got a list"
+
+
+def test_parts_are_joined_and_long_prompts_arrive_whole(gateways: Deployment, backstage: Backstage) -> None:
+    parts = [{"type": "text", "text": "é" * 50_000}, {"type": "text", "text": "b"}]
+    ids = list(range(50_000))
+    with httpx.Client(base_url=gateways.url(), timeout=0.5, trust_env=False) as client:
+        for path, body in (
+            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": parts, "name": "Ann"}]}),
+            ("/v1/completions", BODY | {"stream": False, "prompt": [ids, [7]]}),
+        ):
+            with pytest.raises(httpx.ReadTimeout):
+                client.post(path, json=body)
+    chat, first, second = backstage.take(3)
+    assert chat.messages is not None and (chat.messages[0].content, chat.messages[0].name) == ("é" * 50_000 + "b", "Ann")
+    assert first.prompt_token_ids is not None and first.prompt_token_ids.tolist() == ids
+    assert second.prompt_token_ids is not None and second.prompt_token_ids.tolist() == [7]
+    for request in (chat, first, second):
+        backstage.end(request)
+
+
+def helper(gateways: Deployment) -> list[psutil.Process]:
+    gateway = psutil.Process(gateways.processes["gateway-1"].pid)
+    return [child for child in gateway.children() if "services.gateway.body_worker" in child.cmdline()]
+
+
+def test_a_helper_that_dies_costs_nobody_a_request_and_it_dies_with_its_gateway(gateways: Deployment) -> None:
+    content = b'{"model":"m","prompt":[1,"x"],"user":"' + LONG[:4000].encode() + b'"' + b" " * MIB + b"}"
+    [before] = helper(gateways)
+    before.kill()
+    assert refused(post(gateways, content))[0] == "prompt[1]"
+    [after] = wait_until(lambda: [each for each in helper(gateways) if each.is_running()], description="there is another")
+    assert after.pid != before.pid
+    assert refused(post(gateways, content))[0] == "prompt[1]"
+
+
+def test_no_shape_of_8_mib_keeps_others_waiting(gateways: Deployment) -> None:
+    """bench/bodies.py measures it; here, with room for a busy machine: the worst once took minutes."""
+    started_at = time.monotonic()
+    for name, path, body in shapes(8 * MIB):
+        if name in ("token ids, all wrong", "a million lists", "unknown fields"):
+            waited, _, took = asyncio.run(measure(gateways.url(), path, body, repeats=1))
+            assert waited < 500 and took < 20_000, (name, waited, took)
+    assert time.monotonic() - started_at < 60
+
+
+def test_the_docs_list_the_bodies_fields(gateways: Deployment) -> None:
+    described = gateways.get("/openapi.json").json()
+    for path, name, field in (("/v1/completions", "CompletionBody", "prompt"), ("/v1/chat/completions", "ChatCompletionBody", "messages")):
+        schema = described["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{name}"}
+        properties = described["components"]["schemas"][name]["properties"]
+        assert field in properties and "temperature" in properties and "smaller is sooner" in properties["priority"]["description"]
