@@ -96,7 +96,7 @@ async def take_over(arena: Arena, exchange: Exchange, rng: random.Random) -> Out
 async def end_of_old(before: "asyncio.Task[Outcome]") -> Outcome:
     """The connection that was taken over: told so, or complete."""
     outcome = await before
-    if outcome.kind == "error" and "resumed elsewhere" in outcome.message.lower():
+    if outcome.kind in ("error", "excused") and "resumed elsewhere" in outcome.message.lower():
         return Outcome("ended", "resumed elsewhere")
     return outcome
 

@@ -1,5 +1,7 @@
 """Where is a request that does not end? Its log, its entries in the group streams, its keys; and the end of every process's log."""
 
+import asyncio
+import os
 from typing import Any
 
 from tests.chaos.checks import groups
@@ -8,6 +10,8 @@ from tests.chaos.redis_faults import REDIS_ERRORS
 from tests.chaos.tally import Journal
 
 LOG_LINES = 15
+WATCHED_S = 3.0  # long enough to tell what stands still from what is slow
+STREAMS = ("requests*", "prompts:*", "candidates:*", "decisions:*", "events:*", "control", "dead-letter")
 MAX_REQUESTS = 6
 
 
@@ -16,11 +20,16 @@ async def explain(cluster: Cluster, journals: list[Journal]) -> str:
     lines = []
     try:
         async with cluster.store.client() as client:
+            before = await lengths(client, "log:*", *STREAMS)
+            await asyncio.sleep(WATCHED_S)
+            after = await lengths(client, "log:*", *STREAMS)
+            grown = {key: f"{after[key] - length:+d}" for key, length in before.items() if key in after and after[key] != length}
+            lines.append(f"  in {WATCHED_S:g} s grew: {grown or 'nothing'}; load average {os.getloadavg()[0]:.1f}")
             for journal in journals[:MAX_REQUESTS]:
                 lines.append(f"  {journal.name}")
                 for response_id in journal.response_ids:
                     lines += [f"    {line}" for line in await locate(client, response_id)]
-            lines.append(f"  queues: {await queues(client)}")
+            lines.append(f"  queues: {await lengths(client, *STREAMS)}")
             lines.append(f"  replicas: {sorted(key.decode() for key in await client.keys('replica:*'))}")
     except REDIS_ERRORS as error:
         lines.append(f"  Redis: {error!r}")
@@ -57,13 +66,13 @@ async def locate(client: Any, response_id: str) -> list[str]:
     return found
 
 
-async def queues(client: Any) -> dict[str, int]:
-    """Every stream that is no token log, with its length."""
-    lengths = {}
-    for pattern in ("requests*", "prompts:*", "candidates:*", "decisions:*", "events:*", "control", "dead-letter"):
+async def lengths(client: Any, *patterns: str) -> dict[str, int]:
+    """Entries in each of the streams whose keys are like this."""
+    found = {}
+    for pattern in patterns:
         for key in await client.keys(pattern):
-            lengths[key.decode()] = int(await client.xlen(key))
-    return lengths
+            found[key.decode()] = int(await client.xlen(key))
+    return found
 
 
 def show(values: dict[bytes, bytes]) -> str:
