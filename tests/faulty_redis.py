@@ -27,7 +27,8 @@ FAULTS = ("cut", "lost", *ERRORS)
 
 def commands_in(data: bytes) -> tuple[list[bytes], bytes]:
     """The names of the whole commands in what a client sent, and what is left: the beginning of one more."""
-    names, at = [], 0
+    names: list[bytes] = []
+    at = 0
     while at < len(data):
         end = data.find(b"\r\n", at)
         if end < 0:

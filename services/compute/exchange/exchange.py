@@ -65,8 +65,8 @@ class Exchange:
     def send(self, rows: CandidateRows) -> None:
         """A step's rows, each to the sampler of its sequence. Returns when they are written, not when they have arrived."""
         self._step += 1
+        self._follow_samplers()  # before there are new rows: these would go out twice
         self.undecided.add(rows, self._step)
-        self._follow_samplers()
         self._outgoing += self.samplers.address(rows, range(len(rows.handles)), self._step)
         self._flush()
 

@@ -103,19 +103,26 @@ class Undecided:
         self.patience[sampler_id] = Patience(time.monotonic())
 
     def silent(self, sampler_by_handle: dict[int, str | None]) -> list[int]:
-        """The handles whose samplers have said nothing for longer than they may; from now on each of those may take twice as long."""
+        """The handles whose samplers have said nothing for longer than they may; from now on each of those may take twice as long.
+
+        And those that wait for longest patience while their sampler answers others: it has lost their rows, or can't answer them.
+        """
         now = time.monotonic()
         asked_at: dict[str, float] = {}
+        forgotten = set()
         for handle, sampler_id in sampler_by_handle.items():
             if sampler_id is not None and (rows := self.rows.get(handle)):
-                asked_at[sampler_id] = min(asked_at.get(sampler_id, now), *(row.asked_at for row in rows.values()))
+                oldest = min(row.asked_at for row in rows.values())
+                asked_at[sampler_id] = min(asked_at.get(sampler_id, now), oldest)
+                if now - oldest > LONGEST_PATIENCE_S:
+                    forgotten.add(handle)
         late = set()
         for sampler_id, since in asked_at.items():
             patience = self.patience.setdefault(sampler_id, Patience())
             if now - max(since, patience.heard_at) > patience.seconds:
                 late.add(sampler_id)
                 patience.heard_at, patience.seconds = now, min(2 * patience.seconds, LONGEST_PATIENCE_S)
-        handles = [handle for handle, sampler_id in sampler_by_handle.items() if sampler_id in late and handle in self.rows]
+        handles = [handle for handle, sampler_id in sampler_by_handle.items() if handle in forgotten or (sampler_id in late and handle in self.rows)]
         for handle in handles:
             for row in self.rows[handle].values():
                 row.num_silences += 1

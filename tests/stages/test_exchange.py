@@ -1,0 +1,325 @@
+"""Compute's exchange with its samplers: decisions in any order, from anybody; samplers that come, go, forget, and say nothing."""
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from services.compute.candidates.reduction import CandidateRows
+from services.compute.exchange import exchange as exchange_module
+from services.compute.exchange import undecided as undecided_module
+from services.compute.exchange.active import ActiveRequest
+from services.compute.exchange.exchange import Exchange
+from services.compute.exchange.undecided import FIRST_PATIENCE_S, LONGEST_PATIENCE_S, MAX_SILENCES, Decision, Undecided
+from services.compute.sequence import Sequence
+from services.redis_server import socket_path
+from shared.messages import StepCandidates, StepDecisions, TokenizedRequest, decode, encode
+from shared.registry import Registry, choose_replica
+from shared.sampling_params import SamplingParams
+from shared.settings import StageSettings
+from shared.streams import MESSAGE, candidates, decisions, prompts
+from shared.transport import Transport
+from tests.conftest import running_redis
+from tests.faulty_redis import FaultyRedis
+from tests.stages.line_of_stages import MODEL, LocalStage, ids, replica
+from tests.waiting import wait_until
+
+PARAMS = SamplingParams(max_tokens=100, temperature=0.0)
+
+
+def rows_of(*keys: tuple[int, int]) -> CandidateRows:
+    """One candidate for each (handle, position): the token 5."""
+    count = len(keys)
+    zeros, minus = np.zeros(count, np.int32), np.full(count, -1, np.int32)
+    return CandidateRows(
+        handles=ids(*(handle for handle, _ in keys)), positions=ids(*(position for _, position in keys)), previous_token_ids=minus, counts=zeros + 1,
+        token_ids=np.full((count, 1), 5, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype("f4"), kept_mass=zeros.astype("f8"),
+        tail_token_ids=minus, tail_logits=zeros.astype("f4"), chosen=zeros + 5,
+    )  # fmt: skip
+
+
+def decision(handle: int, position: int, token_id: int = 5) -> Decision:
+    return Decision(handle, position, token_id, False)
+
+
+class Clock:
+    """Stands for the module `time`."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(undecided_module, "time", clock)
+    return clock
+
+
+# --- what is undecided
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(1, 5))))
+def test_decisions_pass_once_and_in_the_order_of_their_positions(order: tuple[int, ...]) -> None:
+    """Run ahead by three tokens, and two samplers that answer all of it, in whatever order that arrives."""
+    undecided = Undecided()
+    for step in range(1, 5):
+        undecided.add(rows_of((1, step)), step)
+    passed = [each.position for position in order for each in undecided.settle(9, [decision(1, position), decision(1, position)])]
+    assert passed == [1, 2, 3, 4] and undecided.rows == {} and undecided.early == {}
+    assert undecided.settle(9, [decision(1, position) for position in order]) == []
+
+
+def test_a_decision_of_an_earlier_life_is_nobodys() -> None:
+    """The replica's handles began anew from 1: what was decided for the sequence that had this one is about another request."""
+    undecided = Undecided()
+    undecided.add(rows_of((1, 1)), 50)
+    assert undecided.settle(49, [decision(1, 1, 7)]) == []
+    assert undecided.settle(50, [decision(1, 1, 5)]) == [decision(1, 1, 5)]
+
+
+def test_what_was_cut_off_is_not_waited_for_and_what_came_early_for_it_is_dropped() -> None:
+    undecided = Undecided()
+    for step in (1, 2, 3):
+        undecided.add(rows_of((1, step)), step)
+    assert undecided.settle(3, [decision(1, 3)]) == []
+    undecided.forget(1, after_position=1)
+    undecided.add(rows_of((1, 2)), 4)
+    undecided.add(rows_of((1, 3)), 5)
+    assert [each.position for each in undecided.settle(5, [decision(1, 1), decision(1, 2)])] == [1, 2]
+    assert [*undecided.rows] == [1] and [*undecided.rows[1]] == [3]
+
+
+def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_speaks(clock: Clock) -> None:
+    undecided, asked = Undecided(), []
+    undecided.add(rows_of((1, 1)), 1)
+    began = clock.now
+    while clock.now < began + 100:
+        clock.now += 0.5
+        if late := undecided.silent({1: "sampler-1"}):
+            undecided.of(late)
+            asked.append(clock.now - began)
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *asked])]
+    assert gaps == [gap + 0.5 for gap in (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S, LONGEST_PATIENCE_S)][: len(gaps)] and len(gaps) >= 5
+    undecided.heard("sampler-1")
+    clock.now += FIRST_PATIENCE_S + 0.1
+    assert undecided.silent({1: "sampler-1"}) == [1]
+
+
+def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
+    """A Redis that is away for long, or samplers that come and go, have rows sent again and again: that is nobody's silence."""
+    undecided = Undecided()
+    undecided.add(rows_of((1, 1)), 1)
+    for _ in range(10 * MAX_SILENCES):
+        undecided.of([1])
+    assert undecided.given_up() == []
+    for number in range(MAX_SILENCES + 1):
+        assert undecided.given_up() == [], number
+        clock.now += LONGEST_PATIENCE_S + 1
+        assert undecided.silent({1: "sampler-1"}) == [1]
+        undecided.of([1])
+    assert undecided.given_up() == [1]
+
+
+def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(clock: Clock) -> None:
+    """Others of its sequences go on, so it is never silent; yet this row will not come by itself."""
+    undecided = Undecided()
+    undecided.add(rows_of((1, 1)), 1)
+    began, asked_at = clock.now, 0.0
+    for step in range(2, 200):
+        undecided.add(rows_of((2, step)), step)
+        clock.now += 0.5
+        undecided.heard("sampler-1")
+        undecided.settle(step, [decision(2, step)])
+        if undecided.silent({1: "sampler-1", 2: "sampler-1"}) == [1]:
+            asked_at = asked_at or clock.now - began
+            undecided.of([1])
+    assert LONGEST_PATIENCE_S <= asked_at <= LONGEST_PATIENCE_S + 1
+
+
+# --- and on a real Redis
+
+
+class Peer:
+    """An Exchange with some sequences, seen from its samplers."""
+
+    def __init__(self, url: str, through: str = "") -> None:
+        self.client = redis.Redis.from_url(url)
+        self.client.flushall()
+        self.stage = LocalStage("compute", StageSettings(redis_url=url, replica_id="compute-1"), url=through)
+        self.active: dict[int, ActiveRequest] = {}
+        self.exchange = Exchange(self.stage, prompts(MODEL), self.active)
+        self.exchange.start()
+        self.seen: dict[str, bytes] = {}
+
+    def live(self, *samplers: str) -> None:
+        self.stage.live = Registry(tuple(replica("sampler", each) for each in samplers))
+
+    def add(self, *handles: int) -> None:
+        for handle in handles:
+            request = TokenizedRequest(f"r{handle}.0", "gateway-1", MODEL, PARAMS, ids(5, 6), ())
+            self.active[handle] = ActiveRequest(Sequence(handle, request.request_id, [5, 6], 2, PARAMS), request, b"0-1", "gateway-1")
+
+    def sampler_of(self, handle: int, *samplers: str) -> str | None:
+        return choose_replica(f"r{handle}.0", samplers)
+
+    def asked(self, sampler: str) -> list[StepCandidates]:
+        """What this sampler has been sent since the last look."""
+        entries: Any = self.client.xrange(candidates(sampler).key, min=b"(" + self.seen.get(sampler, b"0-0"))
+        if entries:
+            self.seen[sampler] = entries[-1][0]
+        return [decode(StepCandidates, values[MESSAGE]) for _, values in entries]
+
+    def decide(self, sampler: str, step: int, *decided: tuple[int, int, int]) -> None:
+        handles, positions, tokens = (ids(*column) for column in zip(*decided, strict=True)) if decided else (ids(), ids(), ids())
+        self.client.xadd(
+            decisions("compute-1").key, {MESSAGE: encode(StepDecisions(sampler, step, handles, positions, tokens, np.zeros(len(decided), np.uint8)))}
+        )
+
+    def collect(self, count: int) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+
+        def has_all() -> bool:
+            found.extend((each.handle, each.position, each.token_id) for each in self.exchange.collect(0, wait_s=0.05).decisions)
+            return len(found) >= count
+
+        wait_until(has_all, description=f"{count} decisions have come")
+        return found
+
+    def settle_down(self) -> None:
+        """A round trip of every line."""
+        for _ in range(3):
+            self.exchange.collect(0, wait_s=0.05)
+
+    def tend(self) -> list[int]:
+        self.exchange._tended_at = 0.0
+        return self.exchange.tend()
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[str]:
+    with running_redis(tmp_path_factory.mktemp("exchange"), redis_binary) as url:
+        yield url
+
+
+@pytest.fixture
+def peer(url: str, monkeypatch: pytest.MonkeyPatch) -> Peer:
+    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    return Peer(url)
+
+
+def keys_of(messages: list[StepCandidates]) -> list[list[tuple[int, int]]]:
+    return [list(zip(each.handles.tolist(), each.positions.tolist(), strict=True)) for each in messages]
+
+
+def test_a_sequence_is_introduced_once_and_its_decisions_come_in_order(peer: Peer) -> None:
+    peer.live("sampler-1")
+    peer.add(1, 2)
+    peer.exchange.send(rows_of((1, 1), (2, 1)))
+    peer.exchange.send(rows_of((1, 2), (2, 2)))
+    peer.settle_down()
+    first, second = peer.asked("sampler-1")
+    assert [intro.request_id for intro in first.intros] == ["r1.0", "r2.0"] and second.intros == ()
+    peer.decide("sampler-1", second.step, (1, 2, 8), (2, 2, 9))
+    peer.decide("sampler-1", first.step, (2, 1, 6), (1, 1, 5), (1, 1, 5))
+    peer.decide("sampler-2", first.step, (1, 1, 5))
+    assert sorted(peer.collect(4)) == [(1, 1, 5), (1, 2, 8), (2, 1, 6), (2, 2, 9)]
+    peer.settle_down()
+    assert len(peer.exchange.undecided) == 0
+
+
+def test_a_sampler_that_does_not_know_a_sequence_is_told_at_once(peer: Peer) -> None:
+    peer.live("sampler-1")
+    peer.add(1, 2)
+    peer.exchange.send(rows_of((1, 1), (2, 1)))
+    peer.exchange.send(rows_of((1, 2), (2, 2)))
+    peer.settle_down()
+    first, _ = peer.asked("sampler-1")
+    peer.decide("sampler-1", first.step, (1, 1, -2), (2, 1, 5))
+    assert peer.collect(1) == [(2, 1, 5)]
+    again = wait_until(lambda: peer.settle_down() or peer.asked("sampler-1"), description="it is told")
+    assert keys_of(again) == [[(1, 1)], [(1, 2)]]
+    assert [[intro.handle for intro in each.intros] for each in again] == [[1], []]
+    peer.decide("sampler-1", first.step - 10, (1, 7, -2))
+    peer.settle_down()
+    assert peer.asked("sampler-1") == [], "a position that nobody waits for"
+
+
+def test_sequences_move_with_all_that_is_undecided_when_samplers_come_and_go(peer: Peer) -> None:
+    both, handles = ("sampler-1", "sampler-2"), range(1, 13)
+    peer.live(*both)
+    peer.add(*handles)
+    for position in (1, 2, 3):
+        peer.exchange.send(rows_of(*((handle, position) for handle in handles)))
+    peer.settle_down()
+    own = {each: [handle for handle in handles if peer.sampler_of(handle, *both) == each] for each in both}
+    assert own["sampler-1"] and own["sampler-2"]
+    for each in both:
+        assert keys_of(peer.asked(each)) == [[(handle, position) for handle in own[each]] for position in (1, 2, 3)]
+
+    peer.live("sampler-1")
+    peer.tend()
+    peer.settle_down()
+    moved = peer.asked("sampler-1")
+    assert keys_of(moved) == [[(handle, position) for handle in own["sampler-2"]] for position in (1, 2, 3)]
+    assert [intro.handle for intro in moved[0].intros] == own["sampler-2"] and [each.step for each in moved] == sorted(each.step for each in moved)
+
+    peer.live(*both)
+    peer.tend()
+    peer.settle_down()
+    assert keys_of(peer.asked("sampler-2")) == [[(handle, position) for handle in own["sampler-2"]] for position in (1, 2, 3)]
+    peer.exchange.send(rows_of(*((handle, 4) for handle in handles)))
+    peer.settle_down()
+    (to_first,) = peer.asked("sampler-1")
+    assert to_first.forget.tolist() == own["sampler-2"], "it need not remember what has moved away again"
+
+
+def test_with_no_sampler_alive_rows_wait_and_go_to_the_first_that_comes(peer: Peer) -> None:
+    peer.live()
+    peer.add(1)
+    peer.exchange.send(rows_of((1, 1)))
+    peer.exchange.send(rows_of((1, 2)))
+    peer.settle_down()
+    assert peer.client.keys("candidates:*") == []
+    peer.live("sampler-1")
+    assert peer.tend() == []
+    peer.settle_down()
+    assert keys_of(peer.asked("sampler-1")) == [[(1, 1)], [(1, 2)]]
+
+
+def test_a_redis_that_is_away_for_long_fails_nobody(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every try to write is one more time that the rows are sent, and none that a sampler said nothing."""
+    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    with FaultyRedis(socket_path(Path(url.removeprefix("unix://")).parent), tmp_path / "proxy.sock") as proxy:
+        peer = Peer(url, through=proxy.url)
+        monkeypatch.setattr(peer.stage.transport.backoff, "failed", lambda _: 0.001)
+        peer.live("sampler-1")
+        peer.add(1)
+        peer.exchange.send(rows_of((1, 1)))
+        for _ in range(30):
+            proxy.arm(1, "READONLY")
+            peer.settle_down()
+            assert peer.tend() == []
+        proxy.arm()
+        wait_until(lambda: peer.settle_down() or peer.asked("sampler-1"), description="the row has arrived")
+
+
+def test_a_transport_of_its_own_is_all_that_an_exchange_needs(url: str) -> None:
+    """Its lines are connections beside the pool: leaving closes them, and hands on what is not finished."""
+    peer = Peer(url)
+    assert isinstance(peer.stage.transport, Transport)
+    peer.live("sampler-1")
+    peer.add(1)
+    entry: Any = peer.client.xadd(prompts(MODEL).key, {MESSAGE: encode(peer.active[1].request)})
+    (delivery,) = wait_until(lambda: peer.exchange.collect(1, wait_s=0.05).prompts, description="the prompt")
+    assert delivery.entry_id == entry
+    peer.exchange.leave()
+    (left,) = peer.client.xpending_range(prompts(MODEL).key, "compute", "-", "+", 9)
+    assert left["times_delivered"] == 0 and left["time_since_delivered"] > 3_600_000
