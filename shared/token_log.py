@@ -21,6 +21,7 @@ from shared.streams import (
     REPLICA_STREAM_TTL_S,
     RUNNING_LOG_TTL_S,
     DirectStream,
+    GroupStream,
     events,
     inflight_key,
     log_key,
@@ -144,6 +145,30 @@ def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | N
     stream = events(gateway_id).key if gateway_id else ""
     keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
     pipe.eval(WRITE_END, 0, *keys, head, tail, _EVENTS_HEAD)
+
+
+# ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when its log has an end: Redis may have lost that end
+# since it was written, and the entry is then what brings the request back.
+FINISH_ENDED = (
+    _COMMON
+    + """
+local stream, group = ARGV[1], ARGV[2]
+for i = 3, #ARGV, 2 do
+  local _, has_ended = last_of(ARGV[i + 1])
+  if has_ended then
+    redis.call('XACK', stream, group, ARGV[i])
+    redis.call('XDEL', stream, ARGV[i])
+  end
+end
+"""
+)
+
+
+def finish_ended(pipe: Pipeline, stream: GroupStream, request_by_entry: dict[bytes, str]) -> None:
+    """Acknowledge and delete the entries whose requests have ended; leave those whose end is not in their logs to be claimed again."""
+    if request_by_entry:
+        arguments = [each for entry_id, request_id in request_by_entry.items() for each in (entry_id, log_key(request_id))]
+        pipe.eval(FINISH_ENDED, 0, stream.key, stream.group, *arguments)
 
 
 def queue_read(pipe: Pipeline, request_id: str, after_position: int = 0) -> None:

@@ -264,9 +264,16 @@ class GroupReader:
         )
 
     def renew(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
-        """Say that these entries are still being worked on."""
+        """Say that these entries are still being worked on, as far as they are still this consumer's."""
         if entry_ids:
-            pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, justid=True)
+            pipe.eval(RENEW, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids)
+
+    def taken_over(self, entry_ids: list[bytes]) -> list[bytes]:
+        """Those of the entries that another consumer has claimed: this one was silent for too long."""
+        if not entry_ids:
+            return []
+        taken: Any = self.transport.persist(lambda: self.transport.client.eval(TAKEN_OVER, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids))
+        return list(taken)
 
     def release(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
         """Let another consumer claim these entries at once, as if they had not been delivered before."""
@@ -327,6 +334,23 @@ for _, fields in ipairs(redis.call('XINFO', 'CONSUMERS', KEYS[1], ARGV[1])) do
     redis.call('XGROUP', 'DELCONSUMER', KEYS[1], ARGV[1], consumer.name)
   end
 end
+"""
+
+
+# KEYS[1]: the stream; ARGV: group, consumer, entry ids. A consumer that was stopped for a while must not take back what another has claimed.
+RENEW = """
+for i = 3, #ARGV do
+  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
+  if pending and pending[2] == ARGV[2] then redis.call('XCLAIM', KEYS[1], ARGV[1], ARGV[2], 0, ARGV[i], 'JUSTID') end
+end
+"""
+TAKEN_OVER = """
+local taken = {}
+for i = 3, #ARGV do
+  local pending = redis.call('XPENDING', KEYS[1], ARGV[1], ARGV[i], ARGV[i], 1)[1]
+  if pending and pending[2] ~= ARGV[2] then taken[#taken + 1] = ARGV[i] end
+end
+return taken
 """
 
 

@@ -60,12 +60,15 @@ class Admitter:
         for letter in dead:
             self._end(letter.request_id, letter.gateway_id, letter.entry_id, RequestError(f"this request could not be handled: {letter.reason}"))
         fresh: dict[str, Delivery] = {}
+        second: list[bytes] = []  # copies of what is here
         for delivery in deliveries:
             request_id = delivery.message.request_id
             handle = self._handle_by_request.get(request_id)
             known = fresh.setdefault(request_id, delivery).entry_id if handle is None else self.active[handle].entry_id
             if delivery.entry_id != known:
-                self.exchange.acknowledge(delivery.entry_id)  # a second copy
+                second.append(delivery.entry_id)
+        if second:
+            self.stage.transport.run(lambda pipe: self.exchange.prompts.finish(pipe, second))
         if fresh:
             self._admit_fresh(list(fresh.values()))
 
@@ -101,7 +104,7 @@ class Admitter:
             self._refuse(delivery, RequestError(str(error)))
             return None
         if logged and logged[-1].finish_reason is not None:
-            self.exchange.acknowledge(delivery.entry_id)
+            self.exchange.acknowledge(delivery.entry_id, request.request_id)
             return None
         if num_tokens > longest:
             self._refuse(delivery, RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"))
@@ -166,4 +169,4 @@ class Admitter:
 
     def _end(self, request_id: str, gateway_id: str | None, entry_id: bytes, error: RequestError | None) -> None:
         self.stage.transport.run(lambda pipe: end_request(pipe, self.model, request_id, gateway_id, error=error))
-        self.exchange.acknowledge(entry_id)
+        self.exchange.acknowledge(entry_id, request_id)

@@ -179,14 +179,28 @@ class ComputeService:
 
     def end(self, active: ActiveRequest, *, tell_sampler: bool, is_complete: bool) -> None:
         """The request's log has its end."""
-        if active.sequence.handle not in self.admitter.quarantine.suspects:
-            self.scheduler.finish(active.sequence, is_complete=is_complete)
+        self.leave_scheduler(active, is_complete=is_complete)
         self.exchange.forget(active, tell_sampler=tell_sampler)
         self.admitter.forget(active)
+
+    def leave_scheduler(self, active: ActiveRequest, *, is_complete: bool) -> None:
+        if active.sequence.handle not in self.admitter.quarantine.suspects:
+            self.scheduler.finish(active.sequence, is_complete=is_complete)
+
+    def drop_taken_over(self) -> None:
+        """What another replica has claimed while this one was silent for too long runs there now."""
+        active_by_entry = {active.entry_id: active for active in self.active.values()}
+        for entry_id in self.exchange.prompts.taken_over(list(active_by_entry)):
+            active = active_by_entry[entry_id]
+            log.warning("taken over by another replica", request_id=active.request.request_id)
+            self.leave_scheduler(active, is_complete=False)
+            self.exchange.drop(active)
+            self.admitter.forget(active)
 
     def upkeep(self) -> None:
         """Every second: take over what dead replicas left, and end what nobody reads any more."""
         self._upkept_at = now = time.monotonic()
+        self.drop_taken_over()
         self.admitter.claim(self.room)
         live = self.stage.registry.ids("gateway")
         readers = {active.gateway_id for active in self.active.values() if active.gateway_id is not None}

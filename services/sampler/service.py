@@ -236,7 +236,8 @@ class SamplerService:
             return replace(row, entry=None, error=RequestError(str(error)))
         if logged is None:
             return replace(row, entry=None, error=RequestError(LOST_LOG))
-        if logged == event:  # written before, by a try that seemed to fail
+        if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (event.position, event.token_id, event.text, event.finish_reason):
+            row.state.last_event = logged  # by a try that seemed to fail, or by a replica that decided the same
             return replace(row, entry=None, event=logged)
         log.info("decided elsewhere", request_id=request_id, position=row.position)
         if logged.token_id is None or logged.position != row.position:  # the request has ended: cancelled, or failed

@@ -20,6 +20,7 @@ from shared.messages import Control, StepCandidates, StepDecisions
 from shared.stage import Stage
 from shared.streams import CONTROL, GroupStream, candidates, decisions
 from shared.telemetry import get_logger
+from shared.token_log import finish_ended
 from shared.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pipeline, append, named_fields
 
 log = get_logger("penstock.compute")
@@ -53,8 +54,8 @@ class Exchange:
         self.undecided = Undecided()
         self._out, self._news, self._requests = (Line(stage.transport) for _ in range(3))
         self._outgoing: list[tuple[str, StepCandidates]] = []  # to samplers, with the next write
-        self._done: list[bytes] = []  # entries to acknowledge with the next write
-        self._acknowledging: list[bytes] = []  # written, and not answered yet
+        self._ended: dict[bytes, str] = {}  # entries to acknowledge with the next write, and their requests
+        self._acknowledging: dict[bytes, str] = {}  # written, and not answered yet
         self._step = time.time_ns() // 1000  # beyond any of an earlier life of this replica
         self._tended_at = self._warned_at = 0.0
 
@@ -73,7 +74,7 @@ class Exchange:
     def collect(self, room: int, *, wait_s: float = 0.0) -> Inbox:
         """What has come: decisions, control, and up to `room` prompts; if nothing has, waits up to wait_s for what is awaited."""
         inbox = Inbox()
-        if self._done or self._outgoing:
+        if self._ended or self._outgoing:
             self._flush()
         try:
             self._ask(room)
@@ -109,20 +110,25 @@ class Exchange:
         self.undecided.forget(active.sequence.handle)
         if tell_sampler:
             self.samplers.forget(active)
-        self._done.append(active.entry_id)
+        self._ended[active.entry_id] = active.request.request_id
 
-    def acknowledge(self, entry_id: bytes) -> None:
+    def drop(self, active: ActiveRequest) -> None:
+        """Another replica has claimed the request: it is no business of this one any more."""
+        self.undecided.forget(active.sequence.handle)
+        self.samplers.forget(active)
+
+    def acknowledge(self, entry_id: bytes, request_id: str) -> None:
         """An entry whose request ended without becoming a sequence."""
-        self._done.append(entry_id)
+        self._ended[entry_id] = request_id
 
     def leave(self) -> None:
         """Hand the unfinished entries to whoever claims them, and take this replica's traces away."""
         for line in (self._out, self._news, self._requests):
             line.close()
-        done = self._acknowledging + self._done
+        ended = self._acknowledging | self._ended
 
         def fill(pipe: Pipeline) -> None:
-            self.prompts.finish(pipe, done)
+            finish_ended(pipe, self.prompts.stream, ended)
             pipe.delete(self.decisions.stream.key)
 
         self.stage.transport.run(fill)
@@ -170,28 +176,28 @@ class Exchange:
         try:
             if self._out.num_awaited:
                 self._confirm()
-            outgoing, done = self._outgoing, self._done
-            self._outgoing, self._done, self._acknowledging = [], [], done
-            self._out.send(lambda pipe: self._fill(pipe, outgoing, done))
+            outgoing, ended = self._outgoing, self._ended
+            self._outgoing, self._ended, self._acknowledging = [], {}, ended
+            self._out.send(lambda pipe: self._fill(pipe, outgoing, ended))
         except (RedisError, OSError) as error:
             self._recover(error)
 
-    def _fill(self, pipe: Pipeline, outgoing: list[tuple[str, StepCandidates]], done: list[bytes]) -> None:
+    def _fill(self, pipe: Pipeline, outgoing: list[tuple[str, StepCandidates]], ended: dict[bytes, str]) -> None:
         for sampler_id, message in outgoing:
             append(pipe, candidates(sampler_id), message)
-        self.prompts.finish(pipe, done)
+        finish_ended(pipe, self.prompts.stream, ended)
         self.decisions.trim(pipe)
 
     def _confirm(self) -> None:
         """What was written has arrived. Raises what Redis said instead."""
         self._out.receive()
-        self._acknowledging = []
+        self._acknowledging = {}
 
     def _recover(self, error: Exception) -> None:
         """Wait until Redis can serve, and begin anew: nobody knows what arrived. Raises if the error is not temporary."""
         for line in (self._out, self._news, self._requests):
             line.close()
-        self._done, self._acknowledging = self._acknowledging + self._done, []
+        self._ended, self._acknowledging = self._acknowledging | self._ended, {}
         self._outgoing.clear()
         self.stage.transport.wait_out(error)
         self._send_again(list(self.undecided.rows))
