@@ -1,0 +1,20 @@
+"""A small scheduler and its sequences, as the tests need them."""
+
+from typing import Any
+
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.sampling_params import SamplingParams
+
+NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 24, 4, 5, 12
+
+
+def make_scheduler(strategy: str = "predicted", *, blocks: BlockManager | None = None, num_blocks: int = NUM_BLOCKS, **limits: Any) -> Scheduler:
+    blocks = blocks or BlockManager(num_blocks, BLOCK_SIZE)
+    return Scheduler(blocks, make_admission(strategy, blocks), **{"max_num_seqs": MAX_SEQS, "max_batched_tokens": MAX_TOKENS, **limits})
+
+
+def make_sequence(handle: int, prompt: list[int], max_tokens: int, **fields: Any) -> Sequence:
+    return Sequence(handle, str(handle), list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), **fields)

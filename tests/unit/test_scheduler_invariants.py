@@ -1,0 +1,288 @@
+"""The scheduler and the block manager under random arrivals, lengths, cancels, forks and decisions, for all strategies: the invariants hold after every step.
+
+Decisions are taken within the step, or come later: then sequences run ahead of them, and what was foreseen may come otherwise. A model of the
+cache's content runs along: what is written where. So a block that is shared, evicted or copied wrongly is seen as a wrong token.
+"""
+
+import hashlib
+import random
+from array import array
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from services.compute.batch import ScheduledBatch
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import STRATEGIES, Predicted
+from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.scheduler import Draft
+from services.compute.sequence import Sequence
+from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, make_scheduler, make_sequence
+
+# What becomes of a foreseen token: it is decided; another is; it is, and ends the sequence; it is, and does not end it; the sequence ends without it.
+OUTCOMES = ("as foreseen", "otherwise", "the end", "not the end", "lost")
+
+
+class WatchedBlocks(BlockManager):
+    """Remembers which blocks were taken anew for a step."""
+
+    def __init__(self, num_blocks: int, *, prefix_caching: bool) -> None:
+        super().__init__(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
+        self.taken: set[int] = set()
+
+    def _take(self) -> int:
+        block_id = super()._take()
+        self.taken.add(block_id)
+        return block_id
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    @initialize(
+        strategy=st.sampled_from(STRATEGIES),
+        prefix_caching=st.booleans(),
+        target_itl_s=st.sampled_from([None, 0.001, 0.02]),
+        num_blocks=st.integers(24, 60),
+        run_ahead=st.sampled_from([None, 0, 1, 2, 3]),
+        seed=st.integers(0, 99),
+    )
+    def start(self, strategy: str, prefix_caching: bool, target_itl_s: float | None, num_blocks: int, run_ahead: int | None, seed: int) -> None:
+        self.blocks = WatchedBlocks(num_blocks, prefix_caching=prefix_caching)
+        self.scheduler = make_scheduler(strategy, blocks=self.blocks, target_itl_s=target_itl_s, run_ahead=run_ahead or 0)
+        self.is_inline = run_ahead is None  # decisions are taken within the step
+        self.rng = random.Random(seed)  # of the decisions in the end, when there are no more rules
+        self.sequences: list[Sequence] = []
+        self.voices: dict[int, int] = {}  # sequences of one voice and one prompt have one answer
+        self.answers: dict[int, int] = {}  # output tokens that each is foreseen to come to
+        self.log: dict[int, list[int]] = {}  # the decided tokens
+        self.content: dict[int, tuple[Any, ...]] = {}  # by slot: the token whose KV is there, and all before it
+
+    @rule(
+        start=st.sampled_from([0, 0, 0, 50, 90]), length=st.sampled_from([5, 10]) | st.integers(1, 60), output=st.integers(1, 36),
+        share=st.sampled_from([1.0, 0.5, 0.1]), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "s"]), has_own_voice=st.booleans(),
+    )  # fmt: skip
+    def arrive(self, start: int, length: int, output: int, share: float, priority: int, salt: str, has_own_voice: bool) -> None:
+        """Prompts are runs of the natural numbers from one of three starts: many have prefixes in common."""
+        voice = len(self.sequences) if has_own_voice else 0
+        self.add(list(range(start, start + length)), output, share, voice, priority=priority, cache_salt=salt)
+
+    @rule(which=st.integers(0, 1 << 20), output=st.integers(1, 36))
+    @precondition(lambda self: self.sequences)
+    def arrive_again(self, which: int, output: int) -> None:
+        """The same question: its answer, as far as it goes, will be the same."""
+        earlier = self.sequences[which % len(self.sequences)]
+        prompt = earlier.token_ids[: earlier.num_prompt_tokens]
+        self.add(prompt, output, 1.0, self.voices[earlier.handle], cache_salt=earlier.cache_salt)
+
+    @rule(length=st.integers(1, 40), output=st.integers(1, 20), n=st.integers(2, 4), share=st.floats(0.1, 1.0), has_own_voice=st.booleans())
+    def arrive_in_a_group(self, length: int, output: int, n: int, share: float, has_own_voice: bool) -> None:
+        for _ in range(n):
+            voice = len(self.sequences) if has_own_voice else 0
+            self.add(list(range(length)), output, share, voice, group_id=f"group {len(self.sequences) // 4}-{length}")
+
+    def add(self, prompt: list[int], output: int, share: float, voice: int, **fields: Any) -> None:
+        handle = len(self.sequences)
+        sequence = make_sequence(handle, prompt, output, arrived_at=float(handle), **fields)
+        self.sequences.append(sequence)
+        self.voices[handle], self.answers[handle], self.log[handle] = voice, max(1, int(output * share)), []
+        self.scheduler.add(sequence)
+
+    @rule(which=st.integers(0, 1 << 20))
+    def cancel(self, which: int) -> None:
+        alive = [sequence for sequence in self.sequences if not sequence.is_finished]
+        if alive:
+            self.scheduler.finish(alive[which % len(alive)])
+
+    @rule(which=st.integers(0, 1 << 20))
+    def give_way(self, which: int) -> None:
+        """Somebody is preempted, as if memory had run out: rather who is far ahead of its decisions."""
+        running = sorted(self.scheduler.running.values(), key=lambda each: -each.num_undecided_tokens)
+        if len(running) > 1:
+            self.scheduler._preempt(running[which % len(running) if which % 2 else 0], Draft())
+
+    @rule(only=st.none() | st.frozensets(st.integers(0, 12), max_size=4))
+    def restrict(self, only: frozenset[int] | None) -> None:
+        self.scheduler.only = only
+
+    @rule(decisions=st.lists(st.tuples(st.integers(0, MAX_SEQS), st.sampled_from(OUTCOMES)), min_size=1, max_size=6))
+    def step(self, decisions: list[tuple[int, str]]) -> None:
+        """Some steps, and after each so many decisions as foreseen, then one of any kind."""
+        for number, outcome in decisions:
+            self.run_step()
+            for sequence in self.undecided()[:number]:
+                self.decide(sequence, "as foreseen")
+            if undecided := self.undecided():
+                self.decide(undecided[number % len(undecided)], outcome)
+
+    def run_step(self) -> bool:
+        self.cached_before = list(self.blocks.block_hashes)
+        self.blocks.taken.clear()
+        batch = run_step(self.scheduler, self.execute, is_over=self.is_over) if self.is_inline else self.scheduler.schedule()
+        if batch is None:
+            assert self.scheduler.only is not None or self.undecided() or not self.scheduler.num_unfinished
+            return False
+        if not self.is_inline:
+            sequences = [self.scheduler.get(handle) for handle in batch.sampled]
+            for sequence, token_id in zip(sequences, self.execute(batch, sequences), strict=True):
+                self.scheduler.append(sequence, token_id, is_decided=False)
+                sequence.is_ending = sequence.num_output_tokens in (self.answers[sequence.handle], sequence.params.max_tokens)
+        self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, 0.001 + 0.0005 * batch.num_tokens)
+        return True
+
+    def execute(self, batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
+        """Returns the next token of each sampled sequence: it depends on its voice and position."""
+        self.check_batch(batch)
+        self.compute(batch)
+        for sequence in sampled:
+            if sequence.handle % 2:  # has penalties
+                self.check_counts(sequence)
+        return [1000 + 10 * self.voices[sequence.handle] + sequence.next_position % 3 for sequence in sampled]
+
+    def is_over(self, sequence: Sequence) -> bool:
+        self.log[sequence.handle].append(sequence.token_ids[-1])
+        return sequence.num_output_tokens == self.answers[sequence.handle]
+
+    def undecided(self) -> list[Sequence]:
+        return [sequence for sequence in self.sequences if sequence.num_undecided_tokens and not sequence.is_finished]
+
+    def decide(self, sequence: Sequence, outcome: str) -> None:
+        """The log holds the first undecided token now, or the sequence's end without it."""
+        at = sequence.num_decided_tokens
+        position, foreseen = at - sequence.num_prompt_tokens + 1, sequence.token_ids[at]
+        if outcome == "lost":
+            self.scheduler.truncate(sequence, at)
+            return self.scheduler.finish(sequence)
+        if outcome == "otherwise":
+            self.scheduler.truncate(sequence, at)
+            self.scheduler.append(sequence, 3000 + position % 2)
+        else:
+            self.scheduler.confirm(sequence)
+            assert sequence.token_ids[at] == foreseen
+        self.log[sequence.handle].append(sequence.token_ids[at])
+        is_foreseen_end = outcome == "as foreseen" and position == self.answers[sequence.handle]
+        if outcome == "the end" or is_foreseen_end or position == sequence.params.max_tokens:
+            self.scheduler.truncate(sequence, at + 1)
+            self.scheduler.finish(sequence, is_complete=True)
+        elif not sequence.num_undecided_tokens:
+            sequence.is_ending = False
+
+    def check_batch(self, batch: ScheduledBatch) -> None:
+        handles = [row.handle for row in batch.rows]
+        assert len(set(handles)) == len(handles) <= MAX_SEQS
+        assert self.scheduler.only is None or set(handles) <= self.scheduler.only
+        assert 0 < batch.num_tokens <= MAX_TOKENS
+        assert batch.sampled == [row.handle for row in batch.rows if row.is_sampled]
+        assert all(row.num_tokens == 1 for row in batch.rows[: batch.num_decodes])
+        assert all(row.is_sampled for row in batch.rows[: batch.num_decodes])
+        for row in batch.rows:
+            sequence = self.scheduler.running[row.handle]
+            assert not sequence.is_ending and sequence.num_undecided_tokens <= self.scheduler.run_ahead
+            assert row.num_tokens > 0 and row.num_context_tokens == sequence.num_computed_tokens <= sequence.num_tokens
+            assert row.token_ids == tuple(sequence.token_ids[row.num_computed_tokens : row.num_context_tokens])
+            assert row.block_table == tuple(sequence.block_table)
+            assert row.is_sampled == (row.num_context_tokens == sequence.num_tokens)
+
+    def compute(self, batch: ScheduledBatch) -> None:
+        """What the model does to the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
+        read = [[self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies]
+        assert len({target for _, target in batch.block_copies}) == len(batch.block_copies)
+        for (_, target), values in zip(batch.block_copies, read, strict=True):
+            self.content.update({target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None})
+        written = set()
+        for row in batch.rows:
+            for at, token_id in enumerate(row.token_ids):
+                position = row.num_computed_tokens + at
+                block_id = row.block_table[position // BLOCK_SIZE]
+                assert self.blocks.ref_counts[block_id] == 1, "writes into a block that another holds"
+                assert block_id in self.blocks.taken or self.cached_before[block_id] is None, "writes into a cached block"
+                slot = block_id * BLOCK_SIZE + position % BLOCK_SIZE
+                assert slot not in written
+                written.add(slot)
+                self.content[slot] = (*self.prefix(row.handle, position), token_id)
+        for row in batch.rows:
+            for position in range(row.num_context_tokens):  # what its attention reads
+                slot = row.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
+                assert self.content[slot] == self.prefix(row.handle, position + 1)
+
+    def prefix(self, handle: int, num_tokens: int) -> tuple[Any, ...]:
+        sequence = self.sequences[handle]
+        return (sequence.cache_salt, *islice(sequence.token_ids, num_tokens))
+
+    @invariant()
+    def every_block_is_counted_once_for_each_holder(self) -> None:
+        held = [block_id for sequence in self.sequences for block_id in sequence.block_table]
+        assert self.blocks.ref_counts == [held.count(block_id) for block_id in range(self.blocks.num_blocks)]
+        free = [*self.blocks.empty, *self.blocks.evictable]
+        assert sorted([*set(held), *free]) == list(range(self.blocks.num_blocks))
+        assert not self.blocks.copies
+
+    @invariant()
+    def the_prefix_cache_names_what_is_there(self) -> None:
+        cached = {block_id: block_hash for block_id, block_hash in enumerate(self.blocks.block_hashes) if block_hash is not None}
+        assert {block_hash: block_id for block_id, block_hash in cached.items()} == self.blocks.cached_blocks
+        assert set(self.blocks.evictable) == {block_id for block_id in cached if self.blocks.ref_counts[block_id] == 0}
+
+    @invariant()
+    def only_decided_tokens_are_in_the_prefix_cache(self) -> None:
+        decided = {(each.cache_salt, *each.token_ids[: each.num_prompt_tokens], *self.log[each.handle]) for each in self.sequences}
+        for block_hash, block_id in self.blocks.cached_blocks.items():
+            first, *_, last = (self.content[block_id * BLOCK_SIZE + at] for at in range(BLOCK_SIZE))
+            assert len(last) == len(first) + BLOCK_SIZE - 1 and last[: len(first)] == first
+            assert chained_hash(last) == block_hash
+            assert any(tokens[: len(last)] == last for tokens in decided), "nobody's log says so"
+
+    @invariant()
+    def only_running_sequences_hold_blocks(self) -> None:
+        for sequence in self.sequences:
+            is_running, is_waiting = sequence.handle in self.scheduler.running, sequence in self.scheduler.waiting
+            assert is_running or not sequence.block_table
+            assert is_running + is_waiting + sequence.is_finished == 1
+            assert len(sequence.block_table) * BLOCK_SIZE >= sequence.num_computed_tokens
+
+    @invariant()
+    def nobody_is_further_ahead_of_the_log_than_it_may_be(self) -> None:
+        for sequence in self.sequences:
+            assert 0 <= sequence.num_undecided_tokens <= (0 if self.is_inline else self.scheduler.run_ahead + 1)
+            assert sequence.num_output_tokens <= (sequence.params.max_tokens or 0)
+            if not sequence.is_finished:
+                assert sequence.token_ids[sequence.num_prompt_tokens : sequence.num_decided_tokens] == self.log[sequence.handle]
+
+    def check_counts(self, sequence: Sequence) -> None:
+        assert dict(sequence.output_counts()) == dict(Counter(sequence.token_ids[sequence.num_prompt_tokens :]))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        self.scheduler.only = None
+        for _ in range(10_000):
+            has_run = self.run_step()
+            for sequence in self.undecided():
+                if self.rng.random() < 0.7:
+                    self.decide(sequence, self.rng.choices(OUTCOMES, weights=(12, 1, 1, 1, 1))[0])
+            if not has_run and not self.scheduler.num_unfinished:
+                break
+        assert all(sequence.is_finished for sequence in self.sequences)
+        assert self.blocks.num_free_blocks == self.blocks.num_blocks
+        assert not self.scheduler._groups
+        for sequence in self.sequences:
+            self.check_counts(sequence)
+        if not isinstance(self.scheduler.admission, Predicted):
+            return
+        calibration = self.scheduler.admission.calibration
+        assert 0 <= calibration.num_exceeded <= calibration.num_predictions
+
+
+def chained_hash(content: tuple[Any, ...]) -> bytes:
+    """The hash under which the block with this last token is to be cached: its tokens, all before them, and the salt."""
+    salt, *tokens = content
+    found = hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    for start in range(0, len(tokens), BLOCK_SIZE):
+        found = hashlib.blake2b(found + array("q", tokens[start : start + BLOCK_SIZE]).tobytes(), digest_size=16).digest()
+    return found
+
+
+TestScheduler = SchedulerMachine.TestCase
+TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
