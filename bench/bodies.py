@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import redis
@@ -112,7 +113,8 @@ def fail_all(redis_url: str, stopping: threading.Event) -> None:
     """Play the pipeline: whatever is submitted fails. Looks at the ids only: the prompts are long, and this is one process with the client."""
     client = redis.Redis.from_url(redis_url)
     while not stopping.wait(0.005):
-        for entry_id, values in client.xrange(requests(NAME).key, count=1):
+        found: Any = client.xrange(requests(NAME).key, count=1)
+        for entry_id, values in found:
             pipe = client.pipeline(transaction=False)
             end_request(pipe, NAME, values[REQUEST_ID].decode(), values[GATEWAY_ID].decode(), error=RequestError("measured"))
             pipe.xdel(requests(NAME).key, entry_id)

@@ -26,7 +26,7 @@ async def chat_completions(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
-    model, params = check(context, body), body.params()
+    params, model = body.params(), check(context, body)  # what is wrong, before what is missing
     record = make_record("chat.completion", "chatcmpl", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage)
     messages = tuple(ChatMessage(message.role, message.content, message.name) for message in body.messages)
     now = time.time()
@@ -44,7 +44,7 @@ async def completions(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "completion")
     assert isinstance(body, CompletionBody)
-    model, params, prompts = check(context, body), body.params(), body.prompt
+    params, prompts, model = body.params(), body.prompt, check(context, body)
     if len(prompts) * body.n > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n in one request, got {len(prompts) * body.n}", param="n")
     record = make_record("text_completion", "cmpl", body.model, model, num_prompts=len(prompts), n=body.n, has_usage=body.has_usage)
