@@ -178,13 +178,15 @@ class Scheduler:
     def _admit(self, draft: Draft, budget: int) -> None:
         """Waiting sequences begin, in the order of their ranks, while there are budget, a place, and memory as the strategy counts it."""
         is_surveyed = False
-        while budget > 0 and len(self.running) < self.max_num_seqs:
+        while budget > 0:
             sequence = self.waiting.head(self.only)
-            if sequence is None or not self._can_run(sequence):
+            if sequence is None or not self._can_run(sequence) or self._was_refused(sequence):
                 return
-            if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < SURVEY_EVERY:
-                self._refused = (sequence.handle, self._refused[1] + 1)
-                return
+            if len(self.running) >= self.max_num_seqs:
+                if not self._stand_aside(draft):
+                    return
+                is_surveyed = False
+                continue
             twin = self._twin(sequence)
             if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens and self._can_run(twin):
                 return  # when the twin's prompt is computed, this one need not be
@@ -194,10 +196,28 @@ class Scheduler:
             if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
                 twin = None
             matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
-            if not self._has_blocks(sequence, matched, budget) or not self.admission.admits(sequence, matched):
+            if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
+                budget -= self._begin(sequence, matched, twin, draft, budget)
+            elif self._stand_aside(draft):
+                is_surveyed = False
+            else:
                 self._refused = (sequence.handle, 0)
                 return
-            budget -= self._begin(sequence, matched, twin, draft, budget)
+
+    def _was_refused(self, sequence: Sequence) -> bool:
+        """Whether it did not fit a few steps ago, and nothing has ended since."""
+        if self._refused is None or self._refused[0] != sequence.handle or self._refused[1] >= SURVEY_EVERY:
+            return False
+        self._refused = (sequence.handle, self._refused[1] + 1)
+        return True
+
+    def _stand_aside(self, draft: Draft) -> bool:
+        """While only some may run, the last in rank of the others gives its place and its blocks to them: it holds what they wait for, and would hold it for
+        ever. Returns whether there was one."""
+        others = [each for each in self.running.values() if self.only is not None and each.handle not in self.only]
+        if others:
+            self._preempt(max(others, key=_rank), draft)
+        return bool(others)
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
         """Whether there are free blocks for the sequence's first chunk now."""

@@ -1,0 +1,132 @@
+"""Compute processes that die, again and again: what they were computing goes on elsewhere, and one request's poison is its own."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from shared.messages import TokenizedRequest
+from shared.sampling_params import SamplingParams
+from shared.streams import DEAD_LETTER, inflight_key, log_key, prompts
+from shared.token_log import parse_log
+from shared.transport import append_to_group
+from tests.conftest import running_redis
+from tests.deployment import Deployment
+from tests.stages.line_of_stages import MODEL
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parent.parent.parent
+POISON_TOKEN = 1999
+NUM_KILLS = 5
+
+
+@pytest.fixture
+def pool(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
+    """A sampler, and as many compute processes as will die, and one."""
+    with running_redis(tmp_path / "redis", redis_binary) as url:
+        deployment = Deployment(url, tmp_path)
+        try:
+            deployment.start("sampler", "sampler-1")
+            names = [start_fragile(deployment, f"compute-{number}") for number in range(NUM_KILLS + 1)]
+            deployment.wait_live("sampler-1", *names)
+            yield deployment
+        finally:
+            for process in deployment.processes.values():
+                process.kill()
+                process.wait()
+
+
+def start_fragile(deployment: Deployment, replica_id: str) -> str:
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PENSTOCK_REDIS_URL": deployment.redis_url,
+        "PENSTOCK_REPLICA_ID": replica_id,
+        "PENSTOCK_KV_CACHE_MEMORY": "64MiB",
+        "PENSTOCK_NUM_THREADS": "1",
+        "FRAGILE_TOKEN": str(POISON_TOKEN),
+        "FRAGILE_STEP_S": "0.01",
+    }
+    with (deployment.folder / f"{replica_id}.log").open("ab") as log:
+        deployment.processes[replica_id] = subprocess.Popen(
+            [sys.executable, "-m", "tests.stages.fragile_compute"], cwd=ROOT, env=environment, stdout=log, stderr=log
+        )
+    return replica_id
+
+
+def request(name: str, number: int, max_tokens: int, *, is_poison: bool = False) -> TokenizedRequest:
+    prompt = np.array([30 + number, 40, 50 + number % 7, POISON_TOKEN if is_poison else 60], np.int32)
+    return TokenizedRequest(f"{name}{number}.0", None, MODEL, SamplingParams(max_tokens=max_tokens, seed=number, temperature=0.9), prompt, ())
+
+
+def submit(client: "redis.Redis", asked: list[TokenizedRequest]) -> None:
+    with client.pipeline(transaction=True) as pipe:
+        for each in asked:
+            pipe.hset(inflight_key(MODEL), each.request_id, "1")
+            pipe.hincrby(inflight_key(MODEL), "", 1)
+            append_to_group(pipe, prompts(MODEL), each)
+        pipe.execute()
+
+
+def events(client: "redis.Redis", each: TokenizedRequest) -> list[Any]:
+    return parse_log(client.xrange(log_key(each.request_id)))
+
+
+def wait_for_all(deployment: Deployment, asked: list[TokenizedRequest]) -> None:
+    client = deployment.redis()
+    try:
+        wait_until(lambda: all((log := events(client, each)) and log[-1].finish_reason for each in asked), description="all have ended", timeout_s=60)
+        wait_until(lambda: not client.xlen(prompts(MODEL).key) and not client.exists(inflight_key(MODEL)), description="nothing is left")
+    except AssertionError as error:
+        raise AssertionError(f"{error}\n{deployment.logs()}") from None
+
+
+def answers(client: "redis.Redis", asked: list[TokenizedRequest]) -> list[Any]:
+    return [[(event.token_id, event.text, event.finish_reason) for event in events(client, each)] for each in asked]
+
+
+def num_tokens(client: "redis.Redis", asked: list[TokenizedRequest]) -> int:
+    return sum(int(client.xlen(log_key(each.request_id))) for each in asked)
+
+
+def undisturbed(deployment: Deployment, asked: list[TokenizedRequest]) -> list[Any]:
+    """What they come to when nobody dies, under other names."""
+    copies = [TokenizedRequest("again" + each.request_id, None, MODEL, each.params, each.prompt_token_ids, ()) for each in asked]
+    submit(deployment.redis(), copies)
+    wait_for_all(deployment, copies)
+    return answers(deployment.redis(), copies)
+
+
+def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -> None:
+    client = pool.redis()
+    bystanders, poison = [request("by", number, 12) for number in range(24)], request("poison", 1, 12, is_poison=True)
+    submit(client, [*bystanders[:11], poison, *bystanders[11:]])
+    wait_for_all(pool, [*bystanders, poison])
+    (error,) = events(client, poison)
+    assert error.finish_reason == "error" and "died when it began this request, also alone" in error.error.message
+    (letter,) = client.xrange(DEAD_LETTER)
+    assert b"also alone" in letter[1][b"error"]
+    died = [name for name, process in pool.processes.items() if process.poll() is not None]
+    assert len(died) == 4, "together with all, among eight, and twice alone"
+    assert answers(client, bystanders) == undisturbed(pool, bystanders)
+
+
+def test_five_deaths_in_a_row_cost_no_sequence_a_token(pool: Deployment) -> None:
+    """Each time the successor has begun: what makes progress is nobody's poison, however often its replica dies."""
+    client, asked = pool.redis(), [request("kill", number, 160) for number in range(40)]
+    submit(client, asked)
+    for _ in range(NUM_KILLS):
+        before = num_tokens(client, asked)
+        wait_until(lambda before=before: num_tokens(client, asked) >= before + len(asked), description="the successor has begun", timeout_s=60)
+        owners = client.xpending(prompts(MODEL).key, prompts(MODEL).group)["consumers"]
+        owner = max((each for each in owners if each["name"].decode() in pool.processes), key=lambda each: each["pending"])["name"].decode()
+        pool.kill(owner)
+    assert not any(events(client, each)[-1].finish_reason for each in asked), "they were over before they could be disturbed"
+    wait_for_all(pool, asked)
+    assert answers(client, asked) == undisturbed(pool, asked)
+    assert client.xlen(DEAD_LETTER) == 0
