@@ -1,6 +1,8 @@
 """Candidate sets are exact: the sampler's draws have the full vocabulary's distribution, and the same seed draws the same token."""
 
+import dataclasses
 import itertools
+import random
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 import torch
 from scipy import stats
 
-from services.compute.candidates.reduction import reduce
+from services.compute.candidates.reduction import NOT_FINITE, CandidateRows, reduce
 from services.compute.candidates.row_search import (
     CHUNK,
     SortedHead,
@@ -19,7 +21,7 @@ from services.compute.candidates.row_search import (
     total_masses_by_library,
 )
 from services.compute.sequence import Sequence
-from shared.decision import decide, pad, uniform
+from shared.decision import decide, pad, pick, uniform
 from shared.messages import StepCandidates, decode, encode
 from shared.sampling_params import SamplingParams
 
@@ -44,20 +46,25 @@ def draws(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None
         if params.edits_logits:  # history matters: the same history for all, different seeds instead
             sequences = [Sequence(handle, "r", [7, 8, *(tokens or [])], 2, with_seed(params, start + handle)) for handle in range(ROWS)]
         rows = reduce(logits.repeat(ROWS, 1), sequences)
-        step = decode(StepCandidates, encode(rows.for_sampler(list(range(ROWS)), "c", 1, (), [])))
-        seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
-        columns = decide(pad(step.logits, step.counts, -np.inf), step.counts, np.full(ROWS, params.temperature), step.kept_mass, uniform(seeds, step.positions))
-        starts = np.cumsum(step.counts) - step.counts
-        is_tail = columns >= step.counts
-        assert (step.tail_token_ids[is_tail] >= 0).all()
-        listed = step.token_ids[starts + np.minimum(columns, step.counts - 1)]
-        drawn.append(np.where(is_tail, step.tail_token_ids, listed))
+        drawn.append(decided(sent(rows, list(range(ROWS))), sequences))
     return np.concatenate(drawn)
 
 
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    import dataclasses
+def sent(rows: CandidateRows, which: list[int]) -> StepCandidates:
+    """Some of the rows, as they come out of the wire."""
+    return decode(StepCandidates, encode(rows.message(which, "c", 1, (), [])))
 
+
+def decided(step: StepCandidates, sequences: list[Sequence]) -> np.ndarray[Any, Any]:
+    """What a sampler decides."""
+    seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
+    temperatures = np.array([sequence.params.temperature for sequence in sequences])
+    columns = decide(pad(step.logits, step.counts, -np.inf), step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
+    assert (step.tail_token_ids[columns >= step.counts] >= 0).all()
+    return pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids)
+
+
+def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return dataclasses.replace(params, seed=seed)
 
 
@@ -134,7 +141,92 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     together = reduce(logits.clone(), sequences())
     for row, sequence in enumerate(sequences()):
         alone = reduce(logits[row : row + 1].clone(), [sequence])
-        assert encode(alone.for_sampler([0], "c", 1, (), [])) == encode(together.for_sampler([row], "c", 1, (), []))
+        assert message_of(alone, 0) == message_of(together, row)
+
+
+def message_of(rows: CandidateRows, row: int) -> bytes:
+    return encode(rows.message([row], "c", 1, (), []))
+
+
+def random_params(rng: random.Random) -> SamplingParams:
+    """Any kind of request."""
+    return SamplingParams(
+        temperature=rng.choice([0.0, 0.05, 0.7, 1.0, 1.0, 2.5]),
+        top_k=rng.choice([0, 0, 1, 5, 64, 65, 300, 900]),
+        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 0.01]),
+        min_p=rng.choice([0.0, 0.0, 0.01, 0.2, 1.0]),
+        seed=rng.getrandbits(64),
+        logprobs=rng.choice([None, None, 0, 20]),
+        frequency_penalty=rng.choice([0.0, 0.0, 1.5, -2.0]),
+        presence_penalty=rng.choice([0.0, 0.0, 2.0]),
+        repetition_penalty=rng.choice([1.0, 1.0, 1.3]),
+        logit_bias=rng.choice([{}, {}, {9: 50.0, 10: -100.0}]),
+        min_tokens=rng.choice([0, 6]),
+        stop_token_ids=(rng.randrange(VOCAB),),
+    )
+
+
+def random_step(rng: random.Random, num_rows: int) -> tuple[torch.Tensor, list[Sequence]]:
+    """Sharp, broad and flat rows; in some most logits are tied."""
+    generator = torch.Generator().manual_seed(rng.getrandbits(32))
+    spreads = torch.tensor([rng.choice([0.3, 1.0, 3.0, 10.0]) for _ in range(num_rows)])
+    logits = torch.randn(num_rows, VOCAB, generator=generator) * spreads[:, None]
+    tied = torch.tensor([rng.random() < 0.3 for _ in range(num_rows)])
+    logits[tied] = (logits[tied] * 2).round() / 2
+    outputs = [rng.choices(range(20), k=rng.randrange(12)) for _ in range(num_rows)]
+    return logits, [Sequence(number, "r", [7, 8, *output], 2, random_params(rng), eos_token_ids=(1,)) for number, output in enumerate(outputs)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_what_compute_foresees_is_what_the_sampler_decides(seed: int) -> None:
+    """300 rows of any kind in one step, to three samplers, in messages of different widths."""
+    rng = random.Random(seed)
+    logits, sequences = random_step(rng, 300)
+    rows = reduce(logits, sequences)
+    assert not rows.failures and rows.handles.tolist() == list(range(300))
+    assert rows.previous_token_ids.tolist() == [sequence.token_ids[-1] if sequence.num_output_tokens else -1 for sequence in sequences]
+    for sampler in range(3):
+        which = [row for row in range(300) if row % 5 % 3 == sampler]
+        assert decided(sent(rows, which), [sequences[row] for row in which]).tolist() == rows.chosen[which].tolist()
+
+
+FAULTS = {  # the request, what is wrong with its row, and what the failure says of it
+    "nothing but NaN": (SamplingParams(temperature=0.0), lambda row: row.fill_(torch.nan), NOT_FINITE),
+    "NaN in a row drawn at random": (SamplingParams(), lambda row: row[3:500].fill_(torch.nan), NOT_FINITE),
+    "NaN where logprobs are asked": (SamplingParams(temperature=0.0, logprobs=0), lambda row: row[17].fill_(torch.nan), NOT_FINITE),
+    "NaN behind a long list": (SamplingParams(top_p=0.99, temperature=2.0), lambda row: row[2000].fill_(torch.nan), ""),
+    "an overflow": (SamplingParams(temperature=0.0), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
+    "an overflow, drawn at random": (SamplingParams(top_k=3), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
+    "nothing left": (SamplingParams(temperature=0.5, min_p=0.1), lambda row: row.fill_(-torch.inf), NOT_FINITE),
+    "a bias that overflows": (SamplingParams(temperature=0.0, logit_bias={5: 100.0}), lambda row: row[5].fill_(torch.inf), NOT_FINITE),
+    "a bias for a token that is not there": (SamplingParams(logit_bias={VOCAB: 1.0}), lambda row: row, "out of bounds"),
+    "a penalty for a token that is not there": (SamplingParams(repetition_penalty=1.5, seed=1 << 20), lambda row: row, "out of bounds"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says so, and goes on
+@pytest.mark.parametrize("names", [[name] for name in FAULTS] + [list(FAULTS)])
+def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str]) -> None:
+    """The others come out bit for bit as they do alone."""
+    rng = random.Random(5)
+    logits, sequences = random_step(rng, 12 + len(names))
+    bad = dict(zip(rng.sample(range(len(sequences)), len(names)), names, strict=True))
+    for row, name in bad.items():
+        params, spoil, _ = FAULTS[name]
+        spoil(logits[row])
+        prompt = [7, VOCAB + 5] if "penalty" in name else [7, 8]
+        sequences[row] = Sequence(row, "r", [*prompt, 4], 2, params)
+    alone = {row: reduce(logits[row : row + 1].clone(), [sequence]) for row, sequence in enumerate(sequences)}
+    together = reduce(logits.clone(), sequences)
+    assert sorted(together.failures) == sorted(bad)
+    for row, name in bad.items():
+        assert FAULTS[name][2] in together.failures[row]
+        assert alone[row].failures == {row: together.failures[row]} and len(alone[row].handles) == 0
+    good = [row for row in range(len(sequences)) if row not in bad]
+    assert together.handles.tolist() == good
+    for at, row in enumerate(good):
+        assert message_of(together, at) == message_of(alone[row], 0)
+        assert together.chosen[at] == alone[row].chosen[0]
 
 
 def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
@@ -198,6 +290,6 @@ def test_bytes_of_a_step_are_kilobytes() -> None:
     sizes = {}
     for name, params in {"greedy": SamplingParams(temperature=0.0), "top-p": SamplingParams(top_p=0.9, temperature=0.8), "plain": SamplingParams()}.items():
         rows = reduce(logits.clone(), [Sequence(handle, "r", [1], 1, params) for handle in range(32)])
-        sizes[name] = len(encode(rows.for_sampler(list(range(32)), "compute-0123456789ab", 1000, (), [])))
+        sizes[name] = len(encode(rows.message(list(range(32)), "compute-0123456789ab", 1000, (), [])))
     assert sizes["greedy"] < 2_000
     assert sizes["top-p"] == sizes["plain"] < 20_000
