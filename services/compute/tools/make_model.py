@@ -41,6 +41,7 @@ SHAPES = {
             "original_max_position_embeddings": 8192,
         },
     ),
+    "smollm2-135m": Shape("LlamaForCausalLM", "llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192, {"rope_theta": 1e5, "rope_type": "default"}),
     "tiny": Shape("LlamaForCausalLM", "llama", 2048, 64, 128, 2, 4, 2, 16, 2048, {"rope_theta": 1e4, "rope_type": "default"}),
 }  # fmt: skip
 
