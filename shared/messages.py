@@ -79,7 +79,7 @@ class TokenizedRequest:
 
     def __post_init__(self) -> None:
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
-            raise Invalid("tokenized: without a prompt, with a negative token id, or without max_tokens")
+            raise Invalid("TokenizedRequest: without a prompt, with a negative token id, or without max_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,11 +120,11 @@ class StepCandidates:
         count = len(self.handles)
         columns = (self.positions, self.counts, self.logsumexp, self.kept_mass, self.tail_token_ids, self.tail_logits)
         if any(len(each) != count for each in columns) or len(self.previous_token_ids) not in (0, count):
-            raise Invalid("candidates: rows of different numbers")
+            raise Invalid("StepCandidates: columns of different lengths")
         if count and (self.counts.min() < 1 or self.positions.min() < 1):
-            raise Invalid("candidates: a row without candidates, or before the first position")
+            raise Invalid("StepCandidates: a row without candidates, or before the first position")
         if not len(self.token_ids) == len(self.logits) == int(self.counts.sum()):
-            raise Invalid("candidates: not as many as the rows say")
+            raise Invalid("StepCandidates: not as many candidates as the rows say")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class StepDecisions:
 
     def __post_init__(self) -> None:
         if any(len(each) != len(self.handles) for each in (self.positions, self.token_ids, self.is_finished)):
-            raise Invalid("decisions: rows of different numbers")
+            raise Invalid("StepDecisions: columns of different lengths")
 
 
 @dataclass(frozen=True, slots=True)
