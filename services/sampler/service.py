@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 from redis.exceptions import RedisError
@@ -32,7 +33,8 @@ log = get_logger("penstock.sampler")
 BLOCK_MS = 500
 FORGET_AFTER_S = 600.0  # a state nobody has asked about: its compute replica died, or another sampler has it
 FORGET_EVERY_S = 10.0
-REBUILD_AT_ONCE = 32  # sequences that are taken over between two answers: compute goes on with those
+REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
+ANSWER_EVERY_S = 0.5  # while many are taken over: compute goes on with those, and hears that this sampler lives well before it loses its patience
 FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
 LOST_LOG = "Redis has lost a part of this request's tokens"
 
@@ -116,49 +118,58 @@ class SamplerService:
             self.stage.transport.run(letter)
 
     def introduce(self, step: StepCandidates) -> Iterator[StepCandidates]:
-        """Make the step's sequences known, and give its rows out: at once, or in parts if many must be taken over from their logs."""
+        """Make the step's sequences known, and give its rows out: at once, or in parts while sequences with long logs are taken over."""
         for handle in step.forget.tolist():
             self.states.pop((step.compute_id, handle), None)
         new = [intro for intro in step.intros if not self.knows(step.compute_id, intro)]
-        if len(new) <= REBUILD_AT_ONCE:
-            self.rebuild(step.compute_id, new)
-            yield step
-            return
-        left = {intro.handle for intro in new}
-        yield from select(step, [row for row, handle in enumerate(step.handles.tolist()) if handle not in left])
+        handles, given, left = step.handles.tolist(), set[int](), {intro.handle for intro in new}
+        answered_at = time.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0  # with many, the others need not wait even for the first
         for start in range(0, len(new), REBUILD_AT_ONCE):
-            batch = new[start : start + REBUILD_AT_ONCE]
-            self.rebuild(step.compute_id, batch)
-            ready = {intro.handle for intro in batch}
-            yield from select(step, [row for row, handle in enumerate(step.handles.tolist()) if handle in ready])
-            self.stage.turn()
+            for handle in self.rebuild(step.compute_id, new[start : start + REBUILD_AT_ONCE]):
+                left.discard(handle)
+                if time.monotonic() - answered_at > ANSWER_EVERY_S:
+                    ready = [row for row, each in enumerate(handles) if each not in left and row not in given]
+                    given.update(ready)
+                    yield from select(step, ready)
+                    self.stage.turn()
+                    answered_at = time.monotonic()
+        if given:
+            yield from select(step, [row for row in range(len(handles)) if row not in given])
+        else:
+            yield step
 
     def knows(self, compute_id: str, intro: SequenceIntro) -> bool:
         state = self.states.get((compute_id, intro.handle))
         return state is not None and state.intro.request_id == intro.request_id
 
-    def rebuild(self, compute_id: str, intros: list[SequenceIntro]) -> None:
-        """The states of requests that are new here: replayed from their logs, which are empty for those that are new everywhere. One round trip."""
+    def rebuild(self, compute_id: str, intros: list[SequenceIntro]) -> Iterator[int]:
+        """The states of requests that are new here: replayed from their logs, which are empty for those that are new everywhere. One round trip for all.
+
+        Gives each one's handle once it is ready.
+        """
         for intro in intros:
             self.states[compute_id, intro.handle] = RequestState.begin(intro, self.tokenizer, time.monotonic())
-        self.catch_up([self.states[compute_id, intro.handle] for intro in intros])
-        self.num_rebuilt += len(intros)
+        states = [self.states[compute_id, intro.handle] for intro in intros]
+        for state, entries in zip(states, self.read_logs(states), strict=True):
+            catch_up(state, entries)
+            self.num_rebuilt += 1
+            yield state.intro.handle
 
     def catch_up(self, states: list[RequestState]) -> None:
         """Replay what the logs hold beyond the states' positions."""
+        for state, entries in zip(states, self.read_logs(states), strict=True):
+            catch_up(state, entries)
+
+    def read_logs(self, states: list[RequestState]) -> list[Any]:
+        """The entries beyond the states' positions, in one round trip."""
         if not states:
-            return
+            return []
 
         def ask(pipe: Pipeline) -> None:
             for state in states:
                 queue_read(pipe, state.intro.request_id, state.position)
 
-        for state, entries in zip(states, self.stage.transport.run(ask), strict=True):
-            try:
-                for event in parse_log(entries, state.position):
-                    state.replay(event)
-            except Lost as error:
-                state.lost = str(error)
+        return self.stage.transport.run(ask)
 
     def decide(self, step: StepCandidates) -> list[Decided]:
         """Each row's next token: the draw for all rows at once, then text and stop strings row by row."""
@@ -297,6 +308,15 @@ class SamplerService:
         now = self.forgot_at = time.monotonic()
         for key in [key for key, state in self.states.items() if now - state.touched_at > FORGET_AFTER_S]:
             del self.states[key]
+
+
+def catch_up(state: RequestState, entries: Any) -> None:
+    """Replay entries of a state's log; one that can't be followed is lost."""
+    try:
+        for event in parse_log(entries, state.position):
+            state.replay(event)
+    except Lost as error:
+        state.lost = str(error)
 
 
 def select(step: StepCandidates, rows: list[int]) -> Iterator[StepCandidates]:

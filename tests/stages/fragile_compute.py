@@ -28,7 +28,7 @@ def fragile(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    ModelRunner.forward = fragile  # type: ignore[method-assign]
+    setattr(ModelRunner, "forward", fragile)  # noqa: B010 - a method of a class, in the types' eyes not to be set
     registry.RENEW_EVERY_S = 0.25
     admit.CLAIM_IDLE_MS = 1250
     run_stage(main)

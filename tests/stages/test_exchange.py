@@ -198,6 +198,10 @@ class Peer:
         for _ in range(3):
             self.exchange.collect(0, wait_s=0.05)
 
+    def asked_after_a_while(self, sampler: str) -> list[StepCandidates]:
+        self.settle_down()
+        return self.asked(sampler)
+
     def tend(self) -> list[int]:
         self.exchange._tended_at = 0.0
         return self.exchange.tend()
@@ -244,7 +248,7 @@ def test_a_sampler_that_does_not_know_a_sequence_is_told_at_once(peer: Peer) -> 
     first, _ = peer.asked("sampler-1")
     peer.decide("sampler-1", first.step, (1, 1, -2), (2, 1, 5))
     assert peer.collect(1) == [(2, 1, 5)]
-    again = wait_until(lambda: peer.settle_down() or peer.asked("sampler-1"), description="it is told")
+    again = wait_until(lambda: peer.asked_after_a_while("sampler-1"), description="it is told")
     assert keys_of(again) == [[(1, 1)], [(1, 2)]]
     assert [[intro.handle for intro in each.intros] for each in again] == [[1], []]
     peer.decide("sampler-1", first.step - 10, (1, 7, -2))
@@ -308,7 +312,7 @@ def test_a_redis_that_is_away_for_long_fails_nobody(url: str, tmp_path: Path, mo
             peer.settle_down()
             assert peer.tend() == []
         proxy.arm()
-        wait_until(lambda: peer.settle_down() or peer.asked("sampler-1"), description="the row has arrived")
+        wait_until(lambda: peer.asked_after_a_while("sampler-1"), description="the row has arrived")
 
 
 def test_a_transport_of_its_own_is_all_that_an_exchange_needs(url: str) -> None:

@@ -1,0 +1,135 @@
+"""The tokenizer stage: one text that can't be encoded is one request's error, and what a replica died of is claimed alone."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+
+from services.tokenizer import service as service_module
+from services.tokenizer.encoder import Encoder
+from services.tokenizer.service import TokenizerService
+from shared.errors import Invalid
+from shared.messages import ChatMessage, GenerateRequest, TokenizedRequest, decode
+from shared.sampling_params import SamplingParams
+from shared.settings import TokenizerSettings
+from shared.streams import DEAD_LETTER, MESSAGE, log_key, prompts, requests
+from shared.token_log import parse_log
+from shared.transport import append_to_group
+from tests.conftest import running_redis
+from tests.stages.line_of_stages import FILES, MODEL, LocalStage, ask, ids, text_tokenizer
+
+SURROGATE = "half a character: \ud83d"
+
+
+class Fragile:
+    """The demo's tokenizer, but for the texts that break it, as some break some tokenizers."""
+
+    def __init__(self) -> None:
+        self.inner = text_tokenizer()
+        self.chat_template = self.inner.chat_template
+        self.batches: list[list[str]] = []
+
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        self.batches.append(texts)
+        if any("breaks it" in text for text in texts):
+            raise RuntimeError("unreachable code")
+        if any("ends it" in text for text in texts):
+            raise SystemExit(9)
+        return self.inner(texts, **options)
+
+    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
+        return self.inner.apply_chat_template(*args, **options)
+
+    def decode(self, token_ids: list[int]) -> Any:
+        if 7 in token_ids:
+            raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no")
+        return self.inner.decode(token_ids)
+
+
+@pytest.mark.parametrize("text", [SURROGATE, "this breaks it"])
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_one_text_among_64_fails_alone(text: str, is_chat: bool) -> None:
+    texts = [f"number {number}" for number in range(63)]
+    texts.insert(40, text)
+    asked = [ask(f"r{number}.0", each) for number, each in enumerate(texts)]
+    if is_chat:
+        asked = [replace(each, prompt=None, messages=(ChatMessage("user", each.prompt or ""),)) for each in asked]
+    found = Encoder(Fragile(), FILES).encode(asked, FILES.max_model_len)
+    (failed,) = [number for number, each in enumerate(found) if isinstance(each, Invalid)]
+    assert failed == 40 and found[40].param == ("messages" if is_chat else "prompt")
+    expected = Encoder(Fragile(), FILES).encode(asked[:40] + asked[41:], FILES.max_model_len)
+    assert [each.prompt_token_ids.tolist() for each in found[:40] + found[41:]] == [each.prompt_token_ids.tolist() for each in expected]
+
+
+def test_an_echo_that_can_not_be_made_fails_alone() -> None:
+    asked = [GenerateRequest(f"r{number}.0", None, MODEL, SamplingParams(), prompt_token_ids=ids(5, number), echo=True) for number in (6, 7, 8)]
+    assert [type(each) for each in Encoder(Fragile(), FILES).encode(asked, 1024)] == [TokenizedRequest, Invalid, TokenizedRequest]
+
+
+@pytest.fixture
+def service(tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[TokenizerService]:
+    monkeypatch.setattr(service_module, "CLAIM_IDLE_MS", 0)
+    monkeypatch.setattr(service_module, "CLAIM_EVERY_S", 0)
+    with running_redis(tmp_path / "redis", redis_binary) as url:
+        yield make_service(url)
+
+
+def make_service(url: str, replica_id: str = "tokenizer-1") -> TokenizerService:
+    settings = TokenizerSettings(redis_url=url, replica_id=replica_id)
+    service = TokenizerService(LocalStage("tokenizer", settings), settings, Encoder(Fragile(), FILES), FILES.max_model_len)
+    service.reader.ensure_group()
+    return service
+
+
+def put(client: "redis.Redis", *texts: str) -> None:
+    pipe = client.pipeline(transaction=True)
+    for number, text in enumerate(texts):
+        append_to_group(pipe, requests(MODEL), ask(f"r{number}.0", text))
+    pipe.execute()
+
+
+def handed_on(client: "redis.Redis") -> list[str]:
+    return [decode(TokenizedRequest, values[MESSAGE]).request_id for _, values in client.xrange(prompts(MODEL).key)]
+
+
+def test_a_text_that_ends_the_process_takes_no_innocent_along(service: TokenizerService) -> None:
+    """Five successors claim one entry at a time, those first that were delivered least often; then it is a dead letter, with one clear error."""
+    client, url = service.stage.transport.client, service.settings.redis_url
+    put(client, *(["fine"] * 5), "this ends it", *(["fine"] * 10))
+    with pytest.raises(SystemExit):
+        service.handle(*service.reader.read(count=64, block_ms=1))
+    assert handed_on(client) == []
+    for life in range(2, 6):
+        heir = make_service(url, f"tokenizer-{life}")
+        with pytest.raises(SystemExit):
+            heir.claim()
+        assert all(len(batch) == 1 for batch in heir.encoder.tokenizer.batches)
+    assert sorted(handed_on(client)) == sorted(f"r{number}.0" for number in range(16) if number != 5)
+    make_service(url, "tokenizer-6").claim()
+    (end,) = parse_log(client.xrange(log_key("r5.0")))
+    assert end.finish_reason == "error" and "could not be handled" in end.error.message
+    assert client.xlen(DEAD_LETTER) == 1 and client.xlen(requests(MODEL).key) == 0
+
+
+def test_the_first_successor_hands_all_innocents_on(service: TokenizerService) -> None:
+    client = service.stage.transport.client
+    put(client, "fine", "this ends it", "fine", "fine")
+    with pytest.raises(SystemExit):
+        service.handle(*service.reader.read(count=64, block_ms=1))
+    entries: Any = client.xrange(requests(MODEL).key)
+    client.xclaim(requests(MODEL).key, "tokenizer", "tokenizer-1", 0, [entries[1][0]])  # it was somebody's death before
+    with pytest.raises(SystemExit):
+        make_service(service.settings.redis_url, "tokenizer-2").claim()
+    assert sorted(handed_on(client)) == ["r0.0", "r2.0", "r3.0"]
+
+
+def test_a_request_that_is_not_a_request_is_an_error_for_its_own_client_only(service: TokenizerService) -> None:
+    client = service.stage.transport.client
+    client.xadd(requests(MODEL).key, {MESSAGE: b"\xff", b"r": b"broken.0\xff", b"g": b"gateway-1"})
+    put(client, "fine")
+    service.handle(*service.reader.read(count=64, block_ms=1))
+    assert handed_on(client) == ["r0.0"] and client.xlen(requests(MODEL).key) == 0
+    assert client.xlen("events:gateway-1") == 1
