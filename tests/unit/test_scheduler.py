@@ -252,7 +252,6 @@ def test_only_those_run_who_may() -> None:
     assert one_step(scheduler).sampled == [0, 1, 2, 3]
 
 
-@pytest.mark.xfail(reason="who may run alone waits for memory and places of those who may not run")
 def test_who_alone_may_run_is_given_a_place_and_memory() -> None:
     """The others have taken all of both, and cannot go on until it has."""
     for scheduler in (make_scheduler("paged", max_num_seqs=2), make_scheduler("paged", num_blocks=4)):
@@ -266,7 +265,7 @@ def test_who_alone_may_run_is_given_a_place_and_memory() -> None:
         assert batch is not None and batch.sampled == [2]
 
 
-@pytest.mark.xfail(reason="truncate does not look at whose block the sequence writes next")
+@pytest.mark.xfail(reason="BlockManager.match looks up foreseen tokens as well: what begins again may have to write into a block that is cached")
 def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
     """A sequence gives way, and begins again upon blocks that another has left, and that hold what it foresees; but decided is something else."""
     scheduler = make_scheduler("paged", run_ahead=3, num_blocks=8)
@@ -286,13 +285,11 @@ def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
     scheduler.finish(first, is_complete=True)
     scheduler.only = None
     foresee(scheduler)
-    cached = second.block_table[3]
-    assert scheduler.block_manager.block_hashes[cached] is not None
     scheduler.truncate(second, 14)
     scheduler.append(second, 8)
     batch = scheduler.schedule()
     assert batch is not None
     [row] = batch.rows
     assert (row.token_ids, row.num_computed_tokens) == ((8,), 14)
-    assert row.block_table[3] != cached
-    assert batch.block_copies == ((cached, row.block_table[3]),)
+    written, blocks = row.block_table[3], scheduler.block_manager
+    assert blocks.ref_counts[written] == 1 and blocks.block_hashes[written] is None
