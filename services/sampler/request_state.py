@@ -24,7 +24,7 @@ class RequestState:
     touched_at: float
     position: int = 0  # tokens decided
     last_token_id: int = -1  # the token at that position; -1: none yet
-    lost: str = ""  # why the log can't be followed any more
+    lost: str = ""  # why the log can't be followed any more, in words for the client
     num_chars: int = 0  # of text that came out of the detokenizer
     num_released: int = 0  # of those, released to the client
     unreleased: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)  # first and last character, logprob

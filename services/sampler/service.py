@@ -37,6 +37,7 @@ REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
 ANSWER_EVERY_S = 0.5  # while many are taken over: compute goes on with those, and hears that this sampler lives well before it loses its patience
 FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
 LOST_LOG = "Redis has lost a part of this request's tokens"
+NO_TEXT = "the text of the answer could not be made"
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +189,7 @@ class SamplerService:
             if state is None:
                 decided.append(Decided(handle, position, None, code=UNKNOWN))
             elif state.lost:
-                decided.append(Decided(handle, position, state, error=RequestError(f"{LOST_LOG}: {state.lost}")))
+                decided.append(Decided(handle, position, state, error=RequestError(state.lost)))
             elif position <= state.position or state.is_finished:
                 decided.append(self.logged(state, handle, position))
             elif position == state.position + 1 and (previous[row] is None or previous[row] == state.last_token_id):
@@ -205,7 +206,7 @@ class SamplerService:
             entry = log_entry(state.append(token_id, self.logprob(step, row, state, token_id, logit)))
         except Exception as error:  # a tokenizer's own failure on these tokens
             log.exception("request failed", request_id=state.intro.request_id)
-            return Decided(handle, position, state, error=RequestError(f"the text of the answer could not be made: {error}"))
+            return Decided(handle, position, state, error=RequestError(f"{NO_TEXT}: {error}"))
         return Decided(handle, position, state, entry=entry)
 
     def logprob(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> TokenLogprob | None:
@@ -311,12 +312,15 @@ class SamplerService:
 
 
 def catch_up(state: RequestState, entries: Any) -> None:
-    """Replay entries of a state's log; one that can't be followed is lost."""
+    """Replay entries of a state's log. What can't be followed is that request's error alone."""
     try:
         for event in parse_log(entries, state.position):
             state.replay(event)
     except Lost as error:
-        state.lost = str(error)
+        state.lost = f"{LOST_LOG}: {error}"
+    except Exception as error:  # a tokenizer's own failure on these tokens
+        log.exception("request failed", request_id=state.intro.request_id)
+        state.lost = f"{NO_TEXT}: {error}"
 
 
 def select(step: StepCandidates, rows: list[int]) -> Iterator[StepCandidates]:
