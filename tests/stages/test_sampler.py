@@ -1,0 +1,189 @@
+"""The sampler: taking sequences over costs what their logs cost and no more, and whatever is wrong with one of them is that one's error."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+
+from bench.takeover import measure
+from services.redis_server import socket_path
+from services.sampler import service as service_module
+from services.sampler.detokenizer import Detokenizer
+from services.sampler.service import FAILED, UNKNOWN, SamplerService
+from shared.messages import SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
+from shared.sampling_params import SamplingParams
+from shared.settings import SamplerSettings
+from shared.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
+from shared.token_log import parse_log
+from tests.conftest import running_redis
+from tests.faulty_redis import FaultyRedis
+from tests.stages.line_of_stages import LocalStage, ids, sampler_tokenizer
+
+PARAMS = SamplingParams(max_tokens=100, temperature=0.0)
+BREAKS = 777  # a token whose text can't be made
+
+
+class Bench:
+    """A sampler whose round trips are counted, and what comes out of it."""
+
+    def __init__(self, url: str, proxy: FaultyRedis) -> None:
+        self.client, self.proxy = redis.Redis.from_url(url), proxy
+        self.client.flushall()
+        settings = SamplerSettings(redis_url=proxy.url, replica_id="sampler-1")
+        self.service = SamplerService(LocalStage("sampler", settings), settings, sampler_tokenizer())
+        self.service.stage.transport.wait_until_up(10)
+        self.step = 0
+
+    def answer(self, *rows: tuple[int, int, int, int], intros: tuple[SequenceIntro, ...] = ()) -> dict[tuple[int, int], tuple[int, int]]:
+        """Rows are (handle, position, likeliest token, token before). Returns (token, is finished) by handle and position."""
+        self.step += 1
+        handles, positions, tokens, before = (ids(*column) for column in zip(*rows, strict=True))
+        count = len(rows)
+        zeros = np.zeros(count, np.float32)
+        step = StepCandidates(
+            "compute-1", self.step, intros, ids(), handles, positions, np.ones(count, np.int32), tokens, zeros, zeros, zeros.astype("f8"),
+            np.full(count, -1, np.int32), zeros, before,
+        )  # fmt: skip
+        self.proxy.arm()
+        self.service.answer(step)
+        told: dict[tuple[int, int], tuple[int, int]] = {}
+        for _, values in self.client.xrange(decisions("compute-1").key):
+            message = decode(StepDecisions, values[MESSAGE])
+            if message.step == self.step:
+                columns = (message.handles, message.positions, message.token_ids, message.is_finished)
+                told |= {(handle, position): (token, end) for handle, position, token, end in zip(*(each.tolist() for each in columns), strict=True)}
+        return told
+
+    def fill(self, handle: int, *tokens: int) -> None:
+        for position, token in enumerate(tokens, 1):
+            self.client.xadd(log_key(f"r{handle}.0"), {MESSAGE: encode(TokenEvent(f"r{handle}.0", position, token, "x"))}, id=f"{position}-0")
+
+    def log(self, handle: int) -> list[TokenEvent]:
+        return parse_log(self.client.xrange(log_key(f"r{handle}.0")))
+
+    def errors(self) -> list[str]:
+        sent: list[Any] = [decode(StepEvents, values[MESSAGE]).events for _, values in self.client.xrange(events("gateway-1").key)]
+        return [event.error.message for packed in sent for each in packed if (event := decode(TokenEvent, each)).error is not None]
+
+
+def intro(handle: int, params: SamplingParams = PARAMS, eos: tuple[int, ...] = ()) -> SequenceIntro:
+    return SequenceIntro(handle, f"r{handle}.0", "gateway-1", params, eos, 2, ids(40, 41))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[tuple[str, FaultyRedis]]:
+    folder = tmp_path_factory.mktemp("sampler")
+    with running_redis(folder, redis_binary) as url, FaultyRedis(socket_path(folder), folder / "proxy.sock") as proxy:
+        yield url, proxy
+
+
+@pytest.fixture
+def bench(server: tuple[str, FaultyRedis]) -> Bench:
+    return Bench(*server)
+
+
+def test_a_takeover_is_one_read_for_all_and_one_write(bench: Bench) -> None:
+    handles = range(1, service_module.REBUILD_AT_ONCE + 1)
+    for handle in handles:
+        bench.fill(handle, *range(300, 320))
+    told = bench.answer(*((handle, 21, 500, 319) for handle in handles), intros=tuple(map(intro, handles)))
+    assert told == {(handle, 21): (500, 0) for handle in handles}
+    reads = [name for name in bench.proxy.names if name == b"XRANGE"]
+    assert len(reads) == len(handles) and bench.proxy.num_writes == 2
+    assert all(len(bench.log(handle)) == 21 for handle in handles)
+
+
+def test_a_sequence_that_is_known_is_not_read_again_when_it_is_introduced_again(bench: Bench) -> None:
+    bench.fill(1, 300, 301)
+    bench.answer((1, 3, 302, 301), intros=(intro(1),))
+    assert bench.answer((1, 3, 302, 301), (1, 4, 303, 302), intros=(intro(1),)) == {(1, 3): (302, 0), (1, 4): (303, 0)}
+    assert bench.service.num_rebuilt == 1 and b"XRANGE" not in bench.proxy.names
+
+
+def test_a_handle_that_names_another_request_now_is_rebuilt(bench: Bench) -> None:
+    """Its compute replica has begun a new life under its old name."""
+    bench.answer((1, 1, 300, -1), intros=(intro(1),))
+    bench.fill(2, 400)
+    other = SequenceIntro(1, "r2.0", "gateway-1", PARAMS, (), 2, ids(40, 41))
+    assert bench.answer((1, 2, 401, 400), intros=(other,)) == {(1, 2): (401, 0)}
+    assert [event.token_id for event in bench.log(2)] == [400, 401] and len(bench.log(1)) == 1
+
+
+def test_a_sequence_that_is_not_known_is_asked_for(bench: Bench) -> None:
+    assert bench.answer((1, 1, 300, -1), (2, 1, 301, -1), intros=(intro(2),)) == {(1, 1): (UNKNOWN, 0), (2, 1): (301, 0)}
+
+
+def test_candidates_that_were_computed_upon_another_token_than_the_logs_are_passed_over(bench: Bench) -> None:
+    bench.answer((1, 1, 300, -1), intros=(intro(1),))
+    assert bench.answer((1, 2, 301, 999)) == {}
+    assert bench.answer((1, 1, 999, -1)) == {(1, 1): (300, 0)}, "compute is told, and cuts back"
+    assert bench.answer((1, 2, 302, 300)) == {(1, 2): (302, 0)}
+    assert [event.token_id for event in bench.log(1)] == [300, 302]
+
+
+def test_what_another_sampler_decided_meanwhile_is_taken_over(bench: Bench) -> None:
+    bench.answer((1, 1, 300, -1), intros=(intro(1),))
+    bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", 2, 444, " theirs"))}, id="2-0")
+    assert bench.answer((1, 2, 301, 300)) == {(1, 2): (444, 0)}
+    assert bench.answer((1, 3, 302, 301)) == {}
+    assert bench.answer((1, 3, 302, 444)) == {(1, 3): (302, 0)}
+
+
+@pytest.mark.parametrize("is_introduced_again", [False, True])
+def test_the_surplus_rows_of_a_sequence_that_has_ended_change_nothing(is_introduced_again: bool, bench: Bench) -> None:
+    assert bench.answer((1, 1, 300, -1), intros=(intro(1, SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(300,))),)) == {(1, 1): (300, 1)}
+    whole = bench.client.xrange(log_key("r1.0"))
+    surplus = bench.answer((1, 2, 301, 300), (1, 3, 302, 301), intros=(intro(1),) if is_introduced_again else ())
+    assert all(end == is_introduced_again for _, end in surplus.values())
+    assert bench.client.xrange(log_key("r1.0")) == whole
+    assert bench.errors() == [] and bench.client.xlen(DEAD_LETTER) == 0
+
+
+def test_a_log_with_a_gap_ends_its_request_with_one_error_and_no_other(bench: Bench) -> None:
+    for handle in (1, 2):
+        bench.fill(handle, 300, 301, 302)
+    bench.client.xdel(log_key("r1.0"), "2-0")
+    told = bench.answer((1, 4, 303, 302), (2, 4, 303, 302), intros=(intro(1), intro(2)))
+    assert told == {(1, 4): (FAILED, 1), (2, 4): (303, 0)}
+    (error,) = bench.errors()
+    assert "lost a part of this request's tokens" in error
+    bench.answer((1, 4, 303, 302))
+    assert bench.client.xrevrange(log_key("r1.0"), count=1)[0][0] == b"3-1"
+
+
+def test_a_log_that_has_lost_its_end_while_it_ran_is_one_error(bench: Bench) -> None:
+    """Redis came back from a power loss, and this sampler knows more than the log."""
+    for position in (1, 2, 3):
+        bench.answer((1, position, 300 + position, 299 + position if position > 1 else -1), intros=(intro(1),))
+    bench.client.delete(log_key("r1.0"))
+    bench.fill(1, 301)
+    assert bench.answer((1, 4, 304, 303)) == {(1, 4): (FAILED, 1)}
+    assert len(bench.errors()) == 1 and [event.position for event in bench.log(1)] == [1, 1]
+
+
+def test_a_text_that_can_not_be_made_is_its_requests_error_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    add = Detokenizer.add
+
+    def fragile(detokenizer: Detokenizer, token_id: int) -> str:
+        if token_id == BREAKS:
+            raise RuntimeError("no such text")
+        return add(detokenizer, token_id)
+
+    monkeypatch.setattr(Detokenizer, "add", fragile)
+    told = bench.answer((1, 1, 300, -1), (2, 1, BREAKS, -1), (3, 1, 302, -1), intros=(intro(1), intro(2), intro(3)))
+    assert told == {(1, 1): (300, 0), (2, 1): (FAILED, 1), (3, 1): (302, 0)}
+    assert bench.errors() == ["the text of the answer could not be made: no such text"]
+    bench.fill(4, 300, BREAKS)
+    told = bench.answer((4, 3, 303, BREAKS), (1, 2, 301, 300), intros=(intro(4),))
+    assert told == {(4, 3): (FAILED, 1), (1, 2): (301, 0)}, "and nor can it be made again from the log"
+
+
+def test_a_takeover_of_many_long_logs_keeps_computes_patience(server: tuple[str, FaultyRedis], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is ready is answered while the others are being read: python -m bench.takeover has the real sizes."""
+    monkeypatch.setattr(service_module, "ANSWER_EVERY_S", 0.02)
+    found = measure(server[0], service_module.REBUILD_AT_ONCE, 300)
+    assert found.sent_again == 0
+    assert found.first_s < found.last_s * 0.8
