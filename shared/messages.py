@@ -95,6 +95,7 @@ class SequenceIntro:
     prompt_tail: Int32Array  # the last prompt tokens: they seed the detokenizer
     echo_text: str | None = None
     num_cached_tokens: int = 0
+    num_decided_tokens: int = 0  # of the output, as far as compute was told: a log with fewer has lost some
 
 
 @dataclass(frozen=True, slots=True)

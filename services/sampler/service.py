@@ -153,6 +153,8 @@ class SamplerService:
         states = [self.states[compute_id, intro.handle] for intro in intros]
         for state, entries in zip(states, self.read_logs(states), strict=True):
             catch_up(state, entries)
+            if state.position < state.intro.num_decided_tokens and not state.is_finished:
+                state.lost = state.lost or f"{state.position} are left of {state.intro.num_decided_tokens}"
             self.num_rebuilt += 1
             yield state.intro.handle
 

@@ -69,8 +69,8 @@ class Bench:
         return [event.error.message for packed in sent for each in packed if (event := decode(TokenEvent, each)).error is not None]
 
 
-def intro(handle: int, params: SamplingParams = PARAMS, eos: tuple[int, ...] = ()) -> SequenceIntro:
-    return SequenceIntro(handle, f"r{handle}.0", "gateway-1", params, eos, 2, ids(40, 41))
+def intro(handle: int, params: SamplingParams = PARAMS, eos: tuple[int, ...] = (), num_decided: int = 0) -> SequenceIntro:
+    return SequenceIntro(handle, f"r{handle}.0", "gateway-1", params, eos, 2, ids(40, 41), num_decided_tokens=num_decided)
 
 
 @pytest.fixture(scope="module")
@@ -162,6 +162,15 @@ def test_a_log_that_has_lost_its_end_while_it_ran_is_one_error(bench: Bench) -> 
     bench.fill(1, 301)
     assert bench.answer((1, 4, 304, 303)) == {(1, 4): (FAILED, 1)}
     assert len(bench.errors()) == 1 and [event.position for event in bench.log(1)] == [1, 1]
+
+
+def test_a_log_with_fewer_tokens_than_compute_was_told_is_one_error_at_once(bench: Bench) -> None:
+    """Redis has lost a log's tail, and the sampler that wrote it has died too: what is left looks whole."""
+    bench.fill(1, 50, 51)
+    assert bench.answer((1, 5, 54, 53), intros=(intro(1, num_decided=4),)) == {(1, 5): (FAILED, 1)}
+    assert bench.log(1)[-1].finish_reason == "error" and len(bench.log(1)) == 3
+    [error] = bench.errors()
+    assert "2 are left of 4" in error
 
 
 def test_a_text_that_can_not_be_made_is_its_requests_error_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

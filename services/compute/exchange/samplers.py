@@ -76,4 +76,5 @@ def introduction(active: ActiveRequest) -> SequenceIntro:
         prompt_tail=request.prompt_token_ids[-PROMPT_TAIL:],
         echo_text=request.echo_text,
         num_cached_tokens=sequence.num_cached_tokens,
+        num_decided_tokens=sequence.num_decided_tokens - sequence.num_prompt_tokens,
     )
