@@ -13,19 +13,21 @@ large (INT8 and FP8 by row).
 import argparse
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
 from transformers import AutoTokenizer
 
 from services.compute.backends.torch.reference import quantize_four_bit, quantize_rows
+from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import Checkpoint, load_weights
@@ -65,16 +67,15 @@ def read(texts: list[list[int]], *, dtype: torch.dtype = torch.bfloat16, quantiz
     for number, text in enumerate(texts):
         scheduler.add(Sequence(number, "r", text[:1], 1, SamplingParams(max_tokens=len(text) - 1)))
     found: list[list[torch.Tensor]] = [[] for _ in texts]
-    while (batch := scheduler.schedule()) is not None:
-        logits = runner.forward(batch)
-        sampled = batch.sampled
-        scheduler.advance(batch)
-        for sequence, row in zip(sampled, logits, strict=True):
-            rows, text = found[sequence.handle], texts[sequence.handle]
-            rows.append(row.log_softmax(-1))
-            scheduler.append(sequence, text[len(rows)])
-            if len(rows) == len(text) - 1:
-                scheduler.finish(sequence, is_complete=True)
+
+    def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
+        """What the text says, whatever the model would say."""
+        for sequence, row in zip(sampled, runner.forward(batch), strict=True):
+            found[sequence.handle].append(row.log_softmax(-1))
+            yield texts[sequence.handle][sequence.num_tokens]
+
+    while run_step(scheduler, decide) is not None:
+        pass
     return [torch.stack(rows) for rows in found]
 
 

@@ -19,8 +19,10 @@ from pathlib import Path
 
 import torch
 
-from services.compute.__main__ import build_engine
+from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
+from services.compute.engine import build_engine
+from services.compute.scheduling.loop import run_step
 from services.compute.sequence import Sequence
 from shared.model_files import open_model
 from shared.sampling_params import SamplingParams
@@ -72,18 +74,18 @@ def make_logits() -> dict[str, torch.Tensor]:
 def make_step(model: Path) -> Callable[[], object]:
     """A decode step of BATCH sequences with 128 tokens each."""
     settings = ComputeSettings(model=str(model), dtype="bfloat16", kv_cache_memory="512MiB", max_batched_tokens=BATCH * 128)  # type: ignore[arg-type]
-    scheduler, runner, _ = build_engine(settings, open_model(str(model), weights=True))
+    engine = build_engine(settings, open_model(str(model), weights=True))
     for number in range(BATCH):
-        scheduler.add(Sequence(number, str(number), [number] * 127, 127, SamplingParams(max_tokens=20)))
-    prefill = scheduler.schedule()
-    assert prefill is not None
-    runner.forward(prefill)
-    scheduler.advance(prefill)
-    for sequence in scheduler.running.values():
-        scheduler.append(sequence, 1)
-    decode = scheduler.schedule()
-    assert decode is not None and len(decode.decodes) == BATCH
-    return lambda: runner.forward(decode)
+        engine.scheduler.add(Sequence(number, str(number), [number] * 127, 127, SamplingParams(max_tokens=20)))
+
+    def prefill(batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
+        engine.runner.forward(batch)
+        return [1] * len(sampled)
+
+    run_step(engine.scheduler, prefill)
+    decode = engine.scheduler.schedule()
+    assert decode is not None and decode.num_decodes == BATCH == len(decode.rows)
+    return lambda: engine.runner.forward(decode)
 
 
 def timed(case: Callable[[], object]) -> float:

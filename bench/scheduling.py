@@ -20,7 +20,8 @@ from pathlib import Path
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
-from services.compute.scheduling.scheduler import Scheduler
+from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.scheduler import Draft, Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, kv_tokens
 from services.compute.simulation.simulator import Replay, percentiles, replay
@@ -29,7 +30,7 @@ from shared.model_files import open_model
 from shared.sampling_params import SamplingParams
 from shared.settings import ComputeSettings
 
-StepSeconds = Callable[[ScheduledBatch], float]
+StepSeconds = Callable[[ScheduledBatch, Scheduler], float]
 BLOCK_SIZE = 16
 SHARED, LONG_PROMPT = 1000, 4000  # tokens
 REAL_BLOCKS, REAL_LONGEST = 512, 1024  # the KV cache, and what a sequence may take of it: 8 sequences of full length
@@ -39,21 +40,23 @@ class SeparateSteps(Scheduler):
     """A step is either prompts or single tokens; prompts first."""
 
     def schedule(self) -> ScheduledBatch | None:
-        batch = ScheduledBatch()
+        draft = Draft()
         behind = [sequence for sequence in self.running.values() if sequence.num_uncomputed_tokens > 1]
-        self._admit(batch, self._schedule_chunks(batch, behind, self.max_batched_tokens))
-        if not batch.chunks:
-            self._schedule_decodes(batch)
-        batch.block_copies = self.block_manager.take_copies()
-        return batch if batch.decodes or batch.chunks else None
+        self._admit(draft, self._schedule_chunks(draft, behind, self.max_batched_tokens))
+        if not draft.chunks:
+            self._schedule_decodes(draft)
+        copies = self.block_manager.take_copies()
+        chosen = [*((sequence, 1) for sequence in draft.decodes), *draft.chunks]
+        rows = tuple(self._advance(sequence, num_tokens) for sequence, num_tokens in chosen)
+        return ScheduledBatch(rows, len(draft.decodes), copies) if rows else None
 
 
 class StaticBatching(SeparateSteps):
     """Nobody begins until all that began together have ended."""
 
-    def _admit(self, batch: ScheduledBatch, budget: int) -> None:
+    def _admit(self, draft: Draft, budget: int) -> None:
         if all(sequence.num_output_tokens <= 1 for sequence in self.running.values()):
-            super()._admit(batch, budget)
+            super()._admit(draft, budget)
 
 
 @dataclass(frozen=True)
@@ -79,30 +82,31 @@ class Machine:
         blocks = BlockManager(self.num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)
         options = {"max_num_seqs": self.max_num_seqs, "max_batched_tokens": self.max_batched_tokens, **limits}
         scheduler = policy.scheduler(blocks, make_admission(policy.admission, blocks), **options)  # type: ignore[arg-type]
-        return replay(scheduler, requests, self.step_seconds, max_total_tokens=policy.max_total_tokens)
+        return replay(scheduler, requests, lambda batch: self.step_seconds(batch, scheduler), max_total_tokens=policy.max_total_tokens)
 
 
 def simulated(model: str) -> Machine:
     shape, hardware = MODELS[model], HARDWARE["a100-80g"]
     cost = Roofline(shape, hardware)
     return Machine(
-        f"{model}, A100 80 GB, simulated", lambda b: cost.seconds(b.num_tokens, b.num_context_tokens), kv_tokens(shape, hardware) // 16, 4096, 256, 2048
+        f"{model}, A100 80 GB, simulated", lambda b, _: cost.seconds(b.num_tokens, b.num_context_tokens), kv_tokens(shape, hardware) // 16, 4096, 256, 2048
     )
 
 
 def real(model: str) -> tuple[Machine, Machine]:
     """A model on this CPU: with a small KV cache, and with one for prompts as long as the model takes."""
-    from services.compute.__main__ import build_engine
     from services.compute.candidates.reduction import reduce
+    from services.compute.engine import build_engine
 
     settings = ComputeSettings(model=model, kv_cache_share=0.1)
-    _, runner, longest = build_engine(settings, open_model(model, weights=True))
+    engine = build_engine(settings, open_model(model, weights=True))
+    runner, longest = engine.runner, engine.max_model_len
 
-    def step_seconds(batch: ScheduledBatch) -> float:
+    def step_seconds(batch: ScheduledBatch, scheduler: Scheduler) -> float:
         started = time.perf_counter()
         logits = runner.forward(batch)
         if sampled := batch.sampled:
-            reduce(logits, sampled)
+            reduce(logits, [scheduler.get(handle) for handle in sampled])
         return time.perf_counter() - started
 
     name = f"{Path(model).name}, this CPU, measured"
@@ -189,7 +193,7 @@ def compare_chunks(machine: Machine, long_prompt: int, streams: int, rounds: int
 
 def measure_overhead() -> None:
     """Decoding sequences, and a queue of as many behind them that does not fit."""
-    print("\nthe scheduler alone: schedule, advance, append; median of steps")
+    print("\nthe scheduler alone: schedule and append; median of steps")
     print(f"{'running':>8}{'decoding only':>16}{'with 1 arrival and 1 end a step':>34}")
     for running in (32, 256, 512, 1024, 2048):
         steady = step_microseconds(running, churn=False)
@@ -206,15 +210,11 @@ def step_microseconds(running: int, *, churn: bool) -> float:
     seconds = []
     for _ in range(300):
         started = time.perf_counter()
-        batch = scheduler.schedule()
+        batch = run_step(scheduler, lambda _, sampled: [0] * len(sampled), is_over=lambda _: False)
         assert batch is not None
-        sampled = batch.sampled
-        scheduler.advance(batch)
-        for sequence in sampled:
-            scheduler.append(sequence, 0)
         if churn and len(scheduler.running) == running:
             scheduler.finish(next(iter(scheduler.running.values())), is_complete=True)
-        if len(sampled) >= running - 1:
+        if len(batch.sampled) >= running - 1:
             seconds.append(time.perf_counter() - started)
     return statistics.median(seconds) * 1e6
 
