@@ -1,210 +1,252 @@
-"""What does the pipeline cost? Output tokens/s at the HTTP client over those of the compute loop alone.
+"""What does the pipeline cost? Output tokens/s at the HTTP client over those of the compute loop alone, and where the rest goes.
 
-Method: a model (by default random weights in the shape qwen2.5-0.5b) in bfloat16, S streams at once, 128 tokens in, 128 out, greedy, eos ignored.
-The loop alone is the same scheduler, runner and candidate reduction in one process at compute's niceness, its decisions taken inline. Both stay
-loaded and take turns on the same machine; each round gives a ratio, the median is reported. Tokens are counted from the first submission to the
-last event (TTFT included) on both sides. Ceiling: 1.0, for the pipeline does the same steps; what is missing went into HTTP, the other stages and
-the client, which share the machine's cores. The tokens may differ between the two: they are timed, not compared.
+Method: a random model of a real shape in bfloat16 (or a checkpoint); 1, 8 and 64 streams at once, 128 tokens in, 128 out, greedy, eos ignored. `penstock up`
+and the loop alone (bench/loop.py: the same scheduler, runner and reduction, built from the same flags, in a process of its own) are loaded once
+and take turns: in each round and at each number of streams one runs right after the other (the pipeline's processes are stopped while the loop
+runs), the first in one round being the second in the next. Medians of the rounds count. Tokens are counted from the first submission to the
+last event (TTFT included) on both sides. Ceiling: 1.0, for the pipeline does the same steps; what is missing went into waiting, and into the work of
+gateway, sampler, Redis and client, who share the machine's cores with compute. The tokens themselves may differ between the two: they are timed,
+not compared.
 
-    python -m bench.pipeline --streams 1 8 64 --shape smollm2-135m --rounds 3
+The parts of a step are compute's own meter, as /metrics shows it; "outside" is what of the client's time is no part of a step: the way to compute, and the
+way of the last tokens back. Redis counts commands, the commands inside scripts among them; its reads are what came to its sockets in one
+piece: about a round trip each. "Others" is how many cores whatever is none of this took meanwhile: a pair with more than a tenth is measured again,
+at most three times, and the quietest counts.
 
-Beside the ratio: where a step's time goes on both sides, by compute's own meter, and what a step costs in commands and bytes at Redis.
+    python -m bench.pipeline --rounds 3
+    python -m bench.pipeline --shape smollm2-135m --streams 64 --quantization w8a8 --run-ahead 0
 """
 
 import argparse
-import asyncio
+import contextlib
 import json
 import os
 import re
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import psutil
 import redis
 
+from bench.load import generate
+from bench.loop import Loop, prompts
 from services.redis_server import socket_path
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
-PORT = 18_431
 PARTS = ("schedule", "forward", "reduce", "publish", "wait")
-
-
-def prompts(count: int) -> list[list[int]]:
-    return [[(7 * number + 13 * at) % 2000 + 5 for at in range(PROMPT_TOKENS)] for number in range(count)]
-
-
-def bare_loop(arguments: list[str]) -> None:
-    """The compute loop alone, as a process of its own: reads a number of streams a line, answers with seconds and the time of each part."""
-    from services.compute.batch import ScheduledBatch
-    from services.compute.candidates.reduction import reduce
-    from services.compute.engine import build_engine
-    from services.compute.scheduling.loop import run_step
-    from services.compute.sequence import Sequence
-    from shared.model_files import open_model
-    from shared.sampling_params import SamplingParams
-    from shared.settings import ComputeSettings, load_settings
-
-    os.nice(5)
-    settings = load_settings(ComputeSettings, arguments)
-    engine = build_engine(settings, open_model(settings.model, weights=True))
-    num_added = 0
-
-    def generate(streams: int, num_tokens: int) -> dict[str, float]:
-        nonlocal num_added
-        parts = {"steps": 0.0, "forward": 0.0, "reduce": 0.0}
-
-        def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
-            began_at = time.perf_counter()
-            logits = engine.runner.forward(batch)
-            ran_at = time.perf_counter()
-            chosen: list[int] = reduce(logits, sampled).chosen.tolist() if sampled else []
-            parts["steps"] += 1
-            parts["forward"] += ran_at - began_at
-            parts["reduce"] += time.perf_counter() - ran_at
-            return chosen
-
-        started = time.perf_counter()
-        for prompt in prompts(streams):
-            num_added += 1
-            params = SamplingParams(max_tokens=num_tokens, temperature=0.0)
-            engine.scheduler.add(Sequence(num_added, str(num_added), list(prompt), len(prompt), params))
-        while run_step(engine.scheduler, decide) is not None:
-            pass
-        return {"seconds": time.perf_counter() - started, **parts}
-
-    generate(1, 4)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        print(json.dumps(generate(int(line), OUTPUT_TOKENS)), flush=True)
-
-
-async def run_http(model: str, streams: int) -> tuple[float, list[float]]:
-    """Seconds from the first submission to the last event, and each stream's time to its first event.
-
-    A plain socket each: a client library that parses every chunk in Python would take more of the cores than the gateway does.
-    """
-
-    async def one(prompt: list[int]) -> float:
-        body = json.dumps({"model": model, "prompt": prompt, "max_tokens": OUTPUT_TOKENS, "temperature": 0, "ignore_eos": True, "stream": True})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        started, first, received = time.perf_counter(), 0.0, bytearray()
-        reader, writer = await asyncio.open_connection("127.0.0.1", PORT)
-        writer.write((head + body).encode())
-        while data := await reader.read(65536):
-            received += data
-            if not first and b"data:" in data:
-                first = time.perf_counter() - started
-        writer.close()
-        if not received.startswith(b"HTTP/1.1 200") or b'"finish_reason":"length"' not in received or b"data: [DONE]" not in received:
-            raise SystemExit(f"an incomplete stream: {bytes(received[:300])!r}")
-        return first
-
-    started = time.perf_counter()
-    ttft = await asyncio.gather(*(one(prompt) for prompt in prompts(streams)))
-    return time.perf_counter() - started, list(ttft)
+READY_S, REPORTED_S = 180.0, 20.0  # at most, until it is ready, and until compute's report of a run is in
+REVIVED_S = 2.5  # after a stop: replicas report once a second, and gateways look once a second
+NOISE, MAX_ATTEMPTS = 0.1, 4  # cores that others may take while a pair is measured; beyond, it is measured again
+REDIS_COUNTS = {
+    "commands": "total_commands_processed", "reads": "total_reads_processed",
+    "bytes_in": "total_net_input_bytes", "bytes_out": "total_net_output_bytes",
+}  # fmt: skip
 
 
 class Served:
-    """`penstock up` on the model."""
+    """`penstock up`, from outside."""
 
-    def __init__(self, folder: Path, arguments: list[str]) -> None:
-        command = [sys.executable, "-m", "services.cli", "up", "--data-dir", str(folder / "data"), "--port", str(PORT), *arguments]
-        self.log = (folder / "up.log").open("wb")
-        self.process = subprocess.Popen(command, env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"}, stdout=self.log, stderr=self.log)
+    def __init__(self, flags: list[str], folder: Path, model: str) -> None:
+        self.model = model
+        self.port = free_port()
+        self.log = folder / "up.log"
+        command = [sys.executable, "-m", "services.cli", "up", *flags, "--data-dir", str(folder / "data"), "--port", str(self.port)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"}, stdout=log, stderr=log)
+        try:
+            self._wait_ready()
+        except BaseException:
+            self.close()
+            raise
         self.redis = redis.Redis(unix_socket_path=str(socket_path(folder / "data")))
-        self.url = f"http://127.0.0.1:{PORT}"
+        self.launcher = psutil.Process(self.process.pid)
+        self.children = self.launcher.children(recursive=True)
 
-    def wait_ready(self) -> None:
-        deadline = time.monotonic() + 180
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Meanwhile it takes nothing of the machine; idle it would take half a percent."""
+        for process in (self.launcher, *self.children):
+            process.suspend()
+        try:
+            yield
+        finally:
+            for process in (self.launcher, *self.children):
+                process.resume()
+        time.sleep(REVIVED_S)
+        self._wait_ready()
+
+    def run(self, streams: int, num_out: int) -> dict[str, float]:
+        """Seconds, TTFT, cores that others took, and totals of the run: compute's steps and their parts, Redis' counts, CPU seconds by process."""
+        before, busy, cpu = self._totals(), busy_seconds(), self._cpu_seconds()
+        load = generate(self.port, self.model, prompts(streams, PROMPT_TOKENS), num_out)
+        busy, cpu = busy_seconds() - busy, {name: value - cpu[name] for name, value in self._cpu_seconds().items()} | {"cpu client": load.cpu}
+        deadline = time.monotonic() + REPORTED_S
+        while (after := self._totals())["tokens"] < before["tokens"] + streams * num_out:
+            if time.monotonic() > deadline:
+                raise SystemExit(f"compute has decided {after['tokens'] - before['tokens']:.0f} tokens of {streams * num_out}")
+            time.sleep(0.2)
+        totals = {name: after[name] - before[name] for name in after}
+        return {"seconds": load.seconds, "ttft": load.ttft_s, "others": (busy - sum(cpu.values())) / load.seconds, **cpu, **totals}
+
+    def close(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+    def _totals(self) -> dict[str, float]:
+        counts = self.redis.info("stats")
+        text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=10, trust_env=False).text
+        totals = {part: metric(text, "penstock_step_seconds_total", f'part="{part}"') for part in PARTS}
+        totals |= {"steps": metric(text, "penstock_steps_total"), "tokens": metric(text, "penstock_computed_generation_tokens_total")}
+        return totals | {f"redis {name}": float(counts[key]) for name, key in REDIS_COUNTS.items()}
+
+    def _cpu_seconds(self) -> dict[str, float]:
+        seconds: dict[str, float] = {}
+        for process in self.children:
+            name = f"cpu {stage_of(process)}"
+            seconds[name] = seconds.get(name, 0.0) + sum(process.cpu_times()[:2])
+        return seconds
+
+    def _wait_ready(self) -> None:
+        deadline = time.monotonic() + READY_S
         while time.monotonic() < deadline and self.process.poll() is None:
             try:
-                if httpx.get(f"{self.url}/ready", timeout=2, trust_env=False).status_code == 200:
+                if httpx.get(f"http://127.0.0.1:{self.port}/ready", timeout=2, trust_env=False).status_code == 200:
                     return
             except httpx.HTTPError:
                 pass
             time.sleep(0.5)
-        raise SystemExit(f"the pipeline did not become ready: {Path(self.log.name).read_text()[-2000:]}")
-
-    def counts(self) -> dict[str, float]:
-        """Totals so far: compute's steps and their parts in s, Redis' commands and bytes. Compute says what it has once a second."""
-        time.sleep(2.2)
-        text = httpx.get(f"{self.url}/metrics", timeout=5, trust_env=False).text
-        found = {part: float(value) for part, value in re.findall(r'^penstock_step_seconds_total\{part="(\w+)",[^}]*\} (\S+)$', text, re.MULTILINE)}
-        [steps] = re.findall(r"^penstock_steps_total\{[^}]*\} (\S+)$", text, re.MULTILINE)
-        info = self.redis.info()
-        return {
-            **found,
-            "steps": float(steps),
-            "commands": info["total_commands_processed"],
-            "bytes": info["total_net_input_bytes"] + info["total_net_output_bytes"],
-        }
+        raise SystemExit(f"the pipeline did not become ready:\n{self.log.read_text()[-2000:]}")
 
 
-@contextmanager
-def both(folder: Path, arguments: list[str]) -> Iterator[tuple["subprocess.Popen[str]", Served]]:
-    """The bare loop and the pipeline, loaded and idle."""
-    code = f"import bench.pipeline as b; b.bare_loop({arguments!r})"
-    bare = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    served = Served(folder, arguments)
-    try:
-        assert bare.stdout is not None and bare.stdout.readline() == "ready\n", "the bare loop did not start"
-        served.wait_ready()
-        yield bare, served
-    finally:
-        for process in (bare, served.process):
-            process.terminate()
-            process.wait(30)
+def measure_pair(loop: Loop, served: Served, streams: int, *, is_served_first: bool) -> dict[str, float]:
+    """Both sides, one right after the other."""
+    there = served.run(streams, OUTPUT_TOKENS) if is_served_first else None
+    alone = run_alone(loop, served, streams)
+    return compare(alone, there or served.run(streams, OUTPUT_TOKENS), streams)
 
 
-def measure(bare: "subprocess.Popen[str]", served: Served, model: str, streams: int) -> dict[str, float]:
-    """One round."""
-    assert bare.stdin is not None and bare.stdout is not None
-    bare.stdin.write(f"{streams}\n")
-    bare.stdin.flush()
-    alone = json.loads(bare.stdout.readline())
-    before = served.counts()
-    seconds, ttft = asyncio.run(run_http(model, streams))
-    after = served.counts()
-    steps = after["steps"] - before["steps"]
-    tokens = streams * OUTPUT_TOKENS
-    found = {"ratio": alone["seconds"] / seconds, "bare_tokens_per_s": tokens / alone["seconds"], "served_tokens_per_s": tokens / seconds}
-    found |= {"bare_step_ms": alone["seconds"] / alone["steps"] * 1e3, "served_step_ms": seconds / steps * 1e3}
-    found |= {f"bare_{part}_ms": alone[part] / alone["steps"] * 1e3 for part in ("forward", "reduce")}
-    found |= {f"served_{part}_ms": (after[part] - before[part]) / steps * 1e3 for part in PARTS}
-    found |= {"commands_per_step": (after["commands"] - before["commands"]) / steps, "bytes_per_step": (after["bytes"] - before["bytes"]) / steps}
-    return found | {"ttft_s": statistics.median(ttft)}
+def run_alone(loop: Loop, served: Served, streams: int) -> dict[str, float]:
+    """The loop's seconds, those of its parts, and cores that others took."""
+    with served.stopped():
+        busy = busy_seconds()
+        result = loop.run(streams, PROMPT_TOKENS, OUTPUT_TOKENS)
+        return result | {"others": (busy_seconds() - busy - result["cpu"]) / result["seconds"]}
+
+
+def busy_seconds() -> float:
+    """Of all cores, since the machine started."""
+    times = psutil.cpu_times()
+    return float(sum(times) - times.idle - times.iowait)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def stage_of(process: psutil.Process) -> str:
+    """gateway, tokenizer, compute, sampler or redis."""
+    found = re.search(r"services\.(\w+)", " ".join(process.cmdline()))
+    return found[1] if found else "redis"
+
+
+def metric(text: str, name: str, label: str = "") -> float:
+    """The sum of a metric's samples that have the label."""
+    lines = [line for line in text.splitlines() if line.startswith(f"{name}{{") and label in line]
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+
+def compare(alone: dict[str, float], served: dict[str, float], streams: int) -> dict[str, float]:
+    """One round's figures; ms are of a step."""
+    tokens, steps, loop_steps = streams * OUTPUT_TOKENS, served["steps"], alone["steps"]
+    figures = {
+        "ratio": alone["seconds"] / served["seconds"],
+        "served_tokens_per_s": tokens / served["seconds"],
+        "loop_tokens_per_s": tokens / alone["seconds"],
+        "ttft_ms": served["ttft"] * 1e3,
+        "others_cores": max(served["others"], alone["others"]),
+        "steps": steps,
+        "loop_steps": loop_steps,
+    }
+    loop_parts = {"forward": alone["forward"], "reduce": alone["reduce"], "schedule": alone["seconds"] - alone["forward"] - alone["reduce"]}
+    served_parts = {part: served[part] for part in PARTS} | {"outside": served["seconds"] - sum(served[part] for part in PARTS)}
+    figures |= {f"loop_{part}_ms": seconds / loop_steps * 1e3 for part, seconds in (loop_parts | {"step": alone["seconds"]}).items()}
+    figures |= {f"{part}_ms": seconds / steps * 1e3 for part, seconds in (served_parts | {"step": served["seconds"]}).items()}
+    figures |= {f"{name.replace(' ', '_')}_ms": seconds / steps * 1e3 for name, seconds in served.items() if name.startswith("cpu ")}
+    figures["cpu_loop_ms"] = alone["cpu"] / loop_steps * 1e3
+    return figures | {f"redis_{name}": served[f"redis {name}"] / steps for name in REDIS_COUNTS}
+
+
+def show(streams: int, figures: dict[str, float]) -> None:
+    rates = f"{figures['served_tokens_per_s']:.1f} tokens/s served, {figures['loop_tokens_per_s']:.1f} by the loop alone"
+    steps = f"{figures['steps']:.0f} steps, {figures['loop_steps']:.0f} of the loop"
+    print(f"\n{streams} streams: ratio {figures['ratio']:.3f} ({rates}); TTFT {figures['ttft_ms']:.0f} ms; {steps}; others {figures['others_cores']:.2f} cores")
+    print(f"{'ms a step':>12}{'loop':>10}{'served':>10}{'more':>10}")
+    for part in (*PARTS, "outside", "step"):
+        alone, served = figures.get(f"loop_{part}_ms", 0.0), figures[f"{part}_ms"]
+        print(f"{part:>12}{alone:10.3f}{served:10.3f}{served - alone:+10.3f}")
+    print("CPU, ms a step: " + ", ".join(f"{name[4:-3]} {value:.2f}" for name, value in figures.items() if name.startswith("cpu_")))
+    kilobytes = f"{figures['redis_bytes_in'] / 1e3:.1f} kB in, {figures['redis_bytes_out'] / 1e3:.1f} kB out"
+    print(f"Redis, a step: {figures['redis_commands']:.1f} commands in {figures['redis_reads']:.1f} reads, {kilobytes}", flush=True)
+
+
+def measure(loop: Loop, served: Served, all_streams: list[int], rounds: int) -> dict[int, dict[str, float]]:
+    """The median figures by the number of streams."""
+    loop.run(max(all_streams), PROMPT_TOKENS, 8)  # warm
+    served.run(max(all_streams), 8)
+    found: dict[int, list[dict[str, float]]] = {streams: [] for streams in all_streams}
+    for number in range(rounds):
+        for streams in all_streams:
+            attempts: list[dict[str, float]] = []
+            while not attempts or (attempts[-1]["others_cores"] > NOISE and len(attempts) < MAX_ATTEMPTS):
+                attempts.append(measure_pair(loop, served, streams, is_served_first=number % 2 == 1))
+                print(f"round {number + 1}, {streams} streams: ratio {attempts[-1]['ratio']:.3f}, others {attempts[-1]['others_cores']:.2f} cores", flush=True)
+            found[streams].append(min(attempts, key=lambda figures: figures["others_cores"]))
+    return {streams: {name: statistics.median(each[name] for each in some) for name in some[0]} for streams, some in found.items()}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The pipeline's cost: HTTP tokens/s over the compute loop's.")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--streams", type=int, nargs="+", default=[8], help="at once; several are measured one after the other (default: 8)")
+    parser = argparse.ArgumentParser(description="The pipeline's cost: HTTP tokens/s over the compute loop's, and where the rest goes.")
+    parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model that is made (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a folder to use instead")
-    parser.add_argument("--quantization", default="none", help="of weights (default: %(default)s)")
-    parser.add_argument("--run-ahead", default="1", help="undecided tokens upon which a sequence is computed (default: %(default)s)")
+    parser.add_argument("--quantization", default="none", help="of weights, on both sides (default: %(default)s)")
+    parser.add_argument("--run-ahead", type=int, help="of the pipeline's compute; by default the product's")
     args = parser.parse_args()
-    medians = {}
     with tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / args.shape
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True, stderr=subprocess.DEVNULL)
-        flags = ["--no-prefix-caching", "--dtype", "bfloat16", "--kv-cache-memory", "2GiB", "--quantization", args.quantization, "--run-ahead", args.run_ahead]
-        with both(Path(folder), ["--model", str(model), *flags]) as (bare, served):
-            for streams in args.streams:
-                measure(bare, served, model.name, streams)  # warm: the first of a size allocates
-                rounds = [measure(bare, served, model.name, streams) for _ in range(args.rounds)]
-                medians[str(streams)] = {name: round(statistics.median(each[name] for each in rounds), 4) for name in rounds[0]}
-                ratios = " ".join(f"{each['ratio']:.3f}" for each in rounds)
-                print(f"{model.name}, {streams} streams, ratio {ratios}; medians:")
-                print("  " + "  ".join(f"{name} {value:.3f}" for name, value in medians[str(streams)].items()), flush=True)
-    print(json.dumps({"model": model.name, "quantization": args.quantization, "run_ahead": args.run_ahead, "streams": medians}))
+        flags = ["--model", str(model), "--dtype", "bfloat16", "--quantization", args.quantization, "--no-prefix-caching", "--kv-cache-memory", "1GiB"]
+        if args.run_ahead is not None:
+            flags += ["--run-ahead", str(args.run_ahead)]
+        loop = Loop(flags, Path(folder) / "loop.log")
+        try:
+            served = Served(flags, Path(folder), model.name)
+            try:
+                found = measure(loop, served, args.streams, args.rounds)
+            finally:
+                served.close()
+        finally:
+            loop.close()
+    for streams, figures in found.items():
+        show(streams, figures)
+    head = {"model": model.name, "quantization": args.quantization, "run_ahead": args.run_ahead, "rounds": args.rounds, "threads": loop.num_threads}
+    rounded = {streams: {name: round(value, 4) for name, value in figures.items()} for streams, figures in found.items()}
+    print(json.dumps(head | {"streams": rounded}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,73 @@
+"""A load generator: streams of completions, each on a plain socket of its own.
+
+What comes is kept as it is, and looked at when all is over: a client that parses every event in Python would take more of the cores than the gateway does.
+"""
+
+import asyncio
+import json
+import statistics
+import time
+from dataclasses import dataclass
+
+import uvloop
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    seconds: float  # from the first submission to the last byte
+    ttft_s: float  # to a stream's first event, the median
+    cpu: float  # s, that generating the load took
+
+
+class Stream(asyncio.Protocol):
+    """One request and what comes back."""
+
+    def __init__(self, request: bytes) -> None:
+        self.request = request
+        self.parts: list[bytes] = []
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.sent_at = self.first_at = 0.0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.sent_at = time.perf_counter()
+        transport.write(self.request)  # type: ignore[attr-defined]
+
+    def data_received(self, data: bytes) -> None:
+        if not self.first_at and b"data:" in data:
+            self.first_at = time.perf_counter()
+        self.parts.append(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
+        self.ended.set_result(None)
+
+
+def generate(port: int, model: str, prompts: list[list[int]], num_tokens: int) -> Load:
+    """All prompts at once, greedily and whatever the tokens. Raises SystemExit for a stream that is not whole."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(stream_all(port, model, prompts, num_tokens))
+
+
+async def stream_all(port: int, model: str, prompts: list[list[int]], num_tokens: int) -> Load:
+    requests = [make_request(model, prompt, num_tokens) for prompt in prompts]
+    loop = asyncio.get_running_loop()
+    started, cpu = time.perf_counter(), time.process_time()
+    connected = await asyncio.gather(*(loop.create_connection(lambda request=request: Stream(request), "127.0.0.1", port) for request in requests))  # type: ignore[misc]
+    streams = [stream for _, stream in connected]
+    await asyncio.gather(*(stream.ended for stream in streams))
+    seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
+    for stream in streams:
+        check(b"".join(stream.parts), num_tokens)
+    return Load(seconds, statistics.median(stream.first_at - stream.sent_at for stream in streams), cpu)
+
+
+def make_request(model: str, prompt: list[int], num_tokens: int) -> bytes:
+    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + body
+
+
+def check(received: bytes, num_tokens: int) -> None:
+    """An event's id is the position of its token: the last is there, and then the end."""
+    is_whole = received.startswith(b"HTTP/1.1 200 ") and b"id: %d\n" % num_tokens in received and b"data: [DONE]" in received[-64:]
+    if not is_whole:
+        raise SystemExit(f"an incomplete stream: {received[:300]!r} … {received[-300:]!r}")
