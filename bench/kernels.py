@@ -84,7 +84,7 @@ def measure_attention(shape: Shape, rounds: int) -> None:
         ("prefill, 1024", 1, 1024, 1024),
     ):
         blocks = context // 16
-        tables = [list(range(number * blocks, (number + 1) * blocks)) for number in range(sequences)]
+        tables = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(sequences)]
         tokens = sequences * new
         slots = torch.tensor([table[at // 16] * 16 + at % 16 for table in tables for at in range(context - new, context)])
         angles = torch.zeros(tokens, heads.head_dim // 2)
@@ -99,7 +99,7 @@ def measure_attention(shape: Shape, rounds: int) -> None:
         for number in range(rounds * max(4, len(copies))):
             at = number % len(copies)
             for group, made in caches.items():
-                call = lambda kv=made[at]: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)  # type: ignore[arg-type, misc] # noqa: B023, E731
+                call = lambda kv=made[at]: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)  # type: ignore[arg-type] # noqa: B023, E731
                 seconds.setdefault(group, []).append(timed(call))
             k, v = pieces[at]
             seconds.setdefault("sdpa", []).append(timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True)))  # noqa: B023

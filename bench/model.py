@@ -78,7 +78,7 @@ def load(model: Path, mode: str, **more: object) -> Engine:
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = runner.model.weights
-    linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, at.mlp.gate_up, at.mlp.down))]
+    linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, at.mlp.gate_up, at.mlp.down))]  # type: ignore[attr-defined]
     num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
     return Engine(scheduler, runner, num_parameters, sum(map(stored_bytes, linears)))
 

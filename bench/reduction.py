@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,7 +52,7 @@ def main() -> None:
         for name, logits in make_logits().items():
             for kind, params in KINDS.items():
                 sequences = [Sequence(handle, "r", [1, 2], 1, params) for handle in range(BATCH)]
-                cases[f"{kind}, {name}"] = lambda logits=logits, sequences=sequences: reduce(logits, sequences)
+                cases[f"{kind}, {name}"] = partial(reduce, logits, sequences)
         cases["reading the logits once"] = lambda: logits.max()
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(args.rounds):
@@ -73,7 +74,7 @@ def make_logits() -> dict[str, torch.Tensor]:
 
 def make_step(model: Path) -> Callable[[], object]:
     """A decode step of BATCH sequences with 128 tokens each."""
-    settings = ComputeSettings(model=str(model), dtype="bfloat16", kv_cache_memory="512MiB", max_batched_tokens=BATCH * 128)  # type: ignore[arg-type]
+    settings = ComputeSettings(model=str(model), dtype="bfloat16", kv_cache_memory="512MiB", max_batched_tokens=BATCH * 128)
     engine = build_engine(settings, open_model(str(model), weights=True))
     for number in range(BATCH):
         engine.scheduler.add(Sequence(number, str(number), [number] * 127, 127, SamplingParams(max_tokens=20)))

@@ -52,12 +52,13 @@ def main() -> None:
         try:
             for name, count, params in (("greedy", 1, SamplingParams(max_tokens=999, temperature=0.0)), ("random", 64, SamplingParams(max_tokens=999))):
                 settings = SamplerSettings(redis_url=url)
-                stage = Stage("sampler", settings)
+                stage = Stage("sampler", settings, model="bench")
                 stage.transport.wait_until_up(10)
                 redis.Redis.from_url(url).flushall()
                 service = SamplerService(stage, settings, load_tokenizer(DEMO_MODEL))
                 rng = np.random.default_rng(0)
-                times, writes = [], []
+                times: list[float] = []
+                writes: list[float] = []
                 write = service.write
 
                 def timed(step, decided, write=write, writes=writes):  # type: ignore[no-untyped-def]

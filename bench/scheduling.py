@@ -183,7 +183,7 @@ def compare_chunks(machine: Machine, long_prompt: int, streams: int, rounds: int
     for name, limits in cases:
         worst, p99, ttft = [], [], []
         for _ in range(rounds):
-            result = machine.run(Policy("", max_total_tokens=None), alone + prompts, **limits)
+            result = machine.run(Policy("", max_total_tokens=None), alone + prompts, **limits)  # type: ignore[arg-type]
             worst.append(result.itl(100) * 1000)
             p99.append(result.itl(99) * 1000)
             ttft.append(max(each.ttft for each in result.timelines if each.request.num_prompt_tokens == long_prompt) * 1000)
