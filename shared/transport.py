@@ -22,6 +22,8 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from shared.errors import Invalid, Recoverable, StartupError
+from shared.line import Line
+from shared.line import Pipeline as Pipeline
 from shared.messages import decode, encode
 from shared.streams import DEAD_LETTER, GATEWAY_ID, MAX_DEAD_LETTERS, MESSAGE, REPLICA_STREAM_TTL_S, REQUEST_ID, DirectStream, GroupStream
 from shared.telemetry import get_logger
@@ -29,8 +31,6 @@ from shared.telemetry import get_logger
 log = get_logger("penstock.transport")
 
 T = TypeVar("T")
-Pipeline = Any  # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
-
 REFUSALS = redis.ReadOnlyError | redis.OutOfMemoryError | redis.exceptions.NoScriptError | redis.exceptions.TryAgainError | redis.exceptions.MasterDownError
 TEMPORARY = re.compile(
     r"\b(LOADING|READONLY|NOREPLICAS|MISCONF|OOM|MASTERDOWN|NOGROUP|UNBLOCKED|NOSCRIPT|TRYAGAIN|CLUSTERDOWN|BUSY)\b"
@@ -40,6 +40,7 @@ FIRST_RETRY_S, LONGEST_RETRY_S = 0.05, 2.0
 WARN_EVERY_S = 5.0
 RELEASED_MS = 24 * 3600 * 1000  # an idle time beyond any lease
 CLAIM_WINDOW = 64  # pending entries that are looked at for those delivered least often
+TRIM_EVERY_S = 0.5  # of a stream that one replica reads
 FORGET_CONSUMER_MS = 60_000  # of a consumer that is not alive and has nothing pending
 
 
@@ -108,6 +109,7 @@ class Transport:
 
     def __init__(self, url: str, stopping: threading.Event) -> None:
         self.client = connect(url)
+        self._line = Line(self.client)
         self.stopping = stopping
         self.groups: list[GroupReader] = []  # created again should Redis come back without them
         self.backoff = Backoff()
@@ -145,12 +147,20 @@ class Transport:
         """The replies to the commands that `fill` queues, in one round trip. On a temporary error all of them are sent again."""
 
         def attempt() -> list[Any]:
-            pipe = self.client.pipeline(transaction=atomic)
+            try:
+                self._line.send(fill)
+                return self._line.receive()
+            except BaseException:
+                self._line.close()  # nobody knows what is still to come on it
+                raise
+
+        def attempt_all_or_nothing() -> list[Any]:
+            pipe = self.client.pipeline(transaction=True)
             fill(pipe)
             replies: list[Any] = pipe.execute()
             return replies
 
-        return self.persist(attempt)
+        return self.persist(attempt_all_or_nothing if atomic else attempt)
 
     def wait_until_up(self, timeout_s: float) -> None:
         """Return once Redis answers. Raises StartupError after timeout_s."""
@@ -185,6 +195,7 @@ class DirectReader:
         self.transport = transport
         self.stream = stream
         self.last_id = "0-0"
+        self._trimmed_at = 0.0
 
     def start_at_end(self) -> None:
         """Skip what is there: for a broadcast stream, whose past is not about this replica."""
@@ -202,9 +213,11 @@ class DirectReader:
                 self.transport.run(partial(write_dead_letter, self.stream.key, values, error, 1))
         return messages
 
-    def trim(self, pipe: Pipeline) -> None:
-        """Drop what has been taken."""
-        pipe.xtrim(self.stream.key, minid=next_id(self.last_id), approximate=False)
+    def trim_now_and_then(self, pipe: Pipeline) -> None:
+        """Once in a while, drop what has been taken: doing it with every read would cost a command a step."""
+        if time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
+            self._trimmed_at = time.monotonic()
+            pipe.xtrim(self.stream.key, minid=next_id(self.last_id), approximate=False)
 
 
 class GroupReader:
@@ -373,14 +386,6 @@ def entries_of(reply: Any) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]
     if isinstance(reply, dict):
         return {key: [entry for group in groups for entry in group] for key, groups in reply.items()}
     return {key: [(entry_id, values) for entry_id, values in entries] for key, entries in reply}
-
-
-def named_fields(reply: Any) -> Any:
-    """A reply as the connection gives it in the form that `entries_of` reads: each entry's fields by name."""
-    if not reply:
-        return None
-    streams = reply.items() if isinstance(reply, dict) else reply
-    return [(key, [(entry_id, dict(zip(fields[::2], fields[1::2], strict=True))) for entry_id, fields in entries if fields]) for key, entries in streams]
 
 
 def next_id(entry_id: str) -> str:

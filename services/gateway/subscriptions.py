@@ -19,7 +19,7 @@ from shared.messages import Control, RequestError, StepEvents, TokenEvent, decod
 from shared.stage import Stage
 from shared.streams import CONTROL, MESSAGE, events
 from shared.telemetry import get_logger
-from shared.transport import Backoff, entries_of, is_temporary, next_id, write_dead_letter
+from shared.transport import TRIM_EVERY_S, Backoff, entries_of, is_temporary, next_id, write_dead_letter
 
 log = get_logger("penstock.gateway")
 
@@ -48,6 +48,7 @@ class Subscriptions:
         self._control_id = ""  # where the control stream ended when this replica began; empty: not known yet
         self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)  # on its way to the dead letters
         self._read_at = time.monotonic()
+        self._trimmed_at = 0.0
 
     @property
     def silent_s(self) -> float:
@@ -117,20 +118,24 @@ class Subscriptions:
             self.stage.turn()
 
     async def _read(self) -> Any:
-        """Trim what was dispatched, then wait for more; one round trip."""
+        """Wait for more; now and then, trim what was dispatched and bury what nobody could read."""
         if not self._control_id:
             latest: Any = await self.client.xrevrange(CONTROL.key, count=1)
             self._control_id = latest[0][0].decode() if latest else "0-0"
+        if self._garbage or time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
+            await self._clean_up()
+        return await self.client.xread({self.stream.key: self._last_id, CONTROL.key: self._control_id}, block=BLOCK_MS)
+
+    async def _clean_up(self) -> None:
         letters = list(self._garbage)
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.xtrim(self.stream.key, minid=next_id(self._last_id), approximate=False)
             for key, values, error in letters:
                 write_dead_letter(key, values, error, 1, pipe)
-            pipe.xread({self.stream.key: self._last_id, CONTROL.key: self._control_id}, block=BLOCK_MS)
-            reply = (await pipe.execute())[-1]
+            await pipe.execute()
+        self._trimmed_at = time.monotonic()
         for _ in letters:
             self._garbage.popleft()
-        return reply
 
     def _dispatch(self, values: dict[bytes, bytes]) -> None:
         try:

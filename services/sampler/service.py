@@ -20,6 +20,7 @@ from services.sampler.detokenizer import TokenTable
 from services.sampler.request_state import RequestState
 from shared.decision import decide, pad, pick, uniform
 from shared.errors import Lost, Recoverable
+from shared.line import Line
 from shared.messages import Control, RequestError, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, TokenLogprob, TopLogprob, encode
 from shared.settings import SamplerSettings
 from shared.stage import Stage
@@ -68,6 +69,7 @@ class SamplerService:
         self.states: dict[tuple[str, int], RequestState] = {}  # by compute replica and handle
         self.reader = DirectReader(stage.transport, candidates(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
+        self.news = Line(stage.transport.client)
         self.num_tokens = self.num_rebuilt = 0
         self.forgot_at = time.monotonic()
 
@@ -88,19 +90,36 @@ class SamplerService:
             if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
         self.stage.leave()
+        self.news.close()
         self.stage.transport.run(lambda pipe: pipe.delete(self.reader.stream.key))
 
     def read(self) -> list[StepCandidates]:
-        """Trim what was answered, then wait for more."""
-
-        def fill(pipe: Pipeline) -> None:
-            self.reader.trim(pipe)
-            pipe.xread({self.reader.stream.key: self.reader.last_id, CONTROL.key: self.control.last_id}, block=BLOCK_MS)
-
-        reply = self.stage.transport.run(fill)[-1]
+        """The steps that have come; waits for the first. A read stands while they are answered, so that what comes meanwhile is there at once."""
+        try:
+            self.ask()
+            if not self.news.has_reply(BLOCK_MS / 1000):
+                return []
+            reply = self.news.receive()[-1]
+        except (RedisError, OSError) as error:
+            self.news.close()
+            self.stage.transport.wait_out(error)
+            return []
+        self.stage.transport.backoff.succeeded()
         for message in self.control.take(reply):
             self.obey(message)
         return self.reader.take(reply)
+
+    def ask(self) -> None:
+        """Leave a read standing, and now and then drop what was answered."""
+        if self.news.num_awaited:
+            return
+        last_ids = {self.reader.stream.key: self.reader.last_id, CONTROL.key: self.control.last_id}
+
+        def fill(pipe: Pipeline) -> None:
+            self.reader.trim_now_and_then(pipe)
+            pipe.xread(last_ids, block=BLOCK_MS)
+
+        self.news.send(fill)
 
     def answer(self, step: StepCandidates) -> None:
         """Decide the step's rows and write them: log, events, decisions. What nobody can answer becomes a dead letter."""
@@ -182,7 +201,9 @@ class SamplerService:
         temperatures = np.array([0.0 if state is None else state.intro.params.temperature for state in known])
         seeds = np.array([0 if state is None else state.intro.params.seed for state in known], np.uint64)
         logits = pad(step.logits, step.counts, -np.inf)
-        columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
+        columns = np.zeros(len(known), np.int64)
+        if step.kept_mass.any():
+            columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
         token_ids = pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids).tolist()
         chosen_logits = pick(columns, step.counts, logits, step.tail_token_ids, step.tail_logits).tolist()
         previous = step.previous_token_ids.tolist() or [None] * len(positions)

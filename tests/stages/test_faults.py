@@ -86,6 +86,7 @@ def test_a_tokenizer_that_leaves_loses_no_request_whose_delivery_it_never_saw(re
         line = LineOfStages(redis_url, {"tokenizer": proxy.url})
         leaving = line.tokenizer
         leaving.reader.ensure_group()
+        leaving.stage.transport.run(lambda pipe: pipe.ping())
         line.submit(REQUESTS[0])
         proxy.arm(1, "lost")
         deliveries, _ = leaving.reader.read(count=8, block_ms=1)  # the first try is lost, the second finds nothing new

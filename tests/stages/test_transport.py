@@ -312,5 +312,5 @@ def test_a_direct_reader_passes_over_what_it_can_not_read(client: "redis.Redis",
         client.xadd(CONTROL.key, values)
     found = reader.take(transport.client.xread({CONTROL.key: reader.last_id}))
     assert found == [Control("refresh")] and client.xlen(DEAD_LETTER) == 2
-    transport.run(reader.trim)
+    transport.run(reader.trim_now_and_then)
     assert client.xlen(CONTROL.key) == 0

@@ -13,15 +13,15 @@ from redis.exceptions import RedisError
 
 from services.compute.candidates.reduction import CandidateRows
 from services.compute.exchange.active import ActiveRequest
-from services.compute.exchange.line import Line
 from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
+from shared.line import Line
 from shared.messages import Control, StepCandidates, StepDecisions
 from shared.stage import Stage
 from shared.streams import CONTROL, GroupStream, candidates, decisions
 from shared.telemetry import get_logger
 from shared.token_log import finish_ended
-from shared.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pipeline, append, named_fields
+from shared.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pipeline, append
 
 log = get_logger("penstock.compute")
 
@@ -52,7 +52,7 @@ class Exchange:
         self.control = DirectReader(stage.transport, CONTROL)
         self.samplers = Samplers(stage.replica_id, active)
         self.undecided = Undecided()
-        self._out, self._news, self._requests = (Line(stage.transport) for _ in range(3))
+        self._out, self._news, self._requests = (Line(stage.transport.client) for _ in range(3))
         self._outgoing: list[tuple[str, StepCandidates]] = []  # to samplers, with the next write
         self._ended: dict[bytes, str] = {}  # entries to acknowledge with the next write, and their requests
         self._acknowledging: dict[bytes, str] = {}  # written, and not answered yet
@@ -83,7 +83,7 @@ class Exchange:
                 line.has_reply(wait_s)
             self._take_news(inbox)
             if self._requests.has_reply():
-                inbox.prompts, inbox.dead = self.prompts.take(named_fields(self._requests.receive()[-1]))
+                inbox.prompts, inbox.dead = self.prompts.take(self._requests.receive()[-1])
             if self._out.has_reply():
                 self._confirm()
             self._ask(room)
@@ -145,7 +145,7 @@ class Exchange:
     def _take_news(self, inbox: Inbox) -> None:
         if not self._news.has_reply():
             return
-        reply = named_fields(self._news.receive()[-1])
+        reply = self._news.receive()[-1]
         inbox.control = self.control.take(reply)
         for message in self.decisions.take(reply):
             inbox.decisions += self._settle(message)
@@ -186,7 +186,7 @@ class Exchange:
         for sampler_id, message in outgoing:
             append(pipe, candidates(sampler_id), message)
         finish_ended(pipe, self.prompts.stream, ended)
-        self.decisions.trim(pipe)
+        self.decisions.trim_now_and_then(pipe)
 
     def _confirm(self) -> None:
         """What was written has arrived. Raises what Redis said instead."""

@@ -1,0 +1,94 @@
+"""Line: a connection to Redis on which commands are sent now and their replies are read when they are wanted.
+
+Compute sends a step's candidates and goes on to the next step; what Redis says is read when that step is done. A blocking read is left standing
+in the same way: its reply comes when there is something to read, while the model runs.
+"""
+
+import hashlib
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import redis
+from redis.exceptions import ResponseError
+from redis.exceptions import TimeoutError as RedisTimeoutError
+
+Pipeline = Any  # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
+
+LONGEST_REPLY_S = 30.0  # standing reads end after a second: beyond, the connection is dead and nobody said so
+
+
+class Line:
+    """One connection of its own. Every method raises what redis-py raises; after that, `close` and begin anew."""
+
+    def __init__(self, client: "redis.Redis") -> None:
+        self._client: Any = client
+        self._connection: Any = client.connection_pool.make_connection()
+        self._awaited: deque[tuple[str, dict[str, Any]]] = deque()  # commands whose replies are still to be read, with redis-py's options
+        self._scripts: set[str] = set()  # digests of the scripts that were sent
+        self._sent_at = 0.0
+
+    @property
+    def num_awaited(self) -> int:
+        return len(self._awaited)
+
+    def send(self, fill: Callable[[Pipeline], None]) -> None:
+        """The commands that `fill` queues, in one write."""
+        pipe = self._client.pipeline(transaction=False)
+        fill(pipe)
+        commands = pipe.command_stack
+        if commands:
+            packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
+            self._connection.send_packed_command(packed, check_health=False)
+            self._awaited.extend((arguments[0], options) for arguments, options in commands)
+            self._sent_at = time.monotonic()
+
+    def _by_digest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The command as it is; a script that Redis was sent on this connection before by its digest. (Should Redis have forgotten it, that is an error
+        that passes: the connection is closed then, and the script is sent again.)"""
+        if arguments[0] != "EVAL":
+            return arguments
+        digest = digest_of(arguments[1])
+        if digest in self._scripts:
+            return ("EVALSHA", digest, *arguments[2:])
+        self._scripts.add(digest)
+        return arguments
+
+    def has_reply(self, wait_s: float = 0.0) -> bool:
+        """Whether a reply has come, or comes within wait_s. Raises TimeoutError where none came for longer than any command takes."""
+        if not self._awaited:
+            return False
+        if self._connection.can_read(timeout=wait_s):
+            return True
+        if time.monotonic() - self._sent_at > LONGEST_REPLY_S:
+            raise RedisTimeoutError(f"no reply for {LONGEST_REPLY_S:.0f} s")
+        return False
+
+    def receive(self) -> list[Any]:
+        """The replies to all that was sent, as redis-py gives them; waits for them. Raises the first error among them once all are read."""
+        replies: list[Any] = []
+        first: ResponseError | None = None
+        while self._awaited:
+            try:
+                reply = self._connection.read_response()
+            except ResponseError as error:
+                first, reply = first or error, None
+            command, options = self._awaited.popleft()
+            callback = self._client.response_callbacks.get(command)
+            replies.append(reply if callback is None or reply is None else callback(reply, **options))
+        if first is not None:
+            raise first
+        return replies
+
+    def close(self) -> None:
+        """Hang up; the next `send` connects again."""
+        self._connection.disconnect()
+        self._awaited.clear()
+        self._scripts.clear()
+
+
+@cache
+def digest_of(script: str) -> str:
+    return hashlib.sha1(script.encode()).hexdigest()
