@@ -1,4 +1,7 @@
-"""The codec: what is sent is what arrives, what is wrong is named, and the bytes of version 1 decode for ever."""
+"""The codec: what is sent is what arrives, what is wrong is named, and the bytes of this version and the one before decode."""
+
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any
 
 import msgpack
 import numpy as np
@@ -8,6 +11,7 @@ from hypothesis import strategies as st
 
 from shared.errors import Invalid
 from shared.messages import (
+    TAGS,
     ChatMessage,
     Control,
     GenerateRequest,
@@ -16,24 +20,59 @@ from shared.messages import (
     StepCandidates,
     StepDecisions,
     TokenEvent,
-    TokenLogprob,
-    TopLogprob,
     decode,
     encode,
 )
 from shared.sampling_params import SamplingParams
+from tests.wire.golden import CANDIDATES, GOLDEN, LOGPROB, Golden
 
-LOGPROB = TokenLogprob("é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.0),))
+
+def plain(value: Any) -> Any:
+    """The same with lists for arrays, so that it can be compared."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.tolist()
+    if is_dataclass(value):
+        return type(value), [plain(getattr(value, each.name)) for each in fields(value)]
+    return [plain(each) for each in value] if isinstance(value, tuple) else value
 
 
-def test_version_1_bytes_decode() -> None:
+def name_of(golden: Golden) -> str:
+    return type(golden.message).__name__
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=name_of)
+def test_a_message_has_the_bytes_that_it_always_had(golden: Golden) -> None:
+    assert encode(golden.message).hex() == golden.now
+    assert plain(decode(type(golden.message), bytes.fromhex(golden.now))) == plain(golden.message)
+
+
+@pytest.mark.parametrize("golden", [each for each in GOLDEN if each.before], ids=name_of)
+def test_the_version_before_decodes_with_defaults(golden: Golden) -> None:
+    assert plain(decode(type(golden.message), bytes.fromhex(golden.before))) == plain(golden.message_before)
+
+
+def test_every_message_has_golden_bytes_with_every_field_set() -> None:
+    assert [type(golden.message) for golden in GOLDEN] == list(TAGS)
+    for message in (golden.message for golden in GOLDEN):
+        for each in fields(message):
+            if each.default is not MISSING:
+                assert plain(getattr(message, each.name)) != plain(each.default), f"{type(message).__name__}.{each.name}"
+
+
+def test_the_first_bytes_ever_written_decode() -> None:
     control = bytes.fromhex("95a7636f6e74726f6c01a663616e63656c92a161a162c0")
     assert decode(Control, control) == Control("cancel", ("a", "b"))
-    assert encode(Control("cancel", ("a", "b"))) == control
-    decisions = StepDecisions("s", 3, np.array([1, 2], np.int32), np.array([5, 6], np.int32), np.array([7, -1], np.int32), np.array([0, 1], np.uint8))
-    golden = bytes.fromhex("98a96465636973696f6e7301a17303c4080100000002000000c4080500000006000000c40807000000ffffffffc4020001")
-    assert encode(decisions) == golden
-    assert decode(StepDecisions, golden).token_ids.tolist() == [7, -1]
+    decisions = bytes.fromhex("98a96465636973696f6e7301a17303c4080100000002000000c4080500000006000000c40807000000ffffffffc4020001")
+    handles, positions, token_ids = (np.array(values, np.int32) for values in ([1, 2], [5, 6], [7, -1]))
+    assert plain(decode(StepDecisions, decisions)) == plain(StepDecisions("s", 3, handles, positions, token_ids, np.array([0, 1], np.uint8)))
+
+
+@pytest.mark.parametrize("golden", GOLDEN, ids=name_of)
+def test_bytes_that_are_cut_off_or_followed_by_others_are_refused(golden: Golden) -> None:
+    whole = bytes.fromhex(golden.now)
+    for packed in (whole[:-1], whole[: len(whole) // 2], whole + b"\x00"):
+        with pytest.raises(Invalid):
+            decode(type(golden.message), packed)
 
 
 @given(
@@ -63,7 +102,7 @@ def test_requests_survive_with_arrays_as_raw_bytes() -> None:
         (msgpack.packb(5), "not a control message"),
         (msgpack.packb(["token", 1, "r"]), "not a control message"),
         (msgpack.packb(["control", 2, "cancel"]), "newer than 1"),
-        (msgpack.packb(["control", 1]), "expected 1 to 3 fields"),
+        (msgpack.packb(["control", 1]), "expected 1 to 4 fields"),
         (msgpack.packb(["control", 1, "explode"]), "control.action: expected one of"),
         (msgpack.packb(["control", 1, "cancel", "abc"]), "control.request_ids: expected an array"),
         (msgpack.packb(["control", 1, "cancel", [1]]), "control.request_ids: expected str, got int"),
@@ -72,6 +111,23 @@ def test_requests_survive_with_arrays_as_raw_bytes() -> None:
 def test_what_is_wrong_is_named(packed: bytes, reason: str) -> None:
     with pytest.raises(Invalid, match=reason):
         decode(Control, packed)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"positions": [3]}, {"counts": [2]}, {"tail_token_ids": [1, 2, 3]}, {"previous_token_ids": [8]}, {"counts": [3, 0]}, {"counts": [2, 2]},
+        {"positions": [0, 1]}, {"token_ids": [10, 11]},
+    ],
+)  # fmt: skip
+def test_candidates_whose_columns_do_not_fit_are_refused(wrong: dict[str, list[int]]) -> None:
+    """As they come in: the bytes of such a step are made by hand."""
+    packed = msgpack.unpackb(bytes.fromhex(CANDIDATES.now), strict_map_key=False)
+    names = [each.name for each in fields(StepCandidates)]
+    for name, values in wrong.items():
+        packed[2 + names.index(name)] = np.array(values, np.int32).tobytes()
+    with pytest.raises(Invalid, match="StepCandidates: "):
+        decode(StepCandidates, msgpack.packb(packed))
 
 
 @given(st.binary(max_size=200))

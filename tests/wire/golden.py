@@ -1,0 +1,151 @@
+"""The bytes of every message, as this version writes them and as the one before did; and what they say.
+
+They never change: a field that is added later makes the bytes of today those of the version before.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from shared.messages import (
+    ChatMessage,
+    Control,
+    GenerateRequest,
+    Replica,
+    RequestError,
+    SchedulingParams,
+    SequenceIntro,
+    StepCandidates,
+    StepDecisions,
+    StepEvents,
+    TokenEvent,
+    TokenizedRequest,
+    TokenLogprob,
+    TopLogprob,
+)
+from shared.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A message with every field set, and its bytes in hexadecimal."""
+
+    message: Any
+    now: str
+    before: str = ""  # of the version before, where they were others
+    defaults: dict[str, Any] = field(default_factory=dict)  # that stand in for what those bytes do not say
+
+    @property
+    def message_before(self) -> Any:
+        return replace(self.message, **self.defaults)
+
+
+def i32(*values: int) -> Any:
+    return np.array(values, np.int32)
+
+
+def f32(*values: float) -> Any:
+    return np.array(values, np.float32)
+
+
+PARAMS = SamplingParams(
+    max_tokens=16, min_tokens=2, temperature=0.5, top_k=40, top_p=0.75, min_p=0.25, seed=1 << 63, stop=("\n\n",), stop_token_ids=(7,), ignore_eos=True,
+    frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.25, logit_bias={5: -1.5}, logprobs=2,
+)  # fmt: skip
+SCHEDULING = SchedulingParams(priority=-1, deadline_at=2.5, group_id="g", cache_salt="salt")
+LOGPROB = TokenLogprob("é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.25),))
+
+GENERATE_NOW = (
+    "9ca867656e657261746501a57265712d31a9676174657761792d31a56d6f64656c9f1002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf8000000000"
+    "00000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff8000000000000029193a475736572a26869a3616e6ea474657874c408"
+    "0100000002000000c3cb3ff800000000000094ffcb4004000000000000a167a473616c74"
+)
+GENERATE = Golden(
+    GenerateRequest(
+        "req-1", "gateway-1", "model", PARAMS, messages=(ChatMessage("user", "hi", "ann"),), prompt="text", prompt_token_ids=i32(1, 2), echo=True,
+        created_at=1.5, scheduling=SCHEDULING,
+    ),
+    GENERATE_NOW,
+)  # fmt: skip
+
+TOKENIZED_NOW = (
+    "9ba9746f6b656e697a656401a57265712d31a9676174657761792d31a56d6f64656c9f1002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf80000000"
+    "0000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff800000000000002c4080300000004000000920102a46563686fcb3f"
+    "f800000000000094ffcb4004000000000000a167a473616c74"
+)
+TOKENIZED = Golden(
+    TokenizedRequest(
+        "req-1", "gateway-1", "model", PARAMS, prompt_token_ids=i32(3, 4), eos_token_ids=(1, 2), echo_text="echo", created_at=1.5, scheduling=SCHEDULING
+    ),
+    TOKENIZED_NOW,
+)
+
+CANDIDATES_NOW = (
+    "dc0010aa63616e6469646174657301a9636f6d707574652d3107919a04a57265712d31a9676174657761792d319f1002cb3fe000000000000028cb3fe8000000000000cb3fd0"
+    "000000000000cf800000000000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff80000000000000292010209c408030000"
+    "0004000000a46563686f0805c40402000000c4080400000005000000c4080300000001000000c4080200000001000000c40c0a0000000b0000000c000000c40c000020400000"
+    "c03f0000003fc4080000404000000000c410000000000000f43f0000000000000000c40863000000ffffffffc408000000bf00000000c40808000000ffffffff"
+)
+CANDIDATES_BEFORE = (
+    "9faa63616e6469646174657301a9636f6d707574652d3107919904a57265712d31a9676174657761792d319f1002cb3fe000000000000028cb3fe8000000000000cb3fd00000"
+    "00000000cf800000000000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff80000000000000292010209c4080300000004"
+    "000000a46563686f08c40402000000c4080400000005000000c4080300000001000000c4080200000001000000c40c0a0000000b0000000c000000c40c000020400000c03f00"
+    "00003fc4080000404000000000c410000000000000f43f0000000000000000c40863000000ffffffffc408000000bf00000000"
+)
+INTRO = SequenceIntro(
+    4, "req-1", "gateway-1", PARAMS, eos_token_ids=(1, 2), num_prompt_tokens=9, prompt_tail=i32(3, 4), echo_text="echo", num_cached_tokens=8,
+    num_decided_tokens=5,
+)  # fmt: skip
+CANDIDATES = Golden(
+    StepCandidates(
+        "compute-1", 7, (INTRO,), forget=i32(2), handles=i32(4, 5), positions=i32(3, 1), counts=i32(2, 1), token_ids=i32(10, 11, 12),
+        logits=f32(2.5, 1.5, 0.5), logsumexp=f32(3.0, 0.0), kept_mass=np.array([1.25, 0.0]), tail_token_ids=i32(99, -1), tail_logits=f32(-0.5, 0.0),
+        previous_token_ids=i32(8, -1),
+    ),
+    CANDIDATES_NOW,
+    CANDIDATES_BEFORE,
+    {"previous_token_ids": i32(), "intros": (replace(INTRO, num_decided_tokens=0),)},
+)  # fmt: skip
+
+DECISIONS_NOW = "98a96465636973696f6e7301a973616d706c65722d3107c4080400000005000000c4080300000001000000c4080a000000ffffffffc4020001"
+DECISIONS = Golden(StepDecisions("sampler-1", 7, i32(4, 5), i32(3, 1), token_ids=i32(10, -1), is_finished=np.array([0, 1], np.uint8)), DECISIONS_NOW)
+
+TOKEN_NOW = (
+    "9da5746f6b656e01a57265712d31032aa2c3a909089194a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff4000000000000a473746f70a20a0a94a26e6fcd0190"
+    "a473746f70a362616494a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff4000000000000"
+)
+TOKEN = Golden(
+    TokenEvent(
+        "req-1", 3, 42, "é", num_prompt_tokens=9, num_cached_tokens=8, logprobs=(LOGPROB,), finish_reason="stop", stop_reason="\n\n",
+        error=RequestError("no", 400, "stop", "bad"), withheld=LOGPROB,
+    ),
+    TOKEN_NOW,
+)  # fmt: skip
+
+EVENTS_NOW = (
+    "93a66576656e74730192c4709da5746f6b656e01a57265712d31032aa2c3a909089194a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff4000000000000a47374"
+    "6f70a20a0a94a26e6fcd0190a473746f70a362616494a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff4000000000000c40100"
+)
+EVENTS = Golden(StepEvents((bytes.fromhex(TOKEN_NOW), b"\x00")), EVENTS_NOW)
+
+CONTROL_NOW = "96a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676174657761792d3203"
+CONTROL_BEFORE = "95a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676174657761792d32"
+CONTROL = Golden(Control("attach", ("req-1", "req-2"), "gateway-2", generation=3), CONTROL_NOW, CONTROL_BEFORE, {"generation": 0})
+
+REPLICA_NOW = (
+    "9da77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e696e67"
+    "cb400000000000000091a5616c696173a74c4f4144494e47"
+)
+REPLICA_BEFORE = (
+    "9ba77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e696e67"
+    "cb4000000000000000"
+)
+REPLICA = Golden(
+    Replica("compute", "compute-1", "host", 123, 1.5, "model", 4096, 0.25, {"running": 2.0}, aliases=("alias",), problem="LOADING"),
+    REPLICA_NOW,
+    REPLICA_BEFORE,
+    {"aliases": (), "problem": ""},
+)
+
+GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, REPLICA)
