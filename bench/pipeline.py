@@ -19,9 +19,11 @@ at most three times, and the quietest counts.
 
 import argparse
 import contextlib
+import fcntl
 import json
 import os
 import re
+import signal
 import socket
 import statistics
 import subprocess
@@ -77,10 +79,13 @@ class Served:
         try:
             yield
         finally:
-            for process in (self.launcher, *self.children):
-                process.resume()
+            self.revive()
         time.sleep(REVIVED_S)
         self._wait_ready()
+
+    def revive(self) -> None:
+        for process in (self.launcher, *self.children):
+            process.resume()
 
     def run(self, streams: int, num_out: int) -> dict[str, float]:
         """Seconds, TTFT, cores that others took, and totals of the run: compute's steps and their parts, Redis' counts, CPU seconds by process."""
@@ -133,6 +138,19 @@ def measure_pair(loop: Loop, served: Served, streams: int, *, is_served_first: b
     there = served.run(streams, OUTPUT_TOKENS) if is_served_first else None
     alone = run_alone(loop, served, streams)
     return compare(alone, there or served.run(streams, OUTPUT_TOKENS), streams)
+
+
+@contextlib.contextmanager
+def whole_machine() -> Iterator[None]:
+    """One such benchmark at a time; and nothing it has started outlives it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    with (Path(tempfile.gettempdir()) / "penstock-bench.lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another benchmark has the machine: waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def run_alone(loop: Loop, served: Served, streams: int) -> dict[str, float]:
@@ -226,7 +244,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none", help="of weights, on both sides (default: %(default)s)")
     parser.add_argument("--run-ahead", type=int, help="of the pipeline's compute; by default the product's")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
+    with whole_machine(), tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / args.shape
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True, stderr=subprocess.DEVNULL)
