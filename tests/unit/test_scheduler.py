@@ -265,7 +265,6 @@ def test_who_alone_may_run_is_given_a_place_and_memory() -> None:
         assert batch is not None and batch.sampled == [2]
 
 
-@pytest.mark.xfail(reason="BlockManager.match looks up foreseen tokens as well: what begins again may have to write into a block that is cached")
 def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
     """A sequence gives way, and begins again upon blocks that another has left, and that hold what it foresees; but decided is something else."""
     scheduler = make_scheduler("paged", run_ahead=3, num_blocks=8)
