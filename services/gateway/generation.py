@@ -42,7 +42,8 @@ class Generation:
         self.request_ids = record.request_ids
         self.positions = positions  # where the stream begins: all zero unless it is resumed
         self.is_resumed = generation > 0
-        self.subscription = pipeline.subscriptions.subscribe(record.response_id, dict(zip(self.request_ids, positions, strict=True)), generation)
+        by_request = dict(zip(self.request_ids, positions, strict=True))
+        self.subscription = pipeline.subscriptions.subscribe(record.response_id, by_request, generation, record.served_model)
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
         self._is_closed = False
 

@@ -19,7 +19,7 @@ from shared.messages import Control, RequestError, TokenEvent
 from shared.registry import broadcast
 from shared.streams import MESSAGE, log_key, reader_key, response_key
 from shared.telemetry import get_logger
-from shared.token_log import END, decode_entry, parse_log
+from shared.token_log import END, decode_entry, end_request, parse_log
 from shared.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
@@ -49,6 +49,7 @@ class Silence:
         self.client = client
         self.interval_s = interval_s
         self.backoff = Backoff()
+        self._gone: list[tuple[str, str]] = []  # models and requests whose ends are to be written
 
     async def run(self) -> None:
         """Until cancelled: look at once at what has a hole, and every interval at what is silent."""
@@ -100,6 +101,16 @@ class Silence:
                     unheard.add(subscription)
         for subscription in unheard:
             await self._attach_again(subscription)
+        if self._gone:
+            await self._end_gone()
+
+    async def _end_gone(self) -> None:
+        """Write the ends of what is gone: should it still be computed somewhere, it ends there too."""
+        async with self.client.pipeline(transaction=False) as pipe:
+            for model, request_id in self._gone:
+                end_request(pipe, model, request_id, None, error=GONE)
+            await pipe.execute()
+        self._gone.clear()
 
     async def _ask(self, chunk: list[tuple[Subscription, str]]) -> list[Any]:
         async with self.client.pipeline(transaction=False) as pipe:
@@ -117,8 +128,9 @@ class Silence:
         if look.generation > subscription.generation:
             self.subscriptions.hand_over(subscription)
             return False
-        if not look.has_log and not look.has_record:
+        if not look.has_record and not look.events:  # whoever computes it may die, and nobody would know that it was to be answered
             log.error("the request is gone from Redis", request_id=request_id)
+            self._gone += [(subscription.model, each) for each in sorted(subscription.unfinished)]
             subscription.fail(GONE)
             return False
         before = subscription.positions[request_id], request_id in subscription.unfinished

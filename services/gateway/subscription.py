@@ -22,8 +22,9 @@ class ResponseFailed(Exception):
 class Subscription:
     """The sequences of one response, each from its position on, for the reader of this generation."""
 
-    def __init__(self, response_id: str, positions: dict[str, int], generation: int) -> None:
+    def __init__(self, response_id: str, positions: dict[str, int], generation: int, model: str = "") -> None:
         self.response_id = response_id
+        self.model = model
         self.positions = positions  # by request id: of the last event that was taken
         self.generation = generation
         self.is_submitted = generation > 0  # from then on Redis must know of it

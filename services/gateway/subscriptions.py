@@ -64,9 +64,9 @@ class Subscriptions:
     def all(self) -> set[Subscription]:
         return set(self._by_request.values())
 
-    def subscribe(self, response_id: str, positions: dict[str, int], generation: int) -> Subscription:
+    def subscribe(self, response_id: str, positions: dict[str, int], generation: int, model: str) -> Subscription:
         """From now on the response's events go to this subscription; one of an older generation ends."""
-        subscription = Subscription(response_id, positions, generation)
+        subscription = Subscription(response_id, positions, generation, model)
         for request_id in positions:
             if (older := self._by_request.get(request_id)) is not None:
                 self.hand_over(older)

@@ -92,6 +92,20 @@ def test_a_flushed_redis_is_one_clear_error_for_queued_and_running(deployment: D
             assert stream.error["code"] == "request_lost", stream.lines
 
 
+def test_a_request_that_only_compute_remembers_is_one_clear_error_when_compute_is_gone(deployment: Deployment, own: Backstage) -> None:
+    """Redis was emptied before its first token: the log is whole, but neither record nor entry would bring the request back."""
+    start_gateways(deployment)
+    with streaming(deployment) as stream:
+        [request] = own.take()
+        own.client.flushall()
+        own.write(request, 1, 2)  # and then whoever computed it dies
+        stream.wait("1 2 ")
+        stream.wait_end()
+        assert stream.error["code"] == "request_lost", stream.lines
+    last = wait_until(lambda: (end := own.client.xrevrange(log_key(request.request_id), count=1)) and b"e" in end[0][1] and end[0], description="its log ends")
+    assert last[0] == b"2-1"
+
+
 def test_a_redis_that_refuses_writes_is_waited_out_and_shown(deployment: Deployment, own: Backstage) -> None:
     start_gateways(deployment)
     with begun(deployment, own, 1) as (stream, request):
