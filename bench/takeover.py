@@ -74,6 +74,7 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
     begun.wait()
     began = time.monotonic()
     undecided.add(rows, 1)
+    undecided.unsent()
     while undecided.rows:
         reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(TEND_EVERY_S * 1000))
         for _, entries in reply.items() if isinstance(reply, dict) else reply or []:

@@ -66,11 +66,14 @@ class Line:
             raise RedisTimeoutError(f"no reply for {LONGEST_REPLY_S:.0f} s")
         return False
 
-    def receive(self) -> list[Any]:
-        """The replies to all that was sent, as redis-py gives them; waits for them. Raises the first error among them once all are read."""
+    def receive(self, *, leave: int = 0) -> list[Any]:
+        """The replies to all that was sent but its last `leave` commands, as redis-py gives them; waits for them.
+
+        Raises the first error among them once all are read.
+        """
         replies: list[Any] = []
         first: ResponseError | None = None
-        while self._awaited:
+        while len(self._awaited) > leave:
             try:
                 reply = self._connection.read_response()
             except ResponseError as error:

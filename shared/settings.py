@@ -84,7 +84,10 @@ class EngineSettings(StageSettings):
     )
     reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
-    run_ahead: int = Field(1, ge=0, le=8, description="tokens of a sequence that may be computed upon before the log holds them; 0: wait for each")
+    run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed upon before the log holds them; 0: wait for each")
+    publish_interval_ms: float | None = Field(
+        None, ge=0, le=1000, description="tokens of shorter steps go out together, first and last ones at once; by default 50 where the model has all cores"
+    )
 
 
 class ComputeSettings(ModelSettings, EngineSettings):

@@ -7,6 +7,7 @@ A stage's `__main__` is its composition root:
     SamplerService(stage, …).run()
 """
 
+import gc
 import os
 import signal
 import socket
@@ -86,7 +87,8 @@ class Stage:
             signal.signal(number, lambda *_: self.stopping.set())
 
     def join(self) -> None:
-        """Enter the registry: from now on work may arrive."""
+        """Enter the registry: from now on work may arrive. What is loaded by now stays: the garbage collector need not look at it again and again."""
+        gc.freeze()
         self.transport.wait_until_up(self.settings.redis_timeout_s)
         self.turn()
         self.transport.persist(self._heartbeat.beat)

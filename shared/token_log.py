@@ -55,19 +55,24 @@ end
 
 # ARGV[1]: msgpack of [inflight key, [[log key, request id, position, event, is end], …], [[stream key, message], …]]. One packed argument,
 # because hundreds of commands a step cost the client more than the whole decision. Returns what was refused: [index from 1, what the log
-# holds at that position or as its end; nil: the log has lost what came before]. If anything was refused, no message is sent.
+# holds at that position or as its end; nil: the log has lost what came before]. What follows a refused entry in its log is refused with it, unseen:
+# it was computed upon that one. If anything was refused, no message is sent.
 WRITE_STEP = (
     _COMMON
     + f"""
 local inflight, entries, messages = unpack(cmsgpack.unpack(ARGV[1]))
-local refused = {{}}
+local refused, is_cut = {{}}, {{}}
 for i, entry in ipairs(entries) do
   local key, request, position, event, is_end = unpack(entry)
   local last, has_ended, payload = last_of(key)
-  if has_ended or last >= position then
+  if is_cut[key] then
+    refused[#refused + 1] = {{i, ''}}
+  elseif has_ended or last >= position then
+    is_cut[key] = true
     local found = redis.call('XRANGE', key, position .. '-0', position .. '-0')[1]
     refused[#refused + 1] = {{i, found and found[2][2] or payload}}
   elseif last < position - 1 then
+    is_cut[key] = true
     refused[#refused + 1] = {{i, false}}
   elseif is_end then
     write_end(key, position .. '-0', event, inflight, request)

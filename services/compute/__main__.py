@@ -13,7 +13,7 @@ def main() -> None:
     files = open_model(settings.model, settings.served_model_name, weights=True)
     engine = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len)
-    ComputeService(stage, settings, engine.scheduler, engine.runner).run()
+    ComputeService(stage, settings, engine).run()
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from shared.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
+SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
+
 
 @dataclass(frozen=True, slots=True)
 class Engine:
@@ -28,6 +30,7 @@ class Engine:
     scheduler: Scheduler
     runner: ModelRunner
     max_model_len: int  # the longest sequence that fits, prompt and output
+    publish_interval_s: float  # candidates of steps shorter than this go out together
 
 
 def choose_device(name: str) -> torch.device:
@@ -42,6 +45,13 @@ def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
     """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes bfloat16)."""
     wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16")
     return torch.float32 if wanted == "float32" else torch.bfloat16
+
+
+def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> float:
+    """Seconds. Where the other stages run on the model's own cores, what they do between two steps is time that the model loses."""
+    if settings.publish_interval_ms is not None:
+        return settings.publish_interval_ms / 1000
+    return SHARED_CORES_INTERVAL_S if device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
@@ -74,4 +84,4 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         "model loaded", model=files.name, device=device.type, dtype=str(dtype).removeprefix("torch."), threads=torch.get_num_threads(),
         kv_tokens=num_blocks * settings.block_size, max_model_len=longest,
     )  # fmt: skip
-    return Engine(scheduler, ModelRunner(model, kv_cache, device), longest)
+    return Engine(scheduler, ModelRunner(model, kv_cache, device), longest, choose_publish_interval(settings, device))

@@ -11,11 +11,10 @@ from dataclasses import asdict
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import CandidateRows, reduce
+from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
-from services.compute.model_runner import ModelRunner
-from services.compute.scheduling.scheduler import Scheduler
 from services.compute.step_meter import StepMeter
 from shared.messages import Control, RequestError
 from shared.settings import ComputeSettings
@@ -34,16 +33,16 @@ TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for 
 
 
 class ComputeService:
-    def __init__(self, stage: Stage, settings: ComputeSettings, scheduler: Scheduler, runner: ModelRunner) -> None:
+    def __init__(self, stage: Stage, settings: ComputeSettings, engine: Engine) -> None:
         assert stage.model is not None
         self.stage = stage
         self.settings = settings
         self.model = stage.model
-        self.scheduler = scheduler
-        self.runner = runner
+        self.scheduler = engine.scheduler
+        self.runner = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
-        self.exchange = Exchange(stage, prompts(stage.model), self.active)
-        self.admitter = Admitter(stage, scheduler, self.exchange, self.active, vocab_size=runner.vocab_size)
+        self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
+        self.admitter = Admitter(stage, self.scheduler, self.exchange, self.active, vocab_size=self.runner.vocab_size)
         self.meter = StepMeter()
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = 0.0
@@ -82,9 +81,9 @@ class ComputeService:
         sequences = [self.scheduler.get(handle) for handle in batch.sampled]
         if sequences:
             rows = reduce(logits, sequences)
-            self.foresee(rows)
+            is_urgent = self.foresee(rows)
             self.meter.lap("reduce")
-            self.exchange.send(rows)
+            self.exchange.send(rows, is_urgent=is_urgent)
             for handle, reason in rows.failures.items():
                 self.cancel(self.active[handle], RequestError(reason))
             self.meter.lap("publish")
@@ -92,13 +91,16 @@ class ComputeService:
         self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, seconds)
         self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
 
-    def foresee(self, rows: CandidateRows) -> None:
-        """Append the tokens that the sampler will decide. After one that ends its sequence nothing is computed."""
+    def foresee(self, rows: CandidateRows) -> bool:
+        """Append the tokens that the sampler will decide. After one that ends its sequence nothing is computed. Returns whether one begins or ends."""
+        is_urgent = False
         for handle, token_id in zip(rows.handles.tolist(), rows.chosen.tolist(), strict=True):
             sequence = self.scheduler.get(handle)
             self.scheduler.append(sequence, token_id, is_decided=False)
             is_last = sequence.num_output_tokens >= (sequence.params.max_tokens or 1)
             sequence.is_ending = is_last or token_id in sequence.eos_token_ids or token_id in sequence.params.stop_token_ids
+            is_urgent |= sequence.is_ending or sequence.num_output_tokens == 1
+        return is_urgent
 
     def receive(self, *, wait_s: float = 0.0) -> None:
         """Take in what has come; with wait_s, once something has, or after that time."""

@@ -7,7 +7,7 @@ ahead: a row says which token it was computed upon, and is passed over if the lo
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -54,6 +54,11 @@ class Decided:
     error: RequestError | None = None  # with which the request ends now
 
     @property
+    def is_over(self) -> bool:
+        """Whether nothing follows it in its sequence."""
+        return self.state is None or self.error is not None or self.state.is_finished
+
+    @property
     def outcome(self) -> TokenEvent | None:
         return self.entry.event if self.entry is not None else self.event
 
@@ -94,9 +99,10 @@ class SamplerService:
         self.stage.transport.run(lambda pipe: pipe.delete(self.reader.stream.key))
 
     def read(self) -> list[StepCandidates]:
-        """The steps that have come; waits for the first. A read stands while they are answered, so that what comes meanwhile is there at once."""
+        """The steps that have come; waits for the first."""
         try:
-            self.ask()
+            if not self.news.num_awaited:
+                self.news.send(self.ask)
             if not self.news.has_reply(BLOCK_MS / 1000):
                 return []
             reply = self.news.receive()[-1]
@@ -109,17 +115,25 @@ class SamplerService:
             self.obey(message)
         return self.reader.take(reply)
 
-    def ask(self) -> None:
-        """Leave a read standing, and now and then drop what was answered."""
-        if self.news.num_awaited:
-            return
-        last_ids = {self.reader.stream.key: self.reader.last_id, CONTROL.key: self.control.last_id}
+    def ask(self, pipe: Pipeline) -> None:
+        """Leave a read standing."""
+        pipe.xread({self.reader.stream.key: self.reader.last_id, CONTROL.key: self.control.last_id}, block=BLOCK_MS)
 
-        def fill(pipe: Pipeline) -> None:
-            self.reader.trim_now_and_then(pipe)
-            pipe.xread(last_ids, block=BLOCK_MS)
+    def write_and_ask(self, fill: Callable[[Pipeline], None]) -> list[Any]:
+        """The replies to what `fill` queues. The next read goes with it, in one packet, if none stands."""
+        if not self.news.num_awaited:
 
-        self.news.send(fill)
+            def fill_both(pipe: Pipeline) -> None:
+                fill(pipe)
+                self.reader.trim_now_and_then(pipe)
+                self.ask(pipe)
+
+            try:
+                self.news.send(fill_both)
+                return self.news.receive(leave=1)
+            except (RedisError, OSError):
+                self.news.close()  # nobody knows what was written: all of it again, with patience
+        return self.stage.transport.run(fill)
 
     def answer(self, step: StepCandidates) -> None:
         """Decide the step's rows and write them: log, events, decisions. What nobody can answer becomes a dead letter."""
@@ -128,7 +142,7 @@ class SamplerService:
                 decided = self.write(part, self.decide(part))
                 self.num_tokens += len(decided)
                 for row in decided:
-                    if row.state is None or row.error is not None or row.state.is_finished:
+                    if row.is_over:
                         self.states.pop((step.compute_id, row.handle), None)
         except (RedisError, OSError, Recoverable):
             raise
@@ -194,21 +208,18 @@ class SamplerService:
         return self.stage.transport.run(ask)
 
     def decide(self, step: StepCandidates) -> list[Decided]:
-        """Each row's next token: the draw for all rows at once, then text and stop strings row by row."""
-        known = [self.states.get((step.compute_id, handle)) for handle in step.handles.tolist()]
-        positions = step.positions.tolist()
-        self.catch_up([state for state, position in zip(known, positions, strict=True) if state is not None and position > state.position + 1])
-        temperatures = np.array([0.0 if state is None else state.intro.params.temperature for state in known])
-        seeds = np.array([0 if state is None else state.intro.params.seed for state in known], np.uint64)
-        logits = pad(step.logits, step.counts, -np.inf)
-        columns = np.zeros(len(known), np.int64)
-        if step.kept_mass.any():
-            columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
-        token_ids = pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids).tolist()
-        chosen_logits = pick(columns, step.counts, logits, step.tail_token_ids, step.tail_logits).tolist()
+        """Each row's next token: the draw for all rows at once, then text and stop strings row by row, of a sequence in the order of its positions."""
+        handles, positions = step.handles.tolist(), step.positions.tolist()
+        known = [self.states.get((step.compute_id, handle)) for handle in handles]
+        firsts = {id(state): (state, position) for state, position in zip(reversed(known), reversed(positions), strict=True) if state is not None}
+        self.catch_up([state for state, position in firsts.values() if position > state.position + 1])
+        token_ids, logits = self.draw(step, known)
         previous = step.previous_token_ids.tolist() or [None] * len(positions)
-        decided = []
-        for row, (handle, position, state) in enumerate(zip(step.handles.tolist(), positions, known, strict=True)):
+        decided: list[Decided] = []
+        over = set[int]()  # nothing follows what ends a sequence
+        for row, (handle, position, state) in enumerate(zip(handles, positions, known, strict=True)):
+            if handle in over:
+                continue
             if state is None:
                 decided.append(Decided(handle, position, None, code=UNKNOWN))
             elif state.lost:
@@ -216,10 +227,23 @@ class SamplerService:
             elif position <= state.position or state.is_finished:
                 decided.append(self.logged(state, handle, position))
             elif position == state.position + 1 and (previous[row] is None or previous[row] == state.last_token_id):
-                decided.append(self.append(step, row, state, token_ids[row], chosen_logits[row]))
+                decided.append(self.append(step, row, state, token_ids[row], logits[row]))
             else:
                 log.info("passed over, computed upon other tokens than the log's", request_id=state.intro.request_id, position=position)
+                continue
+            if decided[-1].is_over:
+                over.add(handle)
         return decided
+
+    def draw(self, step: StepCandidates, known: list[RequestState | None]) -> tuple[list[int], list[float]]:
+        """The token of each row and its logit; `known` are the rows' requests."""
+        logits, columns = pad(step.logits, step.counts, -np.inf), np.zeros(len(known), np.int64)
+        if step.kept_mass.any():
+            temperatures = np.array([0.0 if state is None else state.intro.params.temperature for state in known])
+            seeds = np.array([0 if state is None else state.intro.params.seed for state in known], np.uint64)
+            columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
+        token_ids = pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids)
+        return token_ids.tolist(), pick(columns, step.counts, logits, step.tail_token_ids, step.tail_logits).tolist()
 
     def append(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> Decided:
         """The state one token on. What goes wrong in a request's text is that request's error alone."""
@@ -251,14 +275,23 @@ class SamplerService:
         return Decided(handle, position, state, event=last)
 
     def write(self, step: StepCandidates, decided: list[Decided]) -> list[Decided]:
-        """One round trip. If a position was decided elsewhere meanwhile, take over what the log holds, and send that."""
-        entries = [row.entry for row in decided if row.entry is not None]
-        refused = self._send(step, decided, entries)
+        """One round trip. If a position was decided elsewhere meanwhile, take over what the log holds, send that, and decide anew what comes after it."""
+        new = [row for row in decided if row.entry is not None]
+        refused = self._send(step, decided, [row.entry for row in new if row.entry is not None])
         if not refused:
             return decided
-        held = {entries[index - 1].event.request_id: payload for index, payload in refused}
-        settled = [self.settle(row, held[row.entry.event.request_id]) if row.entry and row.entry.event.request_id in held else row for row in decided]
+        held = {(new[index - 1].handle, new[index - 1].position): payload for index, payload in refused}
+        cut = {key for key, payload in held.items() if payload == b""}
+        settled = [
+            self.settle(row, held[key]) if (key := (row.handle, row.position)) in held else row for row in decided if (row.handle, row.position) not in cut
+        ]
         self._send(step, settled, [])
+        for state in {id(row.state): row.state for row in new if (row.handle, row.position) in cut and row.state is not None}.values():
+            self.renew(state)
+        over = {row.handle for row in settled if row.state is None or row.error is not None}
+        keys = zip(step.handles.tolist(), step.positions.tolist(), strict=True)
+        for part in select(step, [index for index, key in enumerate(keys) if key in cut and key[0] not in over]):
+            settled += self.write(part, self.decide(part))
         return settled
 
     def settle(self, row: Decided, payload: bytes | None) -> Decided:
@@ -277,13 +310,17 @@ class SamplerService:
         log.info("decided elsewhere", request_id=request_id, position=row.position)
         if logged.token_id is None or logged.position != row.position:  # the request has ended: cancelled, or failed
             return replace(row, entry=None, state=None)
-        state = RequestState.begin(row.state.intro, self.tokenizer, time.monotonic())
-        state.gateway_id = row.state.gateway_id
+        return replace(row, entry=None, state=self.renew(row.state), event=logged)
+
+    def renew(self, known: RequestState) -> RequestState:
+        """The state as the log has it, in place of one that has gone another way."""
+        state = RequestState.begin(known.intro, self.tokenizer, time.monotonic())
+        state.gateway_id = known.gateway_id
         self.catch_up([state])
-        for key, known in list(self.states.items()):
-            if known is row.state:
+        for key, each in list(self.states.items()):
+            if each is known:
                 self.states[key] = state
-        return replace(row, entry=None, state=state, event=logged)
+        return state
 
     def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, bytes | None]]:
         messages: list[tuple[DirectStream, StepEvents | StepDecisions]] = []
@@ -299,13 +336,13 @@ class SamplerService:
         messages.append((decisions(step.compute_id), self.decisions(step, decided)))
 
         def fill(pipe: Pipeline) -> None:
+            write_step(pipe, self.model, entries, messages)
             for row in decided:
                 if row.error is not None and row.state is not None:
                     intro = row.state.intro
                     end_request(pipe, self.model, intro.request_id, row.state.gateway_id, error=row.error, num_prompt_tokens=intro.num_prompt_tokens)
-            write_step(pipe, self.model, entries, messages)
 
-        refused: list[tuple[int, bytes | None]] = self.stage.transport.run(fill)[-1]
+        refused: list[tuple[int, bytes | None]] = self.write_and_ask(fill)[0]
         return refused
 
     def decisions(self, step: StepCandidates, decided: list[Decided]) -> StepDecisions:

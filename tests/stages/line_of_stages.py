@@ -108,7 +108,7 @@ class LineOfStages:
         for stage in stages:
             stage.live = Registry(tuple(replica(each.name, each.replica_id) for each in stages))
         self.tokenizer = TokenizerService(stages[0], tokenizer, Encoder(text_tokenizer(), FILES), FILES.max_model_len)
-        self.compute = ComputeService(stages[1], compute, engine.scheduler, engine.runner)
+        self.compute = ComputeService(stages[1], compute, engine)
         self.sampler = SamplerService(stages[2], sampler, sampler_tokenizer())
 
     def _stage(self, name: str, settings: StageSettings, engine: Engine | None = None) -> LocalStage:

@@ -42,6 +42,12 @@ def rows_of(*keys: tuple[int, int]) -> CandidateRows:
     )  # fmt: skip
 
 
+def ask(undecided: Undecided, rows: CandidateRows, step: int) -> None:
+    """A step's rows, sent at once."""
+    undecided.add(rows, step)
+    assert undecided.unsent() is not None
+
+
 def decision(handle: int, position: int, token_id: int = 5) -> Decision:
     return Decision(handle, position, token_id, False)
 
@@ -99,7 +105,7 @@ def test_what_was_cut_off_is_not_waited_for_and_what_came_early_for_it_is_droppe
 
 def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_speaks(clock: Clock) -> None:
     undecided, asked = Undecided(), []
-    undecided.add(rows_of((1, 1)), 1)
+    ask(undecided, rows_of((1, 1)), 1)
     began = clock.now
     while clock.now < began + 100:
         clock.now += 0.5
@@ -116,7 +122,7 @@ def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_spe
 def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
     """A Redis that is away for long, or samplers that come and go, have rows sent again and again: that is nobody's silence."""
     undecided = Undecided()
-    undecided.add(rows_of((1, 1)), 1)
+    ask(undecided, rows_of((1, 1)), 1)
     for _ in range(10 * MAX_SILENCES):
         undecided.of([1])
     assert undecided.given_up() == []
@@ -131,10 +137,10 @@ def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
 def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(clock: Clock) -> None:
     """Others of its sequences go on, so it is never silent; yet this row will not come by itself."""
     undecided = Undecided()
-    undecided.add(rows_of((1, 1)), 1)
+    ask(undecided, rows_of((1, 1)), 1)
     began, asked_at = clock.now, 0.0
     for step in range(2, 200):
-        undecided.add(rows_of((2, step)), step)
+        ask(undecided, rows_of((2, step)), step)
         clock.now += 0.5
         undecided.heard("sampler-1")
         undecided.settle(step, [decision(2, step)])
@@ -150,12 +156,12 @@ def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(clock: Clock) -> 
 class Peer:
     """An Exchange with some sequences, seen from its samplers."""
 
-    def __init__(self, url: str, through: str = "") -> None:
+    def __init__(self, url: str, through: str = "", **options: Any) -> None:
         self.client = redis.Redis.from_url(url)
         self.client.flushall()
         self.stage = LocalStage("compute", StageSettings(redis_url=url, replica_id="compute-1"), url=through)
         self.active: dict[int, ActiveRequest] = {}
-        self.exchange = Exchange(self.stage, prompts(MODEL), self.active)
+        self.exchange = Exchange(self.stage, prompts(MODEL), self.active, **options)
         self.exchange.start()
         self.seen: dict[str, bytes] = {}
 
@@ -197,6 +203,12 @@ class Peer:
         """A round trip of every line."""
         for _ in range(3):
             self.exchange.collect(0, wait_s=0.05)
+
+    def asked_soon(self, sampler: str) -> list[StepCandidates]:
+        """What it has been sent, without waiting for anything more to be."""
+        if self.exchange._out.num_awaited:
+            self.exchange._confirm()
+        return self.asked(sampler)
 
     def asked_after_a_while(self, sampler: str) -> list[StepCandidates]:
         self.settle_down()
@@ -249,8 +261,8 @@ def test_a_sampler_that_does_not_know_a_sequence_is_told_at_once(peer: Peer) -> 
     peer.decide("sampler-1", first.step, (1, 1, -2), (2, 1, 5))
     assert peer.collect(1) == [(2, 1, 5)]
     again = wait_until(lambda: peer.asked_after_a_while("sampler-1"), description="it is told")
-    assert keys_of(again) == [[(1, 1)], [(1, 2)]]
-    assert [[intro.handle for intro in each.intros] for each in again] == [[1], []]
+    assert keys_of(again) == [[(1, 1), (1, 2)]]
+    assert [intro.handle for intro in again[0].intros] == [1] and again[0].step > first.step
     peer.decide("sampler-1", first.step - 10, (1, 7, -2))
     peer.settle_down()
     assert peer.asked("sampler-1") == [], "a position that nobody waits for"
@@ -271,14 +283,14 @@ def test_sequences_move_with_all_that_is_undecided_when_samplers_come_and_go(pee
     peer.live("sampler-1")
     peer.tend()
     peer.settle_down()
-    moved = peer.asked("sampler-1")
-    assert keys_of(moved) == [[(handle, position) for handle in own["sampler-2"]] for position in (1, 2, 3)]
-    assert [intro.handle for intro in moved[0].intros] == own["sampler-2"] and [each.step for each in moved] == sorted(each.step for each in moved)
+    (moved,) = peer.asked("sampler-1")
+    assert keys_of([moved]) == [[(handle, position) for position in (1, 2, 3) for handle in own["sampler-2"]]]
+    assert [intro.handle for intro in moved.intros] == own["sampler-2"]
 
     peer.live(*both)
     peer.tend()
     peer.settle_down()
-    assert keys_of(peer.asked("sampler-2")) == [[(handle, position) for handle in own["sampler-2"]] for position in (1, 2, 3)]
+    assert keys_of(peer.asked("sampler-2")) == [[(handle, position) for position in (1, 2, 3) for handle in own["sampler-2"]]]
     peer.exchange.send(rows_of(*((handle, 4) for handle in handles)))
     peer.settle_down()
     (to_first,) = peer.asked("sampler-1")
@@ -295,7 +307,62 @@ def test_with_no_sampler_alive_rows_wait_and_go_to_the_first_that_comes(peer: Pe
     peer.live("sampler-1")
     assert peer.tend() == []
     peer.settle_down()
-    assert keys_of(peer.asked("sampler-1")) == [[(1, 1)], [(1, 2)]]
+    assert keys_of(peer.asked("sampler-1")) == [[(1, 1), (1, 2)]]
+
+
+def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    peer = Peer(url, publish_interval_s=60.0, max_held=3)
+    peer.live("sampler-1")
+    peer.add(1, 2)
+    peer.exchange.send(rows_of((1, 1), (2, 1)))
+    assert keys_of(peer.asked_soon("sampler-1")) == [[(1, 1), (2, 1)]], "urgent: at once"
+    peer.exchange.send(rows_of((1, 2), (2, 2)), is_urgent=False)
+    peer.exchange.send(rows_of((1, 3)), is_urgent=False)
+    assert peer.asked_soon("sampler-1") == []
+    peer.exchange.send(rows_of((1, 4), (2, 3)), is_urgent=False)
+    assert keys_of(peer.asked_soon("sampler-1")) == [[(1, 2), (2, 2), (1, 3), (2, 3), (1, 4)]], "as many steps as may be held"
+    peer.exchange.send(rows_of((1, 5), (2, 4)), is_urgent=False)
+    peer.exchange.send(rows_of((1, 6), (2, 5)))
+    (both,) = peer.asked_soon("sampler-1")
+    assert keys_of([both]) == [[(2, 4), (1, 5), (2, 5), (1, 6)]], "with what is urgent"
+    peer.decide("sampler-1", both.step, *((handle, position, 5) for handle, last in ((1, 6), (2, 5)) for position in range(1, last + 1)))
+    assert len(peer.collect(11)) == 11 and not peer.exchange.undecided.rows
+    peer.exchange.send(rows_of((1, 7)), is_urgent=False)
+    assert keys_of(peer.asked_after_a_while("sampler-1")) == [[(1, 7)]], "compute waits, and so does nothing else"
+
+
+def test_held_rows_are_dropped_with_what_they_were_computed_upon(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    peer = Peer(url, publish_interval_s=60.0, max_held=9)
+    peer.live("sampler-1")
+    peer.add(1, 2, 3)
+    peer.exchange.send(rows_of((1, 1), (2, 1), (3, 1)))
+    peer.asked_soon("sampler-1")
+    for position in (2, 3, 4):
+        peer.exchange.send(rows_of((1, position), (2, position), (3, position)), is_urgent=False)
+    peer.exchange.undecided.forget(1, after_position=2)  # decided otherwise: computed anew from there
+    peer.exchange.undecided.forget(2)
+    anew = rows_of((1, 3))
+    anew.token_ids[:] = 77
+    peer.exchange.send(anew)
+    (message,) = peer.asked_soon("sampler-1")
+    assert keys_of([message]) == [[(1, 2), (3, 2), (1, 3), (3, 3), (3, 4)]] and message.token_ids.tolist() == [5, 5, 77, 5, 5]
+
+
+def test_held_rows_wait_for_nothing_but_the_interval(url: str) -> None:
+    peer = Peer(url, publish_interval_s=0.05, max_held=1000)
+    peer.live("sampler-1")
+    peer.add(1)
+    peer.exchange.send(rows_of((1, 1)))
+    assert len(peer.asked_soon("sampler-1")) == 1
+    peer.exchange.send(rows_of((1, 2)), is_urgent=False)
+
+    def has_come() -> bool:
+        peer.exchange.collect(0)  # as every step does, whether it has rows or not
+        return keys_of(peer.asked("sampler-1")) == [[(1, 2)]]
+
+    wait_until(has_come, description="the row goes out, though no other follows it")
 
 
 def test_a_redis_that_is_away_for_long_fails_nobody(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,6 +35,8 @@ class Bench:
         settings = SamplerSettings(redis_url=proxy.url, replica_id="sampler-1")
         self.service = SamplerService(LocalStage("sampler", settings), settings, sampler_tokenizer())
         self.service.stage.transport.run(lambda pipe: pipe.ping())  # connected: what is counted from here on is the sampler's own
+        self.service.news.send(lambda pipe: pipe.ping())
+        self.service.news.receive()
         self.step = 0
 
     def answer(self, *rows: tuple[int, int, int, int], intros: tuple[SequenceIntro, ...] = ()) -> dict[tuple[int, int], tuple[int, int]]:
@@ -71,6 +73,18 @@ class Bench:
 
 def intro(handle: int, params: SamplingParams = PARAMS, eos: tuple[int, ...] = (), num_decided: int = 0) -> SequenceIntro:
     return SequenceIntro(handle, f"r{handle}.0", "gateway-1", params, eos, 2, ids(40, 41), num_decided_tokens=num_decided)
+
+
+def break_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on the text of one token can't be made."""
+    add = Detokenizer.add
+
+    def fragile(detokenizer: Detokenizer, token_id: int) -> str:
+        if token_id == BREAKS:
+            raise RuntimeError("no such text")
+        return add(detokenizer, token_id)
+
+    monkeypatch.setattr(Detokenizer, "add", fragile)
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +146,41 @@ def test_what_another_sampler_decided_meanwhile_is_taken_over(bench: Bench) -> N
     assert bench.answer((1, 3, 302, 444)) == {(1, 3): (302, 0)}
 
 
+def test_rows_of_several_steps_are_decided_in_order_with_one_write(bench: Bench) -> None:
+    told = bench.answer((1, 1, 300, -1), (2, 1, 400, -1), (1, 2, 301, 300), (2, 2, 401, 400), (1, 3, 302, 301), intros=(intro(1), intro(2)))
+    assert told == {(1, 1): (300, 0), (2, 1): (400, 0), (1, 2): (301, 0), (2, 2): (401, 0), (1, 3): (302, 0)}
+    assert [event.token_id for event in bench.log(1)] == [300, 301, 302] and bench.proxy.num_writes == 2, "a read of the logs, and one write"
+    (packed,) = (decode(StepEvents, values[MESSAGE]).events for _, values in bench.client.xrange(events("gateway-1").key))
+    assert [(event.request_id, event.position) for event in (decode(TokenEvent, each) for each in packed)] == [
+        ("r1.0", 1), ("r2.0", 1), ("r1.0", 2), ("r2.0", 2), ("r1.0", 3),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("ender", ["eos", "error", "length"])
+def test_nothing_is_decided_beyond_what_ends_a_sequence_in_the_same_message(ender: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    if ender == "error":
+        break_text(monkeypatch)
+    params = SamplingParams(max_tokens=2, temperature=0.0) if ender == "length" else PARAMS
+    token = {"eos": 7, "error": BREAKS, "length": 301}[ender]
+    told = bench.answer((1, 1, 300, -1), (1, 2, token, 300), (1, 3, 302, token), (2, 1, 400, -1), intros=(intro(1, params, eos=(7,)), intro(2)))
+    assert told == {(1, 1): (300, 0), (1, 2): (FAILED if ender == "error" else token, 1), (2, 1): (400, 0)}
+    assert [event.token_id for event in bench.log(1)] == ([300, None] if ender == "error" else [300, token])
+    assert [key for key in bench.service.states if key[1] == 1] == []
+
+
+@pytest.mark.parametrize("theirs", [301, 555])
+def test_what_follows_a_row_that_was_decided_elsewhere_is_decided_anew(theirs: int, bench: Bench) -> None:
+    """Another sampler has written position 2 meanwhile, the same token or another. What was computed upon the other is not to be."""
+    bench.answer((1, 1, 300, -1), (2, 1, 400, -1), intros=(intro(1), intro(2)))
+    bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", 2, theirs, "x"))}, id="2-0")
+    told = bench.answer((1, 2, 301, 300), (2, 2, 401, 400), (1, 3, 302, 301), (1, 4, 303, 302))
+    follows = {(1, 3): (302, 0), (1, 4): (303, 0)} if theirs == 301 else {}
+    assert told == {(1, 2): (theirs, 0), (2, 2): (401, 0)} | follows
+    assert [event.token_id for event in bench.log(1)] == [300, theirs] + ([302, 303] if theirs == 301 else [])
+    position = len(bench.log(1)) + 1
+    assert bench.answer((1, position, 310, bench.log(1)[-1].token_id or 0)) == {(1, position): (310, 0)}, "and it goes on"
+
+
 @pytest.mark.parametrize("is_introduced_again", [False, True])
 def test_the_surplus_rows_of_a_sequence_that_has_ended_change_nothing(is_introduced_again: bool, bench: Bench) -> None:
     assert bench.answer((1, 1, 300, -1), intros=(intro(1, SamplingParams(max_tokens=9, temperature=0.0, stop_token_ids=(300,))),)) == {(1, 1): (300, 1)}
@@ -174,14 +223,7 @@ def test_a_log_with_fewer_tokens_than_compute_was_told_is_one_error_at_once(benc
 
 
 def test_a_text_that_can_not_be_made_is_its_requests_error_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    add = Detokenizer.add
-
-    def fragile(detokenizer: Detokenizer, token_id: int) -> str:
-        if token_id == BREAKS:
-            raise RuntimeError("no such text")
-        return add(detokenizer, token_id)
-
-    monkeypatch.setattr(Detokenizer, "add", fragile)
+    break_text(monkeypatch)
     told = bench.answer((1, 1, 300, -1), (2, 1, BREAKS, -1), (3, 1, 302, -1), intros=(intro(1), intro(2), intro(3)))
     assert told == {(1, 1): (300, 0), (2, 1): (FAILED, 1), (3, 1): (302, 0)}
     assert bench.errors() == ["the text of the answer could not be made: no such text"]

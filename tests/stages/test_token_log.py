@@ -117,19 +117,23 @@ class Interleaving(RuleBasedStateMachine):
 
     @rule(one=sent, other=sent)
     def decide_two(self, one: TokenEvent, other: TokenEvent) -> None:
-        if one.request_id != other.request_id:
-            self.expect(one, other)
+        self.expect(one, other)
 
     def expect(self, *wanted: TokenEvent) -> None:
         told = self.client.xlen(decisions("compute-1").key)
-        expected = []
+        expected: list[Any] = []
+        cut = set[str]()
         for index, event in enumerate(wanted, 1):
             log, position = self.model.logs.get(event.request_id, []), self.model.position(event.request_id)
-            if self.model.has_ended(event.request_id) or position >= event.position:
+            if event.request_id in cut:
+                expected.append([index, b""])
+            elif self.model.has_ended(event.request_id) or position >= event.position:
                 held = [each for each in log if each.position == event.position and each.token_id is not None] or log[-1:]
                 expected.append([index, encode(held[0])])
+                cut.add(event.request_id)
             elif position < event.position - 1:
                 expected.append([index, None])
+                cut.add(event.request_id)
             else:
                 self.model.put(event)
         assert write(self.client, *wanted) == expected
@@ -205,6 +209,14 @@ def test_one_refused_row_does_not_hold_up_the_logs_of_the_others(client: "redis.
     write(client, token("a.0", 1, 5))
     assert write(client, token("a.0", 1, 6), token("b.0", 1, 7)) == [[1, encode(token("a.0", 1, 5))]]
     assert [event.token_id for event in parse_log(client.xrange(log_key("b.0")))] == [7]
+
+
+def test_what_follows_a_refused_entry_is_refused_with_it(client: "redis.Redis") -> None:
+    """It was computed upon a token that the log does not hold."""
+    write(client, token("a.0", 1, 5))
+    refused = write(client, token("a.0", 1, 6), token("b.0", 1, 7), token("a.0", 2, 8), token("b.0", 2, 9))
+    assert refused == [[1, encode(token("a.0", 1, 5))], [3, b""]]
+    assert [[event.token_id for event in parse_log(client.xrange(log_key(each)))] for each in ("a.0", "b.0")] == [[5], [7, 9]]
 
 
 def test_an_end_after_tokens_stands_at_their_position(client: "redis.Redis") -> None:

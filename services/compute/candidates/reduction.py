@@ -9,7 +9,7 @@ A row that can't be reduced (its numbers are not finite, its edits fail) is a fa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,23 @@ class CandidateRows:
             tail_logits=self.tail_logits[rows],
             previous_token_ids=self.previous_token_ids[rows],
         )
+
+
+def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
+    """Some rows of some steps as one: those of each sequence in the order of their positions."""
+    first, indices = chosen[0]
+    if len(chosen) == 1 and len(indices) == len(first.handles):
+        return first
+    width = max(rows.token_ids.shape[1] for rows, _ in chosen)
+    order = np.argsort(np.concatenate([rows.positions[indices] for rows, indices in chosen]), kind="stable")
+
+    def stack(name: str) -> Any:
+        columns = [getattr(rows, name)[indices] for rows, indices in chosen]
+        if columns[0].ndim == 2:
+            columns = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in columns]
+        return np.concatenate(columns)[order]
+
+    return CandidateRows(**{each.name: stack(each.name) for each in fields(CandidateRows) if each.name != "failures"})
 
 
 def num_listed(params: SamplingParams, vocab_size: int) -> int:

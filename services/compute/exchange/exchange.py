@@ -1,8 +1,11 @@
 """Compute's side of the pipeline. Sending and collecting are apart, so that no step waits for a round trip.
 
-Three lines: on one, a step's candidates go out and ended requests are acknowledged; on another, a read stands that Redis answers as soon as
+Three lines: on one, candidates go out and ended requests are acknowledged; on another, a read stands that Redis answers as soon as
 there are decisions or control messages; on the third, one that it answers as soon as there are prompts. Whatever goes wrong with Redis is
 waited out, and what is undecided is then sent again: deciding is idempotent.
+
+The candidates of short steps go out together: each message costs Redis, sampler and gateway a wake-up, whose caches the model has emptied
+meanwhile, and on a CPU they all share the cores with the model.
 """
 
 import time
@@ -44,9 +47,12 @@ class Inbox:
 class Exchange:
     """Owns this replica's lines, its place in the prompts group, and what is undecided. `active`, by handle, is the service's."""
 
-    def __init__(self, stage: Stage, prompts: GroupStream, active: Mapping[int, ActiveRequest]) -> None:
+    def __init__(self, stage: Stage, prompts: GroupStream, active: Mapping[int, ActiveRequest], *, publish_interval_s: float = 0.0, max_held: int = 1) -> None:
+        """Candidates are held back until publish_interval_s have passed since the last, for max_held steps at most."""
         self.stage = stage
         self.active = active
+        self.publish_interval_s = publish_interval_s
+        self.max_held = max_held
         self.prompts = GroupReader(stage.transport, prompts, stage.replica_id)
         self.decisions = DirectReader(stage.transport, decisions(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
@@ -56,24 +62,33 @@ class Exchange:
         self._outgoing: list[tuple[str, StepCandidates]] = []  # to samplers, with the next write
         self._ended: dict[bytes, str] = {}  # entries to acknowledge with the next write, and their requests
         self._acknowledging: dict[bytes, str] = {}  # written, and not answered yet
-        self._step = time.time_ns() // 1000  # beyond any of an earlier life of this replica
+        self._step = time.time_ns() // 1000  # of the next message: beyond any of an earlier life of this replica
+        self._num_held = 0  # steps whose rows have not been sent
+        self._held_at = self._published_at = 0.0  # when the last step's rows came; when rows were last sent
         self._tended_at = self._warned_at = 0.0
 
     def start(self) -> None:
         self.prompts.ensure_group()
         self.control.start_at_end()
 
-    def send(self, rows: CandidateRows) -> None:
-        """A step's rows, each to the sampler of its sequence. Returns when they are written, not when they have arrived."""
-        self._step += 1
-        self._follow_samplers()  # before there are new rows: these would go out twice
+    def send(self, rows: CandidateRows, *, is_urgent: bool = True) -> None:
+        """A step's rows, each to the sampler of its sequence; if they are not urgent, perhaps with the next step's.
+
+        Returns when they are written, not when they have arrived.
+        """
+        now = time.monotonic()
+        step_s, self._held_at = now - self._held_at, now
         self.undecided.add(rows, self._step)
-        self._outgoing += self.samplers.address(rows, range(len(rows.handles)), self._step)
-        self._flush()
+        self._num_held += 1
+        if is_urgent or self._num_held >= self.max_held or now + step_s > self._published_at + self.publish_interval_s:
+            self._publish()
+            self._flush()
 
     def collect(self, room: int, *, wait_s: float = 0.0) -> Inbox:
         """What has come: decisions, control, and up to `room` prompts; if nothing has, waits up to wait_s for what is awaited."""
         inbox = Inbox()
+        if self._num_held and (wait_s or time.monotonic() > self._published_at + self.publish_interval_s):
+            self._publish()
         if self._ended or self._outgoing:
             self._flush()
         try:
@@ -166,10 +181,20 @@ class Exchange:
         self._send_again(moved)
 
     def _send_again(self, handles: list[int]) -> None:
-        """All that is undecided of some sequences, in the order of the steps, with their introductions."""
+        """All that is undecided of some sequences, with their introductions."""
         self.samplers.reintroduce(handles)
-        for step, (rows, indices) in self.undecided.of(handles).items():
-            self._outgoing += self.samplers.address(rows, indices, step)
+        self._address(self.undecided.of(handles))
+
+    def _publish(self) -> None:
+        """What was held back goes out with the next write."""
+        self._follow_samplers()
+        self._address(self.undecided.unsent())
+        self._num_held, self._published_at = 0, time.monotonic()
+
+    def _address(self, rows: CandidateRows | None) -> None:
+        if rows is not None:
+            self._outgoing += self.samplers.address(rows, self._step)
+            self._step += 1
 
     def _flush(self) -> None:
         """Write what is to go out. What was written before has been answered by now, or nearly."""

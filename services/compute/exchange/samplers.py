@@ -34,13 +34,12 @@ class Samplers:
             del self._forget[gone]
         return [handle for handle, active in self.active.items() if active.sampler_id is None]
 
-    def address(self, rows: CandidateRows, indices: Iterable[int], step: int) -> list[tuple[str, StepCandidates]]:
-        """One message per sampler with some rows of a step. While none is alive, none: `follow` tells when that ends."""
+    def address(self, rows: CandidateRows, step: int) -> list[tuple[str, StepCandidates]]:
+        """One message per sampler with its rows. While none is alive, none: `follow` tells when that ends."""
         by_sampler: dict[str, list[int]] = defaultdict(list)
         intros: dict[str, list[SequenceIntro]] = defaultdict(list)
-        handles = rows.handles.tolist()
-        for index in indices:
-            active = self.active[handles[index]]
+        for index, handle in enumerate(rows.handles.tolist()):
+            active = self.active[handle]
             if active.sampler_id is None:
                 active.sampler_id = choose_replica(active.request.request_id, self.live)
                 if active.sampler_id is None:

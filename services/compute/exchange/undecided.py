@@ -9,9 +9,10 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.compute.candidates.reduction import CandidateRows
+from services.compute.candidates.reduction import CandidateRows, gather
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 30.0
+NOT_ASKED = float("inf")
 MAX_SILENCES = 8  # that a row is sent into, to samplers that live and do not answer: some three minutes
 
 
@@ -31,8 +32,8 @@ class Row:
 
     rows: CandidateRows
     index: int
-    step: int  # with which it was first sent: decisions of earlier steps are not for it
-    asked_at: float = 0.0  # monotonic, s: when it was sent last
+    step: int  # of the message with which it is first sent: decisions of earlier ones are not for it
+    asked_at: float = NOT_ASKED  # monotonic, s: when it was sent last
     num_silences: int = 0
 
 
@@ -54,19 +55,25 @@ class Undecided:
         return sum(map(len, self.rows.values()))
 
     def add(self, rows: CandidateRows, step: int) -> None:
-        """A step's rows are on their way."""
-        now = time.monotonic()
+        """Rows that are to be sent with the message of that step."""
         for index, (handle, position) in enumerate(zip(rows.handles.tolist(), rows.positions.tolist(), strict=True)):
-            self.rows.setdefault(handle, {})[position] = Row(rows, index, step, now)
+            self.rows.setdefault(handle, {})[position] = Row(rows, index, step)
 
-    def of(self, handles: Iterable[int]) -> dict[int, tuple[CandidateRows, list[int]]]:
-        """The rows of some sequences by the step they belong to, in the order of the steps."""
-        found: dict[int, tuple[CandidateRows, list[int]]] = {}
-        for handle in handles:
-            for row in self.rows.get(handle, {}).values():
-                row.asked_at = time.monotonic()
-                found.setdefault(row.step, (row.rows, []))[1].append(row.index)
-        return dict(sorted(found.items()))
+    def unsent(self) -> CandidateRows | None:
+        """The rows that nobody has been asked for yet; from now on somebody has."""
+        return self._ask(row for rows in self.rows.values() for row in rows.values() if row.asked_at == NOT_ASKED)
+
+    def of(self, handles: Iterable[int]) -> CandidateRows | None:
+        """All rows of some sequences, to be asked for again."""
+        return self._ask(row for handle in handles for row in self.rows.get(handle, {}).values())
+
+    def _ask(self, chosen: Iterable[Row]) -> CandidateRows | None:
+        now = time.monotonic()
+        indices: dict[int, tuple[CandidateRows, list[int]]] = {}
+        for row in chosen:
+            row.asked_at = now
+            indices.setdefault(id(row.rows), (row.rows, []))[1].append(row.index)
+        return gather(list(indices.values())) if indices else None
 
     def forget(self, handle: int, after_position: int = 0) -> None:
         """The sequence has ended, or goes on otherwise after a position: nobody waits for these rows any more."""
