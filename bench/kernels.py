@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 from bench.model import read_bandwidth, stored_bytes
 from services.compute.backends.dispatch import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
+from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.reference import kv_row_size, write_kv
 from services.compute.host_memory import mapped_zeros
 from services.compute.tools.make_model import SHAPES, Shape
@@ -49,7 +50,7 @@ def measure_layers(shape: Shape, rows: list[int], rounds: int) -> float:
     for name, (n, k) in layers(shape).items():
         copies = max(1, min(8, COPIES_BYTES // (2 * n * k)))
         weights = [torch.randn(n, k).bfloat16() for _ in range(copies)]
-        native = {mode: [make_linear(weight, quantization=mode) for weight in weights] for mode in QUANTIZATIONS}
+        native = {mode: [make_linear(Dense(weight), torch.bfloat16, quantization=mode) for weight in weights] for mode in QUANTIZATIONS}
         for count in rows:
             x = torch.randn(count, k).bfloat16()
             seconds: dict[str, list[float]] = {}

@@ -24,6 +24,7 @@ import torch
 
 from services.compute.backends.cpu.linear import NativeLinear
 from services.compute.backends.dispatch import QUANTIZATIONS, Linear, make_linear
+from services.compute.backends.matrix import Dense
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.row_search import find_largest
 from services.compute.engine import build_engine
@@ -96,7 +97,7 @@ def read_bandwidth() -> float:
 
 def gemm_rate(mode: str) -> float:
     """Multiplications/s of one layer of 8192 x 2048 at 512 rows, the best of five."""
-    layer = make_linear(torch.randn(8192, 2048).bfloat16(), quantization=mode)
+    layer = make_linear(Dense(torch.randn(8192, 2048)), torch.bfloat16, quantization=mode)
     x = torch.randn(512, 2048).bfloat16()
     return max(512 * 8192 * 2048 / timed(lambda: layer(x)) for _ in range(5))
 

@@ -30,7 +30,8 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from services.compute.weights.loader import Checkpoint, load_weights
+from services.compute.weights.loader import load_weights
+from services.compute.weights.safetensors_source import SafetensorsSource
 from services.demo.train import IGNORED, conversation, read_exchanges
 from shared.model_files import DEMO_MODEL
 from shared.sampling_params import SamplingParams
@@ -108,17 +109,17 @@ def fp8(x: torch.Tensor) -> torch.Tensor:
 
 
 def four_bit(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: quantize_four_bit(x, kind, 64).dequantize().float()
+    return lambda x: quantize_four_bit(x, kind, 64).dequantize(torch.float32)
 
 
 def compare_formats() -> None:
-    checkpoint = Checkpoint(DEMO_MODEL, torch.float32, torch.device("cpu"))
+    source = SafetensorsSource(DEMO_MODEL, torch.float32, torch.device("cpu"))
     config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
     shape = (config.intermediate_size, config.hidden_size)
     weights = torch.cat(
-        [checkpoint.read(f"model.layers.{number}.mlp.{kind}_proj.weight", shape) for number in range(config.num_layers) for kind in ("gate", "up")]
+        [source.dense(f"model.layers.{number}.mlp.{kind}_proj.weight", shape) for number in range(config.num_layers) for kind in ("gate", "up")]
     )
-    checkpoint.close()
+    source.close()
     rows = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
     outliers = rows.clone()
     outliers[:, :8] *= 60

@@ -9,6 +9,7 @@ import torch
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.library import load_library
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, TorchAttention
 from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, TorchLinear, TorchMlp
 from shared.errors import StartupError
@@ -35,11 +36,16 @@ def is_native(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype == torch.bfloat16 and load_library() is not None
 
 
-def make_linear(weight: torch.Tensor, bias: torch.Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False) -> Linear:
-    """A linear layer of weight [n, k] and bias [n]. With is_gated the first half of n is a gate, and the result silu(gate) * the other half.
+def make_linear(
+    matrix: Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False
+) -> Linear:
+    """A linear layer of a matrix [n, k] and bias [n] that computes in `dtype`. With is_gated the first half of n is a gate, and the result silu(gate) *
+    the other half.
 
-    quantization: of QUANTIZATIONS; group: inputs that share a scale, with four bits. Raises StartupError for a quantization that can't run here.
+    quantization: of QUANTIZATIONS, of what is not quantized already; group: inputs that share a scale, with four bits. Raises StartupError for a
+    quantization that can't run here.
     """
+    weight = matrix.dequantize(dtype)
     if is_native(weight.dtype, weight.device):
         n, k = weight.shape
         return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=bias is not None).pack(weight, bias)

@@ -58,7 +58,7 @@ class QuantizedTorchLinear(TorchLinear):
             codes, scales = quantize_weight(weight)
             weight = codes.double() * scales.double()[:, None]
         else:
-            weight = quantize_four_bit(weight, quantization, group).dequantize()
+            weight = quantize_four_bit(weight, quantization, group).dequantize(torch.float64)
         super().__init__(weight, bias, is_gated=is_gated)
 
     def multiply(self, x: Tensor) -> Tensor:

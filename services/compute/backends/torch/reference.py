@@ -3,10 +3,10 @@
 T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and dtypes are part of the contract.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
+
+from services.compute.backends.matrix import Grouped, concatenate
 
 Tensor = torch.Tensor
 
@@ -37,33 +37,13 @@ SLICE = 16_384  # rows of a weight that are quantized at once
 FOUR_BIT_TABLES = {"w4": tuple(range(-8, 8)), "nf4": tuple(round(127 * value) for value in NF4)}
 
 
-@dataclass(frozen=True, slots=True)
-class FourBitWeight:
-    """A weight [n, k] is about (table[codes] - zero) * scale, with one zero and one scale for each group of inputs of a column."""
-
-    codes: Tensor  # [n, k] uint8, below 16
-    table: Tensor  # [16] int8
-    scales: Tensor  # [n, ceil(k / group)] float16
-    zeros: Tensor | None  # [n, ceil(k / group)] int8
-    group: int
-
-    def dequantize(self) -> Tensor:
-        """Returns [n, k] float64."""
-        values = self.table.double()[self.codes.long()]
-        k = values.shape[1]
-        if self.zeros is not None:
-            values = values - self.zeros.double().repeat_interleave(self.group, 1)[:, :k]
-        return values * self.scales.double().repeat_interleave(self.group, 1)[:, :k]
-
-
-def quantize_four_bit(weight: Tensor, kind: str, group: int) -> FourBitWeight:
+def quantize_four_bit(weight: Tensor, kind: str, group: int) -> Grouped:
     """`w4`: 16 even steps from each group's smallest to its largest weight, with 0 on a step; `nf4`: NF4's values, rounded to int8, times the largest
     magnitude. weight: [n, k]."""
     if len(weight) > SLICE:  # in float32 it would take several times the weight's own memory
-        parts = [quantize_four_bit(part, kind, group) for part in torch.split(weight, SLICE)]
-        all_zeros = [part.zeros for part in parts if part.zeros is not None]
-        all_codes, all_scales = torch.cat([part.codes for part in parts]), torch.cat([part.scales for part in parts])
-        return FourBitWeight(all_codes, parts[0].table, all_scales, torch.cat(all_zeros) if all_zeros else None, group)
+        parts = concatenate([quantize_four_bit(part, kind, group) for part in torch.split(weight, SLICE)], weight.dtype)
+        assert isinstance(parts, Grouped)
+        return parts
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     table = torch.tensor(FOUR_BIT_TABLES[kind], dtype=torch.int8)
@@ -71,12 +51,12 @@ def quantize_four_bit(weight: Tensor, kind: str, group: int) -> FourBitWeight:
         scales = (groups.abs().amax(-1) / 127.0).clamp(min=1e-7).half()
         middles = (table[1:].float() + table[:-1].float()) / 2
         codes = torch.bucketize(groups / scales.float()[..., None], middles)
-        return FourBitWeight(codes.to(torch.uint8).view(n, -1)[:, :k], table, scales, None, group)
+        return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table)
     low, high = groups.amin(-1).clamp(max=0.0), groups.amax(-1).clamp(min=0.0)
     scales = ((high - low) / 15.0).clamp(min=1e-7).half()
     zeros = (-low / scales.float()).round().clamp(0, 15)
     codes = (groups / scales.float()[..., None]).round().add(zeros[..., None]).clamp(0, 15)
-    return FourBitWeight(codes.to(torch.uint8).view(n, -1)[:, :k], table, scales, (zeros - 8).to(torch.int8), group)
+    return Grouped(codes.to(torch.uint8).view(n, -1)[:, :k], scales, group, table, (zeros - 8).to(torch.int8))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
