@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shared.settings import ComputeSettings
 
-COMPUTE_DEFAULTS = {"dtype": "bfloat16", "num_threads": "1", "kv_cache_memory": "48MiB"}
+COMPUTE_DEFAULTS = {"dtype": "bfloat16", "num_threads": "1", "kv_cache_memory": "48MiB", "publish_interval_ms": "20"}
 
 
 @dataclass(frozen=True, slots=True)

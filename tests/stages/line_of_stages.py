@@ -101,7 +101,8 @@ class LineOfStages:
         tokenizer = TokenizerSettings(redis_url=self.redis_url, replica_id="tokenizer-1")
         sampler = SamplerSettings(redis_url=self.redis_url, replica_id="sampler-1", drain_s=0)
         compute = ComputeSettings(
-            redis_url=self.redis_url, replica_id="compute-1", dtype="bfloat16", kv_cache_memory="64MiB", num_threads=1, prefix_caching=False, max_num_seqs=8
+            redis_url=self.redis_url, replica_id="compute-1", dtype="bfloat16", kv_cache_memory="64MiB", num_threads=1, prefix_caching=False, max_num_seqs=8,
+            publish_interval_ms=10,
         )  # fmt: skip
         engine = build_engine(compute, FILES)
         stages = [self._stage("tokenizer", tokenizer), self._stage("compute", compute, engine), self._stage("sampler", sampler)]

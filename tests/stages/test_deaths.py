@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,22 @@ def answers(client: "redis.Redis", asked: list[TokenizedRequest]) -> list[Any]:
     return [[(event.token_id, event.text, event.finish_reason) for event in events(client, each)] for each in asked]
 
 
+def longest_pause(client: "redis.Redis", asked: list[TokenizedRequest]) -> float:
+    """Waits until all have ended. Returns the longest time, in seconds, in which one that had not ended got no token."""
+    heard_at, held = dict.fromkeys((each.request_id for each in asked), time.monotonic()), dict.fromkeys((each.request_id for each in asked), 0)
+    longest, deadline = 0.0, time.monotonic() + 90
+    while heard_at:
+        assert time.monotonic() < deadline, f"{len(heard_at)} have not ended"
+        for each in asked:
+            if each.request_id in heard_at and (log := events(client, each)) and len(log) > held[each.request_id]:
+                longest = max(longest, time.monotonic() - heard_at[each.request_id])
+                heard_at[each.request_id], held[each.request_id] = time.monotonic(), len(log)
+                if log[-1].finish_reason:
+                    del heard_at[each.request_id]
+        time.sleep(0.05)
+    return longest
+
+
 def num_tokens(client: "redis.Redis", asked: list[TokenizedRequest]) -> int:
     return sum(int(client.xlen(log_key(each.request_id))) for each in asked)
 
@@ -104,9 +121,11 @@ def undisturbed(deployment: Deployment, asked: list[TokenizedRequest]) -> list[A
 
 def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -> None:
     client = pool.redis()
-    bystanders, poison = [request("by", number, 12) for number in range(24)], request("poison", 1, 12, is_poison=True)
+    bystanders, poison = [request("by", number, 12) for number in range(64)], request("poison", 1, 12, is_poison=True)
     submit(client, [*bystanders[:11], poison, *bystanders[11:]])
+    pause = longest_pause(client, bystanders)
     wait_for_all(pool, [*bystanders, poison])
+    print(f"the longest that a bystander waited for a token: {pause:.1f} s")
     (error,) = events(client, poison)
     assert error.finish_reason == "error" and "died when it began this request, also alone" in error.error.message
     (letter,) = client.xrange(DEAD_LETTER)
