@@ -38,6 +38,7 @@ class GatewaySettings(StageSettings):
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
     max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body")
+    max_body_memory: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bodies that are received and read at once; beyond: 503")
     max_connections: int = Field(4096, gt=0, description="open connections; beyond: 503")
     header_timeout_s: float = Field(10.0, gt=0, description="for a request's headers to come; then the connection is closed")
     body_timeout_s: float = Field(60.0, gt=0, description="for a request's body to come; then: 408")

@@ -32,7 +32,7 @@ def build(settings: GatewaySettings) -> Context:
     metrics = Metrics(stage)
     admission = Admission(stage, client, settings, metrics)
     pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
-    return Context(settings, stage, client, BodyReader(settings.body_timeout_s), admission, pipeline, metrics)
+    return Context(settings, stage, client, BodyReader(settings.body_timeout_s, settings.max_body_memory), admission, pipeline, metrics)
 
 
 def main() -> None:

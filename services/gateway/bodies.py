@@ -22,8 +22,11 @@ PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s
 class BodyReader:
     """Owns the helper process; one body at a time is in it."""
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, max_bytes: int) -> None:
+        """max_bytes: of all bodies that are here at once."""
         self.timeout_s = timeout_s
+        self.max_bytes = max_bytes
+        self._held = 0
         self._helper: asyncio.subprocess.Process | None = None
         self._lock = asyncio.Lock()
 
@@ -39,13 +42,20 @@ class BodyReader:
             await helper.wait()
 
     async def read(self, request: Request, kind: str) -> Body:
-        """The request's body, checked. Raises Invalid (400, or 408 for one that takes too long to come)."""
+        """The request's body, checked. Raises Invalid (400, or 408 for one that takes too long to come), Rejected (503) while others take all memory."""
+        data = bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):
-                data = await request.body()
+                async for chunk in request.stream():
+                    data += chunk
+                    self._held += len(chunk)
+                    if self._held > self.max_bytes:
+                        raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
+            return parse(kind, bytes(data)) if len(data) <= INLINE_BYTES else await self._parse_long(kind, bytes(data))
         except TimeoutError:
             raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
-        return parse(kind, data) if len(data) <= INLINE_BYTES else await self._parse_long(kind, data)
+        finally:
+            self._held -= len(data)
 
     async def _parse_long(self, kind: str, data: bytes) -> Body:
         async with self._lock:

@@ -85,7 +85,7 @@ async def take_over(arena: Arena, exchange: Exchange, rng: random.Random) -> Out
         if first.done() or exchange.answer.response_id is None:
             break
         second = arena.load.exchange(exchange.spec, is_stream=True, known=exchange.known)
-        second.answer, second.journal = deepcopy(exchange.answer), exchange.journal
+        second.answer, second.journal, second.is_contended = deepcopy(exchange.answer), exchange.journal, True
         exchange.is_taken_over = True
         exchange.journal.note("another connection takes it over")
         before, first, exchange = first, asyncio.create_task(arena.load.finish(second)), second

@@ -65,6 +65,7 @@ class Exchange:
     may_be_cancelled: bool = False  # the client itself went away from a gateway that ran
     is_impatient: bool = False
     is_taken_over: bool = False  # someone else resumes it: this connection may end, and that is all
+    is_contended: bool = False  # it has taken over from another connection, whose own request may reach the gateways after this one's
     heard_at: float = 0.0
 
     async def run(self) -> Outcome:
@@ -72,6 +73,8 @@ class Exchange:
         self.is_impatient = self.rng.random() < 0.4
         try:
             for _ in range(MAX_ATTEMPTS):
+                if self.is_taken_over:
+                    return Outcome("ended", "taken over between two connections")
                 try:
                     await self.attempt()
                     break
@@ -180,7 +183,7 @@ class Exchange:
 
     def take_error(self, error: dict[str, Any]) -> None:
         words = f"{error.get('code') or ''} {error.get('message')}"
-        if "resum" in words.lower() and "resumed elsewhere" not in words.lower():
+        if "resum" in words.lower() and ("resumed elsewhere" not in words.lower() or (self.is_contended and not self.is_taken_over)):
             raise Again(f"told to resume: {words}")
         if "cancelled" in words and self.may_be_cancelled:
             self.start_over()

@@ -27,7 +27,7 @@ def impatient(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
     with running_redis(folder / "redis", redis_binary) as url:
         deployment, backstage = Deployment(url, folder), Backstage(url)
         try:
-            start_gateways(deployment, header_timeout_s=0.8, write_timeout_s=0.8, body_timeout_s=0.8, max_connections=8)
+            start_gateways(deployment, header_timeout_s=0.8, write_timeout_s=0.8, body_timeout_s=0.8, max_connections=8, max_body_memory=1 << 20)
             yield deployment, backstage
         finally:
             deployment.stop()
@@ -83,6 +83,24 @@ def test_a_body_that_does_not_come_is_408(impatient: tuple[Deployment, Backstage
         reply = read_response(sock)
         assert reply.startswith(b"HTTP/1.1 408") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
         assert sock.recv(1) == b""
+
+
+def test_bodies_that_are_half_here_can_not_take_all_memory(impatient: tuple[Deployment, Backstage]) -> None:
+    """With a bound of 1 MiB: a third body of 400 KiB is refused while two others are waited for, and welcome when they are gone."""
+    deployment, _ = impatient
+    body = json.dumps({"model": "m", "prompt": [1, "x"], "user": "x" * 400_000}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with connection(deployment) as one, connection(deployment) as other, connection(deployment) as third:
+        for sock in (one, other):
+            sock.sendall(head + body[:-1])
+        time.sleep(0.2)
+        third.sendall(head + body)
+        reply = read_response(third)
+        assert reply.startswith(b"HTTP/1.1 503") and b"retry-after: 1" in reply.lower()
+        assert all(read_response(sock).startswith(b"HTTP/1.1 408") for sock in (one, other))
+    with connection(deployment) as again:
+        again.sendall(head + body)
+        assert read_response(again).startswith(b"HTTP/1.1 400")
 
 
 def test_a_client_that_does_not_read_loses_its_connection_and_its_sequences(impatient: tuple[Deployment, Backstage]) -> None:
