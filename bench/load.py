@@ -1,6 +1,7 @@
 """A load generator: streams of completions, each on a plain socket of its own.
 
-What comes is kept as it is, and looked at when all is over: a client that parses every event in Python would take more of the cores than the gateway does.
+What comes is kept as it is, with the time at which it came, and looked at when all is over: a client that parses every event in Python would take
+more of the cores than the gateway does.
 """
 
 import asyncio
@@ -24,21 +25,28 @@ class Stream(asyncio.Protocol):
 
     def __init__(self, request: bytes) -> None:
         self.request = request
-        self.parts: list[bytes] = []
+        self.arrivals: list[tuple[float, bytes]] = []
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.sent_at = self.first_at = 0.0
+        self.sent_at = 0.0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.sent_at = time.perf_counter()
         transport.write(self.request)  # type: ignore[attr-defined]
 
     def data_received(self, data: bytes) -> None:
-        if not self.first_at and b"data:" in data:
-            self.first_at = time.perf_counter()
-        self.parts.append(data)
+        self.arrivals.append((time.perf_counter(), data))
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         self.ended.set_result(None)
+
+    @property
+    def received(self) -> bytes:
+        return b"".join(data for _, data in self.arrivals)
+
+    @property
+    def first_at(self) -> float:
+        """When its first event came."""
+        return next((at for at, data in self.arrivals if b"data:" in data), self.sent_at)
 
 
 def generate(port: int, model: str, prompts: list[list[int]], num_tokens: int) -> Load:
@@ -56,14 +64,20 @@ async def stream_all(port: int, model: str, prompts: list[list[int]], num_tokens
     await asyncio.gather(*(stream.ended for stream in streams))
     seconds, cpu = time.perf_counter() - started, time.process_time() - cpu
     for stream in streams:
-        check(b"".join(stream.parts), num_tokens)
+        check(stream.received, num_tokens)
     return Load(seconds, statistics.median(stream.first_at - stream.sent_at for stream in streams), cpu)
 
 
 def make_request(model: str, prompt: list[int], num_tokens: int) -> bytes:
-    body = json.dumps({"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-    return head.encode() + body
+    body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    return post("localhost", "/v1/completions", body)
+
+
+def post(host: str, path: str, body: dict[str, object]) -> bytes:
+    """The bytes of a request after whose answer the server closes the connection."""
+    packed = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\nContent-Length: {len(packed)}\r\nConnection: close\r\n\r\n"
+    return head.encode() + packed
 
 
 def check(received: bytes, num_tokens: int) -> None:

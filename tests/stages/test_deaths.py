@@ -137,7 +137,7 @@ def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -
 
 def test_five_deaths_in_a_row_cost_no_sequence_a_token(pool: Deployment) -> None:
     """Each time the successor has begun: what makes progress is nobody's poison, however often its replica dies."""
-    client, asked = pool.redis(), [request("kill", number, 160) for number in range(40)]
+    client, asked = pool.redis(), [request("kill", number, 160) for number in range(80)]
     submit(client, asked)
     for _ in range(NUM_KILLS):
         before = num_tokens(client, asked)
