@@ -17,10 +17,11 @@ from services.cli import main
 from services.compute.backends.cpu import library as library_module
 from services.compute.backends.cpu import reduction
 from services.compute.backends.cpu.attention import NativeAttention
-from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, pack_linear
+from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.backends.torch.reference import kv_row_size, read_kv, rms_norm, rotary, write_kv
+from services.compute.backends.torch.reference import kv_row_size, quantize_weight, read_kv, rms_norm, rotary, write_kv
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import Engine
@@ -40,13 +41,13 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def native(weight: torch.Tensor, bias: torch.Tensor | None, mode: str, *, group: int = 64, is_gated: bool = False) -> NativeLinear:
-    return NativeLinear(*weight.shape, quantization=mode, group=group, is_gated=is_gated, has_bias=bias is not None).pack(weight, bias)
+    return pack_linear(Dense(weight), bias, quantization=mode, group=group, is_gated=is_gated)
 
 
 def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, is_gated: bool = False) -> TorchLinear:
     """The reference, in float32 where the arithmetic is in floating point."""
     if mode != "none":
-        return QuantizedTorchLinear(weight, bias, quantization=mode, group=group, is_gated=is_gated)
+        return QuantizedTorchLinear(quantize_weight(weight, mode, group), bias, is_gated=is_gated)
     return TorchLinear(weight.float(), bias.float() if bias is not None else None, is_gated=is_gated)
 
 
@@ -265,7 +266,7 @@ def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: di
         with pytest.raises(StartupError, match="quantized already, without it"):
             Engine(tmp_path, dtype=torch.bfloat16, attention_output=True)
     config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"]["quantization"] = "w4" if quantization == "w8a8" else "w8a8"
+    config["intermediate_size"] += 64
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(StartupError, match="its parts have other shapes"):
         Engine(tmp_path, dtype=torch.bfloat16)

@@ -8,10 +8,11 @@ import torch
 
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.library import load_library
-from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
-from services.compute.backends.matrix import Matrix
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
+from services.compute.backends.matrix import Dense, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, TorchAttention
 from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.backends.torch.reference import quantize_weight
 from shared.errors import StartupError
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Heads",
     "Linear",
     "Mlp",
+    "is_kept",
     "is_native",
     "make_attention",
     "make_linear",
@@ -36,29 +38,28 @@ def is_native(dtype: torch.dtype, device: torch.device) -> bool:
     return device.type == "cpu" and dtype == torch.bfloat16 and load_library() is not None
 
 
+def is_kept(matrix: Matrix, dtype: torch.dtype) -> bool:
+    """Whether a layer that computes in `dtype` keeps the form in which the file holds its weights; else it is widened to `dtype`."""
+    return isinstance(matrix, Dense) or (is_native(dtype, matrix.device) and is_packable(matrix))
+
+
 def make_linear(
     matrix: Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False
 ) -> Linear:
     """A linear layer of a matrix [n, k] and bias [n] that computes in `dtype`. With is_gated the first half of n is a gate, and the result silu(gate) *
     the other half.
 
-    quantization: of QUANTIZATIONS, of what is not quantized already; group: inputs that share a scale, with four bits. Raises StartupError for a
-    quantization that can't run here.
+    quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not kept; group: inputs that share a scale, with four bits.
+    Raises StartupError for a quantization that can't run here.
     """
-    weight = matrix.dequantize(dtype)
-    if is_native(weight.dtype, weight.device):
-        n, k = weight.shape
-        return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=bias is not None).pack(weight, bias)
+    if is_native(dtype, matrix.device):
+        return pack_linear(matrix, bias, quantization=quantization, group=group, is_gated=is_gated)
     if quantization == "none":
-        return TorchLinear(weight, bias, is_gated=is_gated)
-    if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
-        raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {weight.device.type} in {weight.dtype}")
-    return QuantizedTorchLinear(weight, bias, quantization=quantization, group=group, is_gated=is_gated)
-
-
-def restore_linear(parts: dict[str, torch.Tensor], n: int, k: int, *, quantization: str, group: int, is_gated: bool, has_bias: bool) -> Linear:
-    """A native layer from the parts of one that was packed before. Raises ValueError for parts of another layer."""
-    return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias).restore(parts)
+        return TorchLinear(matrix.dequantize(dtype), bias, is_gated=is_gated)
+    if matrix.device.type != "cpu" or dtype != torch.bfloat16:
+        raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {matrix.device.type} in {dtype}")
+    quantized = quantize_weight(matrix.dequantize(dtype), quantization, group) if isinstance(matrix, Dense) else matrix
+    return QuantizedTorchLinear(quantized, bias, is_gated=is_gated)
 
 
 def make_mlp(gate_up: Linear, down: Linear) -> Mlp:

@@ -11,9 +11,23 @@ import torch
 Tensor = torch.Tensor
 
 
+SLICE = 16_384  # rows of a matrix that are widened at once
+
+
 @dataclass(frozen=True, slots=True)
 class Dense:
     weight: Tensor  # [n, k] in the model's dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    def __str__(self) -> str:
+        return "dense"
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [n, k]."""
@@ -26,6 +40,21 @@ class Int8Columns:
 
     codes: Tensor  # [n, k] int8
     scales: Tensor  # [n] float32
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.int8 or self.scales.shape != self.codes.shape[:1]:
+            raise ValueError(f"codes {describe(self.codes)}, scales {describe(self.scales)}: not int8 by column")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def __str__(self) -> str:
+        return "8 bits by column"
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [n, k], computed in float32 at least."""
@@ -47,18 +76,41 @@ class Grouped:
     zeros: Tensor | None = None  # [n, ceil(k / group)] int8
     minima: Tensor | None = None  # [n, ceil(k / group)] float16
 
+    def __post_init__(self) -> None:
+        n, k = self.codes.shape
+        wrong = {name: each for name, each in self.by_group().items() if each.shape != (n, -(-k // self.group))}
+        if wrong or self.codes.dtype != (torch.int8 if self.table is None else torch.uint8):
+            named = ", ".join(f"{name} {describe(each)}" for name, each in (wrong or {"scales": self.scales}).items())
+            raise ValueError(f"codes {describe(self.codes)}, {named}: not {self}")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    def __str__(self) -> str:
+        more = [name for name in ("zeros", "minima") if getattr(self, name) is not None]
+        return f"{8 if self.table is None else 4} bits in groups of {self.group}" + (f" with {' and '.join(more)}" if more else "")
+
+    def by_group(self) -> dict[str, Tensor]:
+        """Scales, and zeros and minima where there are any."""
+        return {name: each for name in ("scales", "zeros", "minima") if (each := getattr(self, name)) is not None}
+
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Returns [n, k], computed in float32 at least."""
-        wide, k = torch.promote_types(dtype, torch.float32), self.codes.shape[1]
-        values = self.codes.to(wide) if self.table is None else self.table.to(wide)[self.codes.long()]
-
-        def spread(each: Tensor) -> Tensor:
-            return each.to(wide).repeat_interleave(self.group, 1)[:, :k]
-
-        if self.zeros is not None:
-            values = values - spread(self.zeros)
-        values = values * spread(self.scales)
-        return (values if self.minima is None else values + spread(self.minima)).to(dtype)
+        wide, (n, k) = torch.promote_types(dtype, torch.float32), self.codes.shape
+        out = torch.empty(n, k, dtype=dtype, device=self.device)
+        for rows in (slice(start, start + SLICE) for start in range(0, n, SLICE)):
+            values = self.codes[rows].to(wide) if self.table is None else self.table.to(wide)[self.codes[rows].long()]
+            spread = {name: each[rows].to(wide).repeat_interleave(self.group, 1)[:, :k] for name, each in self.by_group().items()}
+            if "zeros" in spread:
+                values = values - spread["zeros"]
+            values = values * spread["scales"]
+            out[rows] = values + spread["minima"] if "minima" in spread else values
+        return out
 
 
 Matrix = Dense | Int8Columns | Grouped
@@ -72,15 +124,17 @@ def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     if isinstance(first, Int8Columns) and all(isinstance(each, Int8Columns) for each in parts):
         return Int8Columns(*(torch.cat([getattr(each, name) for each in parts]) for name in ("codes", "scales")))
     if isinstance(first, Grouped) and all(isinstance(each, Grouped) and _are_alike(first, each) for each in parts):
-        joined = {
-            name: torch.cat([getattr(each, name) for each in parts]) for name in ("codes", "scales", "zeros", "minima") if getattr(first, name) is not None
-        }
+        joined = {name: torch.cat([getattr(each, name) for each in parts]) for name in ("codes", *first.by_group())}
         return Grouped(group=first.group, table=first.table, **joined)
     return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
 
 
-def _are_alike(one: Grouped, other: Grouped) -> bool:
-    def describe(each: Grouped) -> tuple[object, ...]:
-        return each.group, None if each.table is None else each.table.tolist(), each.zeros is None, each.minima is None
+def describe(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
-    return describe(one) == describe(other)
+
+def _are_alike(one: Grouped, other: Grouped) -> bool:
+    def form(each: Grouped) -> tuple[object, ...]:
+        return each.group, None if each.table is None else each.table.tolist(), list(each.by_group())
+
+    return form(one) == form(other)

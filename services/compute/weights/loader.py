@@ -4,20 +4,24 @@ Q, K and V are joined into one matrix, and gate and up, while they are read: one
 is read, so the peak is the model in its final form plus the tensors of one layer.
 """
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from services.compute.backends.dispatch import Linear, is_native, make_linear, make_mlp, restore_linear
+from services.compute.backends.dispatch import Linear, is_kept, is_native, make_linear, make_mlp, restore_linear
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
+from shared.telemetry import get_logger
 
 Tensor = torch.Tensor
+
+log = get_logger("penstock.compute")
 
 
 def load_weights(
@@ -45,7 +49,9 @@ def load_weights(
             layers.append(loader.layer(f"model.layers.{number}."))
             give_back_free_memory()
         norm = source.dense("model.norm.weight", (config.hidden_size,))
-        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
+        weights = ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
+        loader.report()
+        return weights
     finally:
         source.close()
         give_back_free_memory()
@@ -59,6 +65,13 @@ class Loader:
     config: ModelConfig
     dtype: torch.dtype
     packing: Packed
+    widened: Counter[str] = field(default_factory=Counter)  # layers, by the form that the file has and no kernel reads
+
+    def report(self) -> None:
+        """Say in the log what the file holds in fewer bits than the memory."""
+        if self.widened:
+            layers = "; ".join(f"{count} of {form}" for form, count in self.widened.items())
+            log.warning(f"layers are widened to {str(self.dtype).removeprefix('torch.')}: nothing here reads them as the file has them", layers=layers)
 
     def layer(self, prefix: str) -> LayerWeights:
         config, read = self.config, self.source.dense
@@ -96,15 +109,18 @@ class Loader:
         self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, is_quantized: bool = True
     ) -> Linear:
         """A layer of several matrices with the same inputs."""
-        quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
         if self.config.packed is not None:
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
             parts = self.source.parts(name)
             try:
-                return restore_linear(parts, n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias)
+                return restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias)
             except ValueError as error:
                 raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
+        quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
         matrices = [self.source.matrix(source, shape) for source, shape in zip(sources, shapes, strict=True)]
         biases = [self.source.dense(source + "bias", shape[:1]) for source, shape in zip(sources, shapes, strict=True)] if has_bias else []
         bias = torch.cat(biases) if biases else None
-        return make_linear(concatenate(matrices, self.dtype), self.dtype, bias, quantization=quantization, group=group, is_gated=is_gated)
+        joined = concatenate(matrices, self.dtype)
+        if isinstance(joined, Dense) or not is_kept(joined, self.dtype):
+            self.widened.update({str(each) for each in matrices if not isinstance(each, Dense)})
+        return make_linear(joined, self.dtype, bias, quantization=quantization, group=group, is_gated=is_gated)

@@ -10,6 +10,8 @@
 namespace {
 
 #include "lanes_avx512.inc"
+#include "groups.inc"
+#include "groups_avx512.inc"
 
 constexpr int64_t kBlockRows = 32;
 constexpr bool kCanContinue = true;
@@ -21,9 +23,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
+// Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. `depth` bytes of a row are multiplied at once: 64, or a group of 32.
 struct ThreadState {
-  ThreadState() {
+  explicit ThreadState(int64_t depth = 64) {
     TileConfig config;
+    config.row_bytes[4] = config.row_bytes[5] = static_cast<uint16_t>(depth);
+    config.rows[6] = config.rows[7] = static_cast<uint8_t>(depth / 4);
     asm volatile("" ::"r"(&config) : "memory");  // gcc 12 may drop the stores to a configuration before it is loaded
     _tile_loadconfig(&config);
   }
@@ -91,24 +96,26 @@ inline void block_bf16(const char* a, int64_t next, const char* tile0, const cha
   PENSTOCK_AMX_BLOCK(_tile_dpbf16ps);
 }
 
-inline bool four_bit_needs_values(int64_t rows) { return rows > 6; }
-inline int64_t value_bytes(int64_t group) { return group < 64 ? 1024 : group * 16; }  // whole tiles; the second half of a group of 32's is zero
+inline bool four_bit_needs_values(int64_t rows) { return rows > kFewRows; }
 
-// All groups are multiplied before their products are added: a load that follows a tile's store closely waits for it.
-inline void rows_by_groups(const char* a, int64_t next, int64_t start, const int8_t* values, const uint16_t* scales, int64_t groups, int64_t group,
-                           int64_t rows, float* c) {
-  alignas(64) int32_t products[4][2][256];
-  const int64_t parts = rows > 16 ? 4 : 2, size = value_bytes(group);
-  for (int64_t number = 0; number < groups; ++number, values += size) {
+constexpr int64_t kTurn = 2;  // groups that are multiplied before their products are added: a load that follows a tile's store closely waits for it
+
+inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
+                           const int8_t* tile0, const int8_t* tile1, float* c) {
+  const penstock::Weight& w = *g.weight;
+  const int64_t groups = w.padded_k / w.group, depth = w.group < 64 ? w.group : 64, next = w.padded_k * 16;  // bytes to the next 16 rows
+  const int64_t parts = rows > 16 ? 4 : 2;
+  alignas(64) int32_t products[4][kTurn][256];
+  for (int64_t number = 0; number < count; ++number) {
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t end = start + group; start < end; start += 64, values += 1024) {
-      const char* inputs = a + start / 64 * 1024 + start % 64;
+    for (int64_t at = (first + number) * w.group; at < (first + number + 1) * w.group; at += depth, tile0 += depth * 16, tile1 += depth * 16) {
+      const char* inputs = a + at / 64 * 1024 + at % 64;
       _tile_loadd(4, inputs, 64);
-      _tile_loadd(6, values, 64);
-      _tile_loadd(7, values + size, 64);
+      _tile_loadd(6, tile0, 64);
+      _tile_loadd(7, tile1, 64);
       _tile_dpbssd(0, 4, 6);
       _tile_dpbssd(1, 4, 7);
       if (parts == 2) continue;
@@ -116,7 +123,6 @@ inline void rows_by_groups(const char* a, int64_t next, int64_t start, const int
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
     }
-    if (group < 64) start -= 64 - group;
     _tile_stored(0, products[0][number], 64);
     _tile_stored(1, products[1][number], 64);
     if (parts == 2) continue;
@@ -126,13 +132,23 @@ inline void rows_by_groups(const char* a, int64_t next, int64_t start, const int
   for (int64_t part = 0; part < parts; ++part) {
     float* to = c + part / 2 * 16 * 32 + part % 2 * 16;
     __m512 total[16];
-    for (int row = 0; row < 16; ++row) total[row] = _mm512_loadu_ps(to + row * 32);
-    for (int64_t number = 0; number < groups; ++number) {
-      const __m512 scale = load_half(scales + number * 32 + part % 2 * 16).v;
+    for (int m = 0; m < 16; ++m) total[m] = _mm512_loadu_ps(to + m * 32);
+    for (int64_t number = 0; number < count; ++number) {
+      const GroupScales of(w, (pair * groups + first + number) * 32 + part % 2 * 16);
       const int32_t* from = products[part][number];
-      for (int row = 0; row < 16; ++row) total[row] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(_mm512_load_si512(from + row * 16)), scale, total[row]);
+      const int64_t at = (row + part / 2 * 16) * groups + first + number;  // rows beyond the last have room
+      for (int m = 0; m < 16; ++m) total[m] = of.add({total[m]}, load_int32(from + m * 16), g.scales[at + m * groups], g.totals[at + m * groups]).v;
     }
-    for (int row = 0; row < 16; ++row) _mm512_storeu_ps(to + row * 32, total[row]);
+    for (int m = 0; m < 16; ++m) _mm512_storeu_ps(to + m * 32, total[m]);
+  }
+}
+
+inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
+                           const int8_t* tile0, const int8_t* tile1, float* c) {
+  if (rows <= kFewRows) return few_rows_by_groups(g, row, rows, pair, first, count, a, tile0, tile1, c);
+  const int64_t size = g.weight->group * 16;
+  for (int64_t done = 0; done < count; done += kTurn, tile0 += kTurn * size, tile1 += kTurn * size) {
+    turn_of_groups(g, row, rows, pair, first + done, count - done < kTurn ? count - done : kTurn, a, tile0, tile1, c);
   }
 }
 

@@ -39,7 +39,7 @@ class Workspace {
   int64_t size_ = 0;
 };
 
-Workspace activations, scales, group_sums, hidden, unpacked, partials;
+Workspace activations, scales, group_sums, group_totals, hidden, unpacked, partials;
 
 bool has_amx() {
   unsigned a, b, c, d;
@@ -63,11 +63,14 @@ const Kernels* find(const char* name) {
   return nullptr;
 }
 
+// How many inputs of a row share a scale.
+int64_t row_group(const Weight& w) { return is_by_groups(w.type) ? w.group : w.padded_k; }
+
 // Room for the activations of a layer in int8, and what is known of each row.
 int8_t* begin_int8(const Weight& w, int64_t rows, Gemm& gemm, float*& row_scales) {
   const int64_t padded_rows = (rows + 31) / 32 * 32;
-  row_scales = reinterpret_cast<float*>(scales.take(padded_rows * 4));
-  gemm.activations = activations.take(padded_rows * w.padded_k + 64);  // a half of a tile may be read from its middle
+  row_scales = reinterpret_cast<float*>(scales.take(padded_rows * (w.padded_k / row_group(w)) * 4));
+  gemm.activations = activations.take(padded_rows * w.padded_k);
   gemm.scales = row_scales;
   return static_cast<int8_t*>(const_cast<void*>(gemm.activations));
 }
@@ -75,10 +78,13 @@ int8_t* begin_int8(const Weight& w, int64_t rows, Gemm& gemm, float*& row_scales
 void run(const Weight& w, int64_t rows, Gemm& gemm) {
   gemm.weight = &w;
   gemm.rows = rows;
-  if (w.type == kFourBit) {
-    int32_t* sums = reinterpret_cast<int32_t*>(group_sums.take((rows + 31) / 32 * 32 * (w.padded_k / w.group) * 4));
-    chosen->sum_groups(static_cast<const int8_t*>(gemm.activations), rows, w.padded_k, w.group, sums);
+  if (is_by_groups(w.type)) {
+    const int64_t bytes = (rows + 31) / 32 * 32 * (w.padded_k / w.group) * 4;
+    int32_t* sums = reinterpret_cast<int32_t*>(group_sums.take(bytes));
+    float* totals = reinterpret_cast<float*>(group_totals.take(bytes));
+    chosen->sum_groups(static_cast<const int8_t*>(gemm.activations), gemm.scales, rows, w.padded_k, w.group, sums, totals);
     gemm.sums = sums;
+    gemm.totals = totals;
   }
   gemm.workspace = unpacked.take(chosen->gemm_workspace(gemm));
   chosen->gemm(gemm);
@@ -93,7 +99,7 @@ void run_rows(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, f
   } else {
     float* row_scales;
     int8_t* to = begin_int8(w, rows, gemm, row_scales);
-    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, to, row_scales);
+    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, row_group(w), to, row_scales);
   }
   run(w, rows, gemm);
 }
@@ -105,7 +111,7 @@ void run_tiles(const Weight& w, const uint16_t* tiles, int64_t padded_from, int6
   } else {
     float* row_scales;
     int8_t* to = begin_int8(w, rows, gemm, row_scales);
-    chosen->tiles_to_int8(tiles, padded_from, rows, w.k, w.padded_k, to, row_scales);
+    chosen->tiles_to_int8(tiles, padded_from, rows, w.padded_k, row_group(w), to, row_scales);
   }
   run(w, rows, gemm);
 }
@@ -123,6 +129,37 @@ int64_t source_row(const Weight& w, int64_t column) {
   const int64_t inter = w.n / 2, at = column / kPair * kColumns + column % kColumns;
   if (at >= inter) return -1;
   return column % kPair < kColumns ? at : inter + at;
+}
+
+// Where input i of a packed column stands, of tiles that hold `depth` inputs of each column side by side.
+int64_t place(const Weight& w, int64_t column, int64_t i, int64_t depth) {
+  return column / kColumns * w.padded_k * kColumns + i / depth * depth * kColumns + column % kColumns * depth + i % depth;
+}
+
+void pack_bias(const Weight& w, int64_t column, int64_t row, const uint16_t* bias) {
+  if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
+}
+
+// A column of int8 values, with its scale and their sum; row -1: of zeros.
+template <typename Value>
+void pack_int8(const Weight& w, int64_t column, int64_t row, float scale, Value&& value) {
+  int8_t* data = static_cast<int8_t*>(const_cast<void*>(w.data));
+  int32_t sum = 0;
+  for (int64_t i = 0; i < w.padded_k; ++i) {
+    const int8_t some = row >= 0 && i < w.k ? value(i) : 0;
+    data[place(w, column, i, 4)] = some;
+    sum += some;
+  }
+  const_cast<float*>(w.scales)[column] = scale;
+  const_cast<int32_t*>(w.sums)[column] = sum;
+}
+
+// Into a half of its byte; kernels.h has the order.
+void pack_nibble(const Weight& w, int64_t column, int64_t i, uint8_t code) {
+  const int64_t unit = std::min<int64_t>(w.group, 64), inside = i % unit, half = inside % (unit / 2);
+  uint8_t* tile = static_cast<uint8_t*>(const_cast<void*>(w.data)) + column / kColumns * w.padded_k * kColumns / 2;
+  uint8_t& byte = tile[i / unit * unit * kColumns / 2 + half / 4 * 4 * kColumns + column % kColumns * 4 + half % 4];
+  byte = inside < unit / 2 ? static_cast<uint8_t>((byte & 0xf0) | code) : static_cast<uint8_t>((byte & 0x0f) | code << 4);
 }
 
 }  // namespace
@@ -143,60 +180,59 @@ const char* penstock_choose(const char* name) {
   return found->name;
 }
 
-// Pack source [n][k] bf16 (and bias [n] or null) into the weight's data, scales, sums and bias, which are the caller's.
+// Pack source [n][k] bf16 (and bias [n] or null) into the weight's data, scales, sums and bias, which are the caller's: as it is, or quantized by
+// columns.
 void penstock_pack(const Weight* weight, const uint16_t* source, const uint16_t* bias) {
   const Weight& w = *weight;
-  const int64_t depth = w.type == kInt8 ? 4 : 2;
 #pragma omp parallel for schedule(static)
   for (int64_t column = 0; column < w.padded_n; ++column) {
     const int64_t row = source_row(w, column);
     const uint16_t* from = source + row * w.k;
-    float largest = 0.0f;
-    for (int64_t i = 0; row >= 0 && w.type == kInt8 && i < w.k; ++i) largest = std::max(largest, std::fabs(widen(from[i])));
-    const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
-    int32_t sum = 0;
-    const int64_t tile = column / kColumns * w.padded_k * kColumns, lane = column % kColumns;
-    for (int64_t i = 0; i < w.padded_k; ++i) {
-      const int64_t at = tile + i / depth * depth * kColumns + lane * depth + i % depth;
-      const bool is_there = row >= 0 && i < w.k;
-      if (w.type == kInt8) {
-        const int32_t value = is_there ? static_cast<int32_t>(std::nearbyint(widen(from[i]) * factor)) : 0;
-        static_cast<int8_t*>(const_cast<void*>(w.data))[at] = static_cast<int8_t>(value);
-        sum += value;
-      } else {
-        static_cast<uint16_t*>(const_cast<void*>(w.data))[at] = is_there ? from[i] : 0;
-      }
+    if (w.type == kBf16) {
+      uint16_t* data = static_cast<uint16_t*>(const_cast<void*>(w.data));
+      for (int64_t i = 0; i < w.padded_k; ++i) data[place(w, column, i, 2)] = row >= 0 && i < w.k ? from[i] : 0;
+    } else {
+      float largest = 0.0f;
+      for (int64_t i = 0; row >= 0 && i < w.k; ++i) largest = std::max(largest, std::fabs(widen(from[i])));
+      const float factor = largest > 0.0f ? 127.0f / largest : 0.0f;
+      pack_int8(w, column, row, largest / 127.0f, [&](int64_t i) { return static_cast<int8_t>(std::nearbyint(widen(from[i]) * factor)); });
     }
-    if (w.type == kInt8) {
-      const_cast<float*>(w.scales)[column] = largest / 127.0f;
-      const_cast<int32_t*>(w.sums)[column] = sum;
-    }
-    if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
+    pack_bias(w, column, row, bias);
   }
 }
 
-// Pack four-bit codes [n][k], one in a byte, with their groups' scales (float16) and zeros (or null), both [n][ceil(k / group)].
-void penstock_pack_codes(const Weight* weight, const uint8_t* codes, const uint16_t* group_scales, const int8_t* zeros, const uint16_t* bias) {
+// Pack int8 codes [n][k] with their columns' scales [n].
+void penstock_pack_columns(const Weight* weight, const int8_t* codes, const float* column_scales, const uint16_t* bias) {
   const Weight& w = *weight;
-  const int64_t unit = std::min<int64_t>(w.group, 64), source_groups = (w.k + w.group - 1) / w.group, groups = w.padded_k / w.group;
-  const int64_t zero_code = std::find(w.table, w.table + 16, 0) - w.table;
 #pragma omp parallel for schedule(static)
   for (int64_t column = 0; column < w.padded_n; ++column) {
-    const int64_t row = source_row(w, column), lane = column % kColumns;
-    uint8_t* tile = static_cast<uint8_t*>(const_cast<void*>(w.data)) + column / kColumns * w.padded_k * kColumns / 2;
+    const int64_t row = source_row(w, column);
+    pack_int8(w, column, row, row >= 0 ? column_scales[row] : 0.0f, [&](int64_t i) { return codes[row * w.k + i]; });
+    pack_bias(w, column, row, bias);
+  }
+}
+
+// Pack codes [n][k], one in a byte, four-bit or int8, with their groups' scales (float16), zeros and minima (float16; or null): [n][ceil(k / group)].
+void penstock_pack_groups(const Weight* weight, const uint8_t* codes, const uint16_t* group_scales, const int8_t* zeros, const uint16_t* minima,
+                          const uint16_t* bias) {
+  const Weight& w = *weight;
+  const int64_t source_groups = (w.k + w.group - 1) / w.group, groups = w.padded_k / w.group;
+  uint8_t* data = static_cast<uint8_t*>(const_cast<void*>(w.data));
+#pragma omp parallel for schedule(static)
+  for (int64_t column = 0; column < w.padded_n; ++column) {
+    const int64_t row = source_row(w, column);
+    for (int64_t i = 0; i < w.padded_k; ++i) {
+      const uint8_t code = row >= 0 && i < w.k ? codes[row * w.k + i] : 0;  // beyond, activations are 0
+      w.type == kFourBit ? pack_nibble(w, column, i, code) : void(data[place(w, column, i, 4)] = code);
+    }
     for (int64_t group = 0; group < groups; ++group) {
       const bool is_there = row >= 0 && group < source_groups;
-      for (int64_t i = group * w.group; i < (group + 1) * w.group; ++i) {
-        const int64_t code = is_there && i < w.k ? codes[row * w.k + i] : zero_code;
-        const int64_t inside = i % unit, half = inside % (unit / 2);
-        uint8_t& byte = tile[i / unit * unit * kColumns / 2 + half / 4 * 4 * kColumns + lane * 4 + half % 4];
-        byte = inside < unit / 2 ? static_cast<uint8_t>((byte & 0xf0) | code) : static_cast<uint8_t>((byte & 0x0f) | code << 4);
-      }
-      const int64_t at = (column / kPair * groups + group) * kPair + column % kPair;
-      const_cast<uint16_t*>(w.group_scales)[at] = is_there ? group_scales[row * source_groups + group] : 0;
-      if (w.zeros != nullptr) const_cast<int8_t*>(w.zeros)[at] = is_there ? zeros[row * source_groups + group] : 0;
+      const int64_t at = (column / kPair * groups + group) * kPair + column % kPair, from = row * source_groups + group;
+      const_cast<uint16_t*>(w.group_scales)[at] = is_there ? group_scales[from] : 0;
+      if (w.zeros != nullptr) const_cast<int8_t*>(w.zeros)[at] = is_there ? zeros[from] : 0;
+      if (w.minima != nullptr) const_cast<uint16_t*>(w.minima)[at] = is_there ? minima[from] : 0;
     }
-    if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
+    pack_bias(w, column, row, bias);
   }
 }
 

@@ -10,12 +10,13 @@
 namespace {
 
 #include "lanes_avx2.inc"
+#include "groups.inc"
 
 constexpr int64_t kBlockRows = 2;
 constexpr bool kCanContinue = false;
 
 struct ThreadState {
-  ThreadState() {}
+  explicit ThreadState(int64_t = 0) {}
 };
 
 template <int kRows>
@@ -107,22 +108,23 @@ inline void block_bf16(const char* a, int64_t, const char* tile0, const char* ti
 
 inline bool four_bit_needs_values(int64_t) { return true; }
 inline void few_rows_four_bit(const penstock::Gemm&, int64_t, int64_t, int64_t, const char*, float*) {}
-inline int64_t value_bytes(int64_t group) { return group * 16; }
 
-inline void rows_by_groups(const char* a, int64_t, int64_t start, const int8_t* values, const uint16_t* scales, int64_t groups, int64_t group, int64_t rows,
-                           float* c) {
-  alignas(32) int32_t products[32];
-  for (int64_t row = 0; row < rows; ++row) {
+inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
+                           const int8_t* tile0, const int8_t* tile1, float* c) {
+  const penstock::Weight& w = *g.weight;
+  const int64_t groups = w.padded_k / w.group, size = w.group * 16;
+  alignas(32) int32_t products[2 * 32];
+  for (int64_t group = first; group < first + count; ++group) {
+    const char* inputs = a + group * w.group / 64 * 1024 + group * w.group % 64;
     for (int64_t half = 0; half < 2; ++half) {
-      float* to = c + row * 32 + half * 16;
-      Lanes total = load(to);
-      for (int64_t number = 0; number < groups; ++number) {
-        const int64_t at = start + number * group;
-        const char* tile = reinterpret_cast<const char*>(values + (2 * number + half) * value_bytes(group));
-        tile_int8<1>(a + row * 64 + at / 64 * 1024 + at % 64, tile, group, products);
-        total = fma(load_int32(products), load_half(scales + number * 32 + half * 16), total);
+      const char* tile = reinterpret_cast<const char*>((half == 0 ? tile0 : tile1) + (group - first) * size);
+      rows == 1 ? tile_int8<1>(inputs, tile, w.group, products) : tile_int8<2>(inputs, tile, w.group, products);
+      const GroupScales of(w, (pair * groups + group) * 32 + half * 16);
+      for (int64_t m = 0; m < rows; ++m) {
+        const int64_t at = (row + m) * groups + group;
+        float* to = c + m * 32 + half * 16;
+        store(to, of.add(load(to), load_int32(products + m * 32), g.scales[at], g.totals[at]));
       }
-      store(to, total);
     }
   }
 }

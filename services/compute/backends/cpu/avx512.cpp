@@ -10,19 +10,15 @@
 namespace {
 
 #include "lanes_avx512.inc"
+#include "groups.inc"
+#include "groups_avx512.inc"
 
 constexpr int64_t kBlockRows = 8;
 constexpr bool kCanContinue = false;
 
 struct ThreadState {
-  ThreadState() {}
+  explicit ThreadState(int64_t = 0) {}
 };
-
-inline int32_t four_bytes(const void* from) {
-  int32_t bits;
-  std::memcpy(&bits, from, 4);
-  return bits;
-}
 
 // The instruction multiplies unsigned by signed bytes: activations are shifted up by 128, and 128 times the weights' sum taken off.
 template <int kRows>
@@ -94,8 +90,11 @@ inline void block_bf16(const char* a, int64_t, const char* tile0, const char* ti
 }
 
 inline bool four_bit_needs_values(int64_t) { return false; }
-inline int64_t value_bytes(int64_t) { return 0; }
-inline void rows_by_groups(const char*, int64_t, int64_t, const int8_t*, const uint16_t*, int64_t, int64_t, int64_t, float*) {}
+
+inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
+                           const int8_t* tile0, const int8_t* tile1, float* c) {
+  few_rows_by_groups(g, row, rows, pair, first, count, a, tile0, tile1, c);
+}
 
 constexpr int kDotRows = 8;
 

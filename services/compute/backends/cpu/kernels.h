@@ -11,31 +11,36 @@ constexpr int64_t kColumns = 16;
 constexpr int64_t kPair = 32;  // columns of the two tiles that are computed together
 
 // Four-bit weights are codes into a table of 16 int8 values. A unit of 64 inputs (32 with groups of 32) of a tile takes half the bytes: in each byte
-// the low four bits are the code of the unit's first half, the high ones of its second.
-enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2 };
+// the low four bits are the code of the unit's first half, the high ones of its second. kInt8 has a scale for each column; of kInt8Groups and kFourBit,
+// a group of a column's inputs has its own, and perhaps a zero or a minimum: weight = (value - zero) * scale + minimum.
+enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2, kInt8Groups = 3 };
+
+constexpr bool is_by_groups(int64_t type) { return type == kFourBit || type == kInt8Groups; }
 
 struct Weight {
   int64_t type;             // WeightType
   int64_t n, k;             // output and input features
   int64_t padded_n;         // a multiple of kPair
-  int64_t padded_k;         // a multiple of 64 bytes
+  int64_t padded_k;         // a multiple of 64 bytes, and of the group
   int64_t is_gated;         // columns alternate by tiles between gate and up: the output is silu(gate) * up, half as wide
-  const void* data;         // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]
+  const void* data;         // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; four bits: half of it
   const float* scales;      // int8: [padded_n]
   const int32_t* sums;      // int8: [padded_n], of each column's weights
   const float* bias;        // [padded_n] or null
-  int64_t group;            // four bits: inputs that share a scale, 32, 64 or 128; padded_k is a multiple
-  const int8_t* table;      // [16]
-  const uint16_t* group_scales;  // float16 [padded_n / kPair][padded_k / group][kPair]
-  const int8_t* zeros;           // the same, taken off the table's values; or null
+  int64_t group;            // by groups: inputs that share a scale, 32, 64 or 128
+  const int8_t* table;      // four bits: [16]
+  const uint16_t* group_scales;  // by groups: float16 [padded_n / kPair][padded_k / group][kPair]
+  const int8_t* zeros;           // four bits: the same, or null; value - zero is an int8
+  const uint16_t* minima;        // by groups: the same, float16, or null
 };
 
 // out = activations * weights (+ bias), or silu(gate) * up of it (+ nothing), or residual + it.
 struct Gemm {
   const Weight* weight;
   const void* activations;  // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
-  const float* scales;      // int8: [rows]
-  const int32_t* sums;      // four bits: [rows][padded_k / group], of the activations
+  const float* scales;      // of int8 activations: [rows]; by groups: [rows][padded_k / group]
+  const int32_t* sums;      // by groups: the same, of the activations' int8 values
+  const float* totals;      // by groups: scales * sums
   int64_t rows;
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
@@ -109,10 +114,12 @@ struct Kernels {
   void (*gemm)(const Gemm&);
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
-  void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int8_t* out, float* scales);
+  // group: inputs that share a scale, padded_k where it is the whole row; scales [rows][padded_k / group].
+  void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int64_t group, int8_t* out,
+                  float* scales);
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
-  void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t k, int64_t padded_k, int8_t* out, float* scales);
-  void (*sum_groups)(const int8_t* activations, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums);
+  void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t* out, float* scales);
+  void (*sum_groups)(const int8_t* activations, const float* scales, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums, float* totals);
   int64_t (*attention_workspace)(const Attention&);  // bytes
   void (*attention)(const Attention&);
   void (*rotate_and_write)(const Rotation&);

@@ -28,7 +28,7 @@ class Weight(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("type", "n", "k", "padded_n", "padded_k", "is_gated")),
         *((name, Pointer) for name in ("data", "scales", "sums", "bias")),
         ("group", ctypes.c_int64),
-        *((name, Pointer) for name in ("table", "group_scales", "zeros")),
+        *((name, Pointer) for name in ("table", "group_scales", "zeros", "minima")),
     ]
 
 
@@ -98,14 +98,15 @@ def load_library() -> ctypes.CDLL | None:
         return None
     library.penstock_choose.restype = ctypes.c_char_p
     library.penstock_pack.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer]
-    library.penstock_pack_codes.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 4]
+    library.penstock_pack_columns.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 3]
+    library.penstock_pack_groups.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 5]
     library.penstock_linear.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer, Pointer, Pointer]
     library.penstock_mlp.argtypes = [ctypes.POINTER(Weight), ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer]
     library.penstock_attention.argtypes = [ctypes.POINTER(Attention)]
     library.penstock_rotate_and_write.argtypes = [ctypes.POINTER(Rotation)]
     library.penstock_find_largest.argtypes = [ctypes.POINTER(Largest)]
     library.penstock_sum_masses.argtypes = [ctypes.POINTER(Masses)]
-    for name in ("pack", "pack_codes", "linear", "mlp", "attention", "rotate_and_write", "find_largest", "sum_masses"):
+    for name in ("pack", "pack_columns", "pack_groups", "linear", "mlp", "attention", "rotate_and_write", "find_largest", "sum_masses"):
         getattr(library, f"penstock_{name}").restype = None
     chosen = library.penstock_choose(wanted.encode())
     if chosen is None and wanted != "auto":

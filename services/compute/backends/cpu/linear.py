@@ -1,72 +1,155 @@
 """Linear layers in native code: weights packed for the instruction that reads them, in bfloat16, in int8, or in four bits.
 
-Quantized weights meet activations in int8, with one scale for each token, taken when they are computed; products are summed exactly, in
-int32, over all inputs (int8) or over a group (four bits). What comes before a layer, the norm, and what comes after it, SiLU times
-up or the residual, happen inside.
+Quantized weights meet activations in int8, quantized when they are computed. Products are summed exactly, in int32, over all inputs (a scale for each
+column, and one for each row) or over a group (a scale for each column and group, and for each row and group). What comes before a layer, the norm, and
+what comes after it, SiLU times up or the residual, happen inside.
 """
 
 import ctypes
+from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 
 from services.compute.backends.cpu.library import Weight, load_library, pointer
-from services.compute.backends.torch.reference import FOUR_BIT_TABLES, quantize_four_bit
+from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix
+from services.compute.backends.torch.reference import quantize_four_bit
 from services.compute.host_memory import mapped_zeros
 
 Tensor = torch.Tensor
 
-TYPES = {"none": 0, "w8a8": 1, "w4": 2, "nf4": 2}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
+GROUPS = (32, 64, 128)
+OTHER_PARTS = "its parts have other shapes or types"
+
+
+class Kind(IntEnum):
+    """kernels.h's WeightType."""
+
+    BF16 = 0
+    INT8 = 1
+    FOUR_BIT = 2
+    INT8_GROUPS = 3
+
+
+BITS = {Kind.BF16: 16, Kind.INT8: 8, Kind.FOUR_BIT: 4, Kind.INT8_GROUPS: 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the weights of a layer are packed."""
+
+    kind: Kind
+    group: int = TILE_BYTES  # inputs that share a scale, where kind has groups
+    has_zeros: bool = False
+    has_minima: bool = False
+
+
+def is_packable(matrix: Matrix) -> bool:
+    """Whether there are kernels that read this form as it is."""
+    if not isinstance(matrix, Grouped):
+        return True
+    table, zeros = matrix.table, matrix.zeros
+    if matrix.group not in GROUPS or not all(_is_half(each) for each in (matrix.scales, matrix.minima) if each is not None):
+        return False
+    if table is None or zeros is None:
+        return zeros is None
+    return int(table.min()) - int(zeros.max()) >= -128 and int(table.max()) - int(zeros.min()) <= 127  # unpacked values are int8
+
+
+def _is_half(numbers: Tensor) -> bool:
+    return numbers.dtype == torch.float16 or torch.equal(numbers.half().to(numbers.dtype), numbers)
+
+
+def pack_linear(matrix: Matrix, bias: Tensor | None, *, quantization: str = "none", group: int = 64, is_gated: bool = False) -> "NativeLinear":
+    """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it is not packable, is quantized as `quantization` says;
+    all else stays what it is."""
+    if not is_packable(matrix):
+        matrix = Dense(matrix.dequantize(torch.bfloat16))
+    if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
+        matrix = quantize_four_bit(matrix.weight, quantization, group)
+    if isinstance(matrix, Grouped):
+        kind = Kind.INT8_GROUPS if matrix.table is None else Kind.FOUR_BIT
+        form = Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None)
+    else:
+        form = Form(Kind.INT8 if isinstance(matrix, Int8Columns) or quantization == "w8a8" else Kind.BF16)
+    n, k = matrix.shape
+    layer = NativeLinear(n, k, form, is_gated=is_gated, has_bias=bias is not None)
+    layer.pack(matrix, bias)
+    return layer
+
+
+def restore_linear(parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool) -> "NativeLinear":
+    """A layer from the parts of one that was packed before, in whatever form they are. Raises ValueError for parts of another layer."""
+    layer = NativeLinear(n, k, _form_of(parts), is_gated=is_gated, has_bias=has_bias)
+    layer.restore(parts)
+    return layer
+
+
+def _form_of(parts: dict[str, Tensor]) -> Form:
+    if "group_scales" not in parts:
+        return Form(Kind.INT8 if "scales" in parts else Kind.BF16)
+    kind = Kind.FOUR_BIT if "table" in parts else Kind.INT8_GROUPS
+    num_groups, num_bits = parts["group_scales"].numel() // PAIR, parts["data"].nbytes * 8 if "data" in parts else 0
+    group = num_bits // BITS[kind] // PAIR // max(num_groups, 1)
+    if group not in GROUPS:
+        raise ValueError(OTHER_PARTS)
+    return Form(kind, group, "zeros" in parts, "minima" in parts)
 
 
 class NativeLinear:
     """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in memory or in a file."""
 
-    def __init__(self, n: int, k: int, *, quantization: str = "none", group: int = 64, is_gated: bool = False, has_bias: bool = False) -> None:
-        """n, k: outputs and inputs; with is_gated the first half of n is the gate's; group: inputs that share a scale, with four bits."""
+    def __init__(self, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool) -> None:
+        """n, k: outputs and inputs; with is_gated the first half of n is the gate's."""
         library = load_library()
         assert library is not None
         self.library = library
-        self.quantization, self.group = quantization, group
-        kind = TYPES[quantization]
-        padded_k = _round_up(k, (TILE_BYTES // 2, TILE_BYTES, max(group, TILE_BYTES))[kind])
-        padded_n = PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR)
+        self.form = form
+        padded_n, padded_k = _padded(n, k, form, is_gated)
         self.num_outputs = n // 2 if is_gated else n
         self.rows = torch.empty((0, self.num_outputs))  # of logits
-        self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), group=group)
+        self.struct = Weight(form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group)
         self.address = ctypes.byref(self.struct)
-        groups = (padded_n // PAIR, padded_k // group, PAIR)
-        self.parts = {"data": mapped_zeros(padded_n * padded_k * (4, 2, 1)[kind] // 2)}
-        if quantization == "w8a8":
+        self.parts = {"data": mapped_zeros(padded_n * padded_k * BITS[form.kind] // 8)}
+        if form.kind == Kind.INT8:
             self.parts |= {"scales": torch.zeros(padded_n), "sums": torch.zeros(padded_n, dtype=torch.int32)}
-        elif kind == TYPES["w4"]:
-            self.parts |= {"table": torch.tensor(FOUR_BIT_TABLES[quantization], dtype=torch.int8)}
+        if form.kind == Kind.FOUR_BIT:
+            self.parts["table"] = torch.zeros(16, dtype=torch.int8)
+        if form.kind in (Kind.FOUR_BIT, Kind.INT8_GROUPS):
+            groups = (padded_n // PAIR, padded_k // form.group, PAIR)
             self.parts["group_scales"] = torch.zeros(groups, dtype=torch.float16)
-        if quantization == "w4":
-            self.parts["zeros"] = torch.zeros(groups, dtype=torch.int8)
+            if form.has_zeros:
+                self.parts["zeros"] = torch.zeros(groups, dtype=torch.int8)
+            if form.has_minima:
+                self.parts["minima"] = torch.zeros(groups, dtype=torch.float16)
         if has_bias:
             self.parts["bias"] = torch.zeros(padded_n)
         for name, part in self.parts.items():
             setattr(self.struct, name, part.data_ptr())
 
-    def pack(self, weight: Tensor, bias: Tensor | None) -> "NativeLinear":
-        """Fill the parts from weight [n, k] and bias [n], bfloat16."""
-        assert weight.dtype == torch.bfloat16
-        if TYPES[self.quantization] == TYPES["w4"]:
-            quantized = quantize_four_bit(weight, self.quantization, self.group)
-            codes, scales = quantized.codes.contiguous(), quantized.scales.contiguous()
-            self.library.penstock_pack_codes(self.address, codes.data_ptr(), scales.data_ptr(), pointer(quantized.zeros), pointer(bias))
+    def pack(self, matrix: Matrix, bias: Tensor | None) -> None:
+        """Fill the parts from a matrix of this form, or a dense one, and bias [n], both bfloat16."""
+        assert bias is None or bias.dtype == torch.bfloat16
+        if isinstance(matrix, Dense):
+            weight = matrix.dequantize(torch.bfloat16).contiguous()
+            self.library.penstock_pack(self.address, weight.data_ptr(), pointer(bias))
+        elif isinstance(matrix, Int8Columns):
+            codes, scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
+            self.library.penstock_pack_columns(self.address, codes.data_ptr(), scales.data_ptr(), pointer(bias))
         else:
-            self.library.penstock_pack(self.address, weight.contiguous().data_ptr(), pointer(bias))
-        return self
+            if matrix.table is not None:
+                self.parts["table"].copy_(matrix.table)
+            codes, zeros = matrix.codes.contiguous(), matrix.zeros.contiguous() if matrix.zeros is not None else None
+            halves = [each.half().contiguous() if each is not None else None for each in (matrix.scales, matrix.minima)]
+            self.library.penstock_pack_groups(self.address, codes.data_ptr(), pointer(halves[0]), pointer(zeros), pointer(halves[1]), pointer(bias))
 
-    def restore(self, parts: dict[str, Tensor]) -> "NativeLinear":
+    def restore(self, parts: dict[str, Tensor]) -> None:
         """Fill the parts from others of the same layer. Raises ValueError if they are not."""
         if {name: (part.shape, part.dtype) for name, part in parts.items()} != {name: (part.shape, part.dtype) for name, part in self.parts.items()}:
-            raise ValueError("its parts have other shapes or types")
+            raise ValueError(OTHER_PARTS)
         for name, part in parts.items():
             self.parts[name].copy_(part)
-        return self
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
@@ -94,6 +177,12 @@ class NativeMlp:
         out = torch.empty_like(x)
         self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), norm.data_ptr(), eps, x.shape[0], out.data_ptr())
         return out
+
+
+def _padded(n: int, k: int, form: Form, is_gated: bool) -> tuple[int, int]:
+    """Outputs and inputs with what fills their last tiles."""
+    unit = TILE_BYTES // 2 if form.kind == Kind.BF16 else max(form.group, TILE_BYTES)
+    return PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR), _round_up(k, unit)
 
 
 def _round_up(value: int, unit: int) -> int:

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from services.compute.backends.torch.reference import linear, quantize_four_bit, quantize_rows, quantize_weight, rms_norm, silu_mul
+from services.compute.backends.matrix import Grouped, Int8Columns
+from services.compute.backends.torch.reference import linear, quantize_groups, rms_norm, silu_mul
 
 Tensor = torch.Tensor
 
@@ -51,19 +52,18 @@ class TorchLinear:
 
 
 class QuantizedTorchLinear(TorchLinear):
-    """Quantized weights, and activations in int8 by rows, without native code: slow, and the definition of what native code computes."""
+    """Quantized weights without native code: slow, and the definition of what native code computes.
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, *, quantization: str, group: int = 64, is_gated: bool = False) -> None:
-        if quantization == "w8a8":
-            codes, scales = quantize_weight(weight)
-            weight = codes.double() * scales.double()[:, None]
-        else:
-            weight = quantize_four_bit(weight, quantization, group).dequantize(torch.float64)
-        super().__init__(weight, bias, is_gated=is_gated)
+    Activations are int8: with a scale for each row where weights have one for each column, and for each row and group where weights have groups.
+    """
+
+    def __init__(self, matrix: Int8Columns | Grouped, bias: Tensor | None, *, is_gated: bool = False) -> None:
+        super().__init__(matrix.dequantize(torch.float64), bias, is_gated=is_gated)
+        self.group = matrix.group if isinstance(matrix, Grouped) else matrix.shape[1]
 
     def multiply(self, x: Tensor) -> Tensor:
-        rows, scales = quantize_rows(x)
-        product = (rows.double() @ self.weight.T) * scales.double()[:, None]
+        codes, scales = quantize_groups(x, self.group)
+        product = (codes.double() * scales.double().repeat_interleave(self.group, 1)[:, : x.shape[1]]) @ self.weight.T
         return (product if self.bias is None else product + self.bias.double()).to(x.dtype)
 
 

@@ -6,7 +6,7 @@ T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and
 import torch
 import torch.nn.functional as F
 
-from services.compute.backends.matrix import Grouped, concatenate
+from services.compute.backends.matrix import SLICE, Grouped, Int8Columns, concatenate
 
 Tensor = torch.Tensor
 
@@ -17,15 +17,21 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 by each row's largest magnitude. x: [T, k]. Returns [T, k] int8, and [T] float32 scales: x is about int8 * scale."""
+    """Symmetric int8 by each row's largest magnitude. x: [..., k]. Returns [..., k] int8, and [...] float32 scales: x is about int8 * scale."""
     largest = x.float().abs().amax(-1)
     factor = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)  # not 127.0 / largest: torch rounds that twice
-    return (x.float() * factor[:, None]).round().to(torch.int8), largest / 127.0
+    return (x.float() * factor[..., None]).round().to(torch.int8), largest / 127.0
 
 
-def quantize_weight(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The same for each output column. weight: [n, k]. Returns [n, k] int8, and [n] float32 scales."""
-    return quantize_rows(weight)
+def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """The same for each group of a row's inputs; the last may be a part of one. x: [T, k]. Returns [T, k] int8, and [T, ceil(k / group)] float32 scales."""
+    codes, scales = quantize_rows(F.pad(x, (0, -x.shape[-1] % group)).view(len(x), -1, group))
+    return codes.flatten(1)[:, : x.shape[-1]], scales
+
+
+def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Columns | Grouped:
+    """`w8a8`: int8 by column; or four bits, see quantize_four_bit. weight: [n, k]."""
+    return Int8Columns(*quantize_rows(weight)) if quantization == "w8a8" else quantize_four_bit(weight, quantization, group)
 
 
 # The 16 values of NF4, which split a normal distribution evenly: Dettmers et al., "QLoRA" (2023), appendix E.
@@ -33,7 +39,6 @@ NF4 = (
     -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.091050036, 0.0,
     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
 )  # fmt: skip
-SLICE = 16_384  # rows of a weight that are quantized at once
 FOUR_BIT_TABLES = {"w4": tuple(range(-8, 8)), "nf4": tuple(round(127 * value) for value in NF4)}
 
 

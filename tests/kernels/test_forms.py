@@ -1,0 +1,243 @@
+"""Weights in the forms in which files hold them: packed as they are, they compute what the torch definition says, on every instruction set."""
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
+from services.compute.backends.dispatch import make_linear
+from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix, concatenate
+from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.backends.torch.reference import quantize_groups, quantize_rows, rms_norm
+from services.compute.models.config import Packed, read_config
+from services.compute.weights.loader import Loader
+from shared.model_files import DEMO_MODEL
+from tests.kernels.test_native import EPS, error, randn
+
+pytestmark = pytest.mark.usefixtures("instruction_set")
+
+FORMS = ("int8 columns", "int8 groups", "int8 groups, minima", "four bits", "four bits, zeros", "four bits, minima", "four bits, zeros and minima", "any table")
+HALF_OF_BF16 = 2.0**-8
+
+
+def held(form: str, n: int, k: int, group: int, seed: int = 0) -> Int8Columns | Grouped:
+    """A matrix [n, k] of random codes, and scales between 0.01 and 0.02."""
+    generator = torch.Generator().manual_seed(seed)
+    groups = (n, -(-k // group))
+    scales = (0.01 + 0.01 * torch.rand(groups, generator=generator)).half()
+    if form == "int8 columns":
+        return Int8Columns(torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales[:, 0].float() + 1e-5)
+    zeros = torch.randint(-8, 8, groups, dtype=torch.int8, generator=generator) if "zeros" in form else None
+    minima = torch.randn(groups, generator=generator).half() * 0.1 if "minima" in form else None
+    if form.startswith("int8 groups"):
+        return Grouped(torch.randint(-128, 128, (n, k), dtype=torch.int8, generator=generator), scales, group, None, zeros, minima)
+    table = torch.randint(-128, 128, (16,), generator=generator) if form == "any table" else torch.arange(16) - (0 if minima is not None else 8)
+    return Grouped(torch.randint(0, 16, (n, k), dtype=torch.uint8, generator=generator), scales, group, table.to(torch.int8), zeros, minima)
+
+
+def largest_error(x: torch.Tensor, matrix: Int8Columns | Grouped, exact: torch.Tensor) -> torch.Tensor:
+    """By how much a layer's result may differ from the exact product of x and the dequantized weights: half a step of int8 in each activation, the
+    result's rounding to bf16, and float32's in the sums."""
+    group = matrix.group if isinstance(matrix, Grouped) else matrix.shape[1]
+    weight = matrix.dequantize(torch.float64).abs()
+    steps = quantize_groups(x, group)[1].double().repeat_interleave(group, 1)[:, : x.shape[1]]
+    return 0.501 * steps @ weight.T + HALF_OF_BF16 * exact.abs() + 1e-5 * (x.double().abs() @ weight.T) + 1e-6
+
+
+@pytest.mark.parametrize("form", FORMS)
+@given(
+    rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 400), group=st.sampled_from([32, 64, 128]), has_bias=st.booleans(),
+    has_residual=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+@settings(max_examples=30, deadline=None)
+def test_a_layer_of_any_form(form: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int) -> None:
+    matrix, x = held(form, n, k, group, seed), randn(rows, k, seed=seed + 1)
+    bias = randn(n, seed=seed + 2) if has_bias else None
+    residual = randn(rows, n, seed=seed + 3) if has_residual else None
+    layer = pack_linear(matrix, bias)
+    found = layer(x, residual=residual)
+    expected = QuantizedTorchLinear(matrix, bias)(x.float(), residual=residual.float() if residual is not None else None)
+    exact = x.double() @ matrix.dequantize(torch.float64).T
+    for addend in (bias, residual):
+        exact = exact + addend.double() if addend is not None else exact
+    assert ((found.double() - exact).abs() <= largest_error(x, matrix, exact)).all()
+    assert torch.allclose(found.double(), expected.double(), rtol=HALF_OF_BF16, atol=1e-5 * float(exact.abs().max() + 1))
+    alone = torch.cat([layer(x[row : row + 1], residual=residual[row : row + 1] if residual is not None else None) for row in range(rows)])
+    assert torch.equal(found, alone)
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("form", FORMS)
+def test_gated_layers_norms_and_logits(form: str, group: int) -> None:
+    """Gate and up alternate by tiles, the second layer reads its activations from tiles, and the last gives float32."""
+    hidden, inter, rows = 200, 232, 37
+    x, norm = randn(rows, hidden), (1 + randn(hidden, seed=1) * 0.1).bfloat16()
+    gate_up, down = held(form, 2 * inter, hidden, group), held(form, hidden, inter, group, seed=1)
+    mlp = NativeMlp(pack_linear(gate_up, None, is_gated=True), pack_linear(down, None))
+    found = mlp(x, norm=norm, eps=EPS)
+    reference = TorchMlp(QuantizedTorchLinear(gate_up, None, is_gated=True), QuantizedTorchLinear(down, None))
+    assert error(found, reference(x.float(), norm=norm.float(), eps=EPS)) < 2.5e-2
+    assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
+    logits = pack_linear(gate_up, None).logits(x, norm=norm, eps=EPS)
+    assert error(logits, QuantizedTorchLinear(gate_up, None)(rms_norm(x, norm, EPS).float())) < 2.5e-2
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("group", [32, 128])
+def test_many_long_rows(form: str, group: int) -> None:
+    """Several panels of rows: the same bits as alone, and in any smaller company."""
+    matrix, x = held(form, 70, 5000, group), randn(300, 5000)
+    layer = pack_linear(matrix, None)
+    found = layer(x)
+    assert error(found, QuantizedTorchLinear(matrix, None)(x.float())) < 4e-3
+    some = [0, 31, 32, 159, 160, 255, 256, 299]
+    assert torch.equal(found[some], torch.cat([layer(x[row : row + 1]) for row in some]))
+    for count in (2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33):
+        assert torch.equal(found[:count], layer(x[:count]))
+
+
+@given(rows=st.integers(1, 9), k=st.integers(1, 300), group=st.sampled_from([16, 32, 64, 128]), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_activations_by_groups(rows: int, k: int, group: int, seed: int) -> None:
+    """Each group is quantized as a row of its own would be."""
+    x = randn(rows, k, seed=seed).float()
+    codes, scales = quantize_groups(x, group)
+    assert codes.shape == x.shape and scales.shape == (rows, -(-k // group))
+    for number, part in enumerate(x.split(group, dim=1)):
+        expected, of_part = quantize_rows(part)
+        assert torch.equal(codes[:, number * group : (number + 1) * group], expected) and torch.equal(scales[:, number], of_part)
+
+
+def test_an_outlier_costs_nothing_outside_its_group() -> None:
+    x = randn(20, 512)
+    x[:, 3] *= 1000
+    matrix = held("int8 groups", 64, 512, 64)
+    codes = matrix.codes.clone()
+    codes[:, :64] = 0
+    matrix = replace(matrix, codes=codes)
+    exact = x.double() @ matrix.dequantize(torch.float64).T
+    assert error(pack_linear(matrix, None)(x), exact) < 1e-2
+    by_row = pack_linear(Dense(matrix.dequantize(torch.bfloat16)), None, quantization="w8a8")
+    assert error(by_row(x), exact) > 0.5
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_parts_make_the_same_layer_again(form: str, is_gated: bool) -> None:
+    for group, (n, k) in ((32, (70, 90)), (64, (64, 50)), (128, (64, 300))):
+        bias = randn(n, seed=3)
+        layer = pack_linear(held(form, n, k, group), bias, is_gated=is_gated)
+        again = restore_linear(layer.parts, n, k, is_gated=is_gated, has_bias=True)
+        x = randn(9, k)
+        assert again.form == layer.form and torch.equal(again(x), layer(x))
+        for name in layer.parts.keys() - {"zeros", "minima"}:  # without those it is another form
+            with pytest.raises(ValueError, match="its parts have other shapes"):
+                restore_linear({other: part for other, part in layer.parts.items() if other != name}, n, k, is_gated=is_gated, has_bias=True)
+        for other_n, other_k, has_bias in ((n + 64, k, True), (n, k + 128, True), (n, k, False)):
+            with pytest.raises(ValueError, match="its parts have other shapes"):
+                restore_linear(layer.parts, other_n, other_k, is_gated=is_gated, has_bias=has_bias)
+
+
+def unpackable() -> dict[str, Matrix]:
+    four, eight = held("four bits, zeros", 40, 256, 64), held("int8 groups", 40, 256, 64)
+    assert isinstance(four, Grouped) and isinstance(eight, Grouped)
+    assert four.zeros is not None
+    return {
+        "groups of 16": held("int8 groups", 40, 256, 16),
+        "groups of 256": held("four bits", 40, 256, 256),
+        "scales that are no float16": replace(four, scales=four.scales.float() + 1e-7),
+        "minima that are no float16": replace(eight, minima=torch.full((40, 4), 1e9)),
+        "int8 codes with zeros": replace(eight, zeros=four.zeros),
+        "values beyond int8": replace(four, table=torch.arange(-128, 128, 16).to(torch.int8)),
+    }
+
+
+@pytest.mark.parametrize("name", unpackable())
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_what_no_kernel_reads_is_widened(name: str, quantization: str) -> None:
+    matrix, x = unpackable()[name], randn(5, 256)
+    assert not is_packable(matrix)
+    layer = make_linear(matrix, torch.bfloat16, quantization=quantization)
+    widened = make_linear(Dense(matrix.dequantize(torch.bfloat16)), torch.bfloat16, quantization=quantization)
+    assert torch.equal(layer(x), widened(x))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_what_is_quantized_already_keeps_its_form(form: str) -> None:
+    """Whatever quantization is asked for; and where the model computes in float32, it is widened."""
+    matrix, x = held(form, 40, 128, 64), randn(5, 128)
+    kept = make_linear(matrix, torch.bfloat16, quantization="w4", group=32)
+    assert isinstance(kept, NativeLinear) and torch.equal(kept(x), pack_linear(matrix, None)(x))
+    exact = make_linear(matrix, torch.float32)
+    assert isinstance(exact, TorchLinear) and torch.equal(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T)
+
+
+def test_scales_in_float32_that_float16_holds_are_packed() -> None:
+    matrix = held("four bits, minima", 40, 128, 64)
+    assert isinstance(matrix, Grouped) and matrix.minima is not None
+    wide, x = replace(matrix, scales=matrix.scales.float(), minima=matrix.minima.float()), randn(5, 128)
+    assert is_packable(wide) and torch.equal(pack_linear(wide, None)(x), pack_linear(matrix, None)(x))
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [("scales", torch.ones(4, 3).half()), ("zeros", torch.ones(4, 1, dtype=torch.int8)), ("minima", torch.ones(3, 2).half()), ("codes", torch.ones(4, 128))],
+)
+def test_parts_that_do_not_fit_are_refused(part: str, other: torch.Tensor) -> None:
+    """A kernel would read beyond their ends."""
+    matrix = held("four bits", 4, 128, 64)
+    with pytest.raises(ValueError, match="not 4 bits in groups of 64"):
+        replace(matrix, **{part: other})
+    with pytest.raises(ValueError, match="not int8 by column"):
+        Int8Columns(torch.zeros(4, 8, dtype=torch.int8), torch.ones(5))
+
+
+class Held:
+    """A WeightSource of made-up matrices."""
+
+    folder = Path("made-up")
+
+    def __init__(self, form_by_name: dict[str, str]) -> None:
+        self.form_by_name = form_by_name
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        form, group = self.form_by_name.get(name.split(".")[-2], "four bits/64").split("/")
+        return held(form, *shape, int(group))
+
+    def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        return randn(*shape, seed=len(name))
+
+    def close(self) -> None: ...
+
+
+def test_the_log_says_once_what_was_widened(caplog: pytest.LogCaptureFixture) -> None:
+    config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
+    loader = Loader(Held({"v_proj": "int8 groups/16", "down_proj": "four bits/256"}), config, torch.bfloat16, Packed("none", 64))
+    for number in range(3):
+        prefix = f"layers.{number}."
+        loader.linear(prefix + "qkv.", [f"{prefix}{name}_proj." for name in "qkv"], [(32, 64)] * 3, has_bias=False)
+        loader.linear(prefix + "down.", [prefix + "down_proj."], [(64, 96)], has_bias=True)
+        loader.linear(prefix + "output.", [prefix + "o_proj."], [(64, 64)], has_bias=False)
+    with caplog.at_level(logging.WARNING, logger="penstock.compute"):
+        loader.report()
+    expected = {"3 of 8 bits in groups of 16", "3 of 4 bits in groups of 64", "3 of 4 bits in groups of 256"}
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("layers are widened to bfloat16") and set(line.split("layers='")[1].rstrip("'").split("; ")) == expected
+
+
+def test_alike_matrices_are_joined() -> None:
+    for form in FORMS:
+        parts = [held(form, n, 96, 32, seed=7 if form == "any table" else n) for n in (3, 5, 8)]
+        if form == "any table":
+            parts = [replace(part, table=parts[0].table) for part in parts if isinstance(part, Grouped)]
+        joined = concatenate(parts, torch.bfloat16)
+        assert type(joined) is type(parts[0])
+        assert torch.equal(joined.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in parts]))
+    mixed = [held("four bits", 3, 96, 32), held("four bits, minima", 3, 96, 32)]
+    assert isinstance(concatenate(mixed, torch.bfloat16), Dense)
