@@ -1,5 +1,6 @@
 """Every model against transformers on the same weights: token for token, and logits to 1e-4."""
 
+import json
 import os
 import random
 import subprocess
@@ -8,15 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from services.compute.models.config import read_config
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL
+from shared.model_files import DEMO_MODEL, text_config
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 
 NUM_TOKENS = 40
+GEMMA3_4B = {  # its text_config as it was published
+    "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+}  # fmt: skip
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -34,18 +40,50 @@ def expected_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "demo"])
-def test_greedy_output_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    reference = reference_model(name, tmp_path)
-    folder = DEMO_MODEL if name == "demo" else tmp_path
-    some = prompts(5, SIZES["vocab_size"])
-    engine = Engine(folder)
+def compare(engine: Engine, reference: torch.nn.Module, some: list[list[int]]) -> None:
+    """Greedy tokens and their logits, of a batch here and one by one there."""
     generated = engine.generate(some, NUM_TOKENS)
     for number, (prompt, tokens) in enumerate(zip(some, generated, strict=True)):
         assert tokens == expected_tokens(reference, prompt)
         with torch.inference_mode():
             logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*(name for name in CONFIGS if name != "phi3-longrope"), "demo"])
+def test_greedy_output_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Some prompts are longer than the windows of those that have one."""
+    reference = reference_model(name, tmp_path)
+    compare(Engine(DEMO_MODEL if name == "demo" else tmp_path), reference, prompts(5, SIZES["vocab_size"]))
+
+
+@pytest.mark.parametrize(("max_model_len", "lengths"), [(None, (65, 90, 130)), (64, (1, 17, 24))])
+def test_longrope_has_the_factors_of_the_longest_sequence(max_model_len: int | None, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    """transformers changes factors where a sequence passes the original length, 64, so each of these stays on one side."""
+    reference = reference_model("phi3-longrope", tmp_path)
+    rng = random.Random(4)
+    some = [[rng.randrange(2, SIZES["vocab_size"]) for _ in range(length)] for length in lengths]
+    compare(Engine(tmp_path, max_model_len=max_model_len), reference, some)
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    """Gemma 3 from 4b on: text_config leaves out what has its default, and the tensors have longer names, older or newer."""
+    reference = reference_model("gemma3", tmp_path / "text")
+    tensors, config = load_file(tmp_path / "text" / "model.safetensors"), CONFIGS["gemma3"].to_dict()
+    text = {name: value for name, value in config.items() if name not in ("vocab_size", "architectures", "tie_word_embeddings")}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
+    text["vocab_size"] = SIZES["vocab_size"]
+    for prefix in ("language_model.model.", "model.language_model."):
+        folder = tmp_path / prefix
+        folder.mkdir()
+        named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()} | {"vision_tower.patch.weight": torch.zeros(8)}
+        save_file(named, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(whole))
+        compare(Engine(folder), reference, prompts(4, SIZES["vocab_size"])[2:])
+    defaults = read_config(text_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA3_4B}))
+    assert (defaults.vocab_size, defaults.num_heads, defaults.num_kv_heads, defaults.head_dim) == (262_208, 8, 4, 256)
+    assert [layer for layer, window in enumerate(defaults.sliding_windows) if window is None] == [5, 11, 17, 23, 29]
+    assert [rope.inv_freq[1].item() for rope in defaults.ropes] == pytest.approx([1e6 ** (-1 / 128) / 8, 1e4 ** (-1 / 128)])
 
 
 def test_the_demo_answers_through_transformers_too() -> None:

@@ -141,7 +141,7 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
 
     def inputs(which: list[int], lens: list[int], ends: list[int], rows: slice) -> AttentionInputs:
         count = rows.stop - rows.start
-        return AttentionInputs(lens, ends, [tuple(tables[each]) for each in which], slots[rows], torch.ones(count, dim // 2), torch.zeros(count, dim // 2))
+        return AttentionInputs(lens, ends, [tuple(tables[each]) for each in which], slots[rows], ((torch.ones(count, dim // 2), torch.zeros(count, dim // 2)),))
 
     attention = NativeAttention(heads)
     everything = inputs(list(range(len(contexts))), lengths, contexts, slice(0, num_tokens))
@@ -173,7 +173,7 @@ def test_rotation_and_the_way_into_the_cache(has_norms: bool, group: int) -> Non
         q, k = rms_norm(q, norms[0], EPS), rms_norm(k, norms[1], EPS)
     q, k = (rotary(each, angles.cos()[:, None], angles.sin()[:, None]) for each in (q, k))
     attention = NativeAttention(heads)
-    inputs = AttentionInputs([1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, angles.cos(), angles.sin())
+    inputs = AttentionInputs([1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, ((angles.cos(), angles.sin()),))
     changed = qkv.clone()
     attention(changed, kv, attention.plan(inputs, 16), window=None, norms=norms, eps=EPS)
     torch.testing.assert_close(changed.view(tokens, 10, 64)[:, :6], q)

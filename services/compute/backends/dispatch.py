@@ -9,22 +9,27 @@ import torch
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.library import load_library
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.matrix import Matrix
-from services.compute.backends.torch.attention import AttentionInputs, Heads, TorchAttention
-from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores, TorchAttention
+from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, RowMath, TorchLinear, TorchMlp, TorchRowMath
 from shared.errors import StartupError
 
 __all__ = [
     "QUANTIZATIONS",
     "Attention",
     "AttentionInputs",
+    "CosSin",
     "Heads",
     "Linear",
     "Mlp",
+    "RowMath",
+    "Scores",
     "is_native",
     "make_attention",
     "make_linear",
     "make_mlp",
+    "make_row_math",
     "restore_linear",
 ]
 
@@ -37,10 +42,17 @@ def is_native(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def make_linear(
-    matrix: Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False
+    matrix: Matrix,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    quantization: str = "none",
+    group: int = 64,
+    is_gated: bool = False,
+    activation: str = "silu",
 ) -> Linear:
-    """A linear layer of a matrix [n, k] and bias [n] that computes in `dtype`. With is_gated the first half of n is a gate, and the result silu(gate) *
-    the other half.
+    """A linear layer of a matrix [n, k] and bias [n] that computes in `dtype`. With is_gated the first half of n is a gate, and the result
+    activation(gate) * the other half; activation: silu or gelu_tanh.
 
     quantization: of QUANTIZATIONS, of what is not quantized already; group: inputs that share a scale, with four bits. Raises StartupError for a
     quantization that can't run here.
@@ -48,17 +60,20 @@ def make_linear(
     weight = matrix.dequantize(dtype)
     if is_native(weight.dtype, weight.device):
         n, k = weight.shape
-        return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=bias is not None).pack(weight, bias)
+        has_bias = bias is not None
+        return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias, activation=activation).pack(weight, bias)
     if quantization == "none":
-        return TorchLinear(weight, bias, is_gated=is_gated)
+        return TorchLinear(weight, bias, is_gated=is_gated, activation=activation)
     if weight.device.type != "cpu" or weight.dtype != torch.bfloat16:
         raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {weight.device.type} in {weight.dtype}")
-    return QuantizedTorchLinear(weight, bias, quantization=quantization, group=group, is_gated=is_gated)
+    return QuantizedTorchLinear(weight, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
 
 
-def restore_linear(parts: dict[str, torch.Tensor], n: int, k: int, *, quantization: str, group: int, is_gated: bool, has_bias: bool) -> Linear:
+def restore_linear(
+    parts: dict[str, torch.Tensor], n: int, k: int, *, quantization: str, group: int, is_gated: bool, has_bias: bool, activation: str = "silu"
+) -> Linear:
     """A native layer from the parts of one that was packed before. Raises ValueError for parts of another layer."""
-    return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias).restore(parts)
+    return NativeLinear(n, k, quantization=quantization, group=group, is_gated=is_gated, has_bias=has_bias, activation=activation).restore(parts)
 
 
 def make_mlp(gate_up: Linear, down: Linear) -> Mlp:
@@ -66,6 +81,11 @@ def make_mlp(gate_up: Linear, down: Linear) -> Mlp:
     return NativeMlp(gate_up, down) if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear) else TorchMlp(gate_up, down)
 
 
-def make_attention(heads: Heads, dtype: torch.dtype, device: torch.device) -> Attention:
-    """Attention over a cache of this dtype."""
-    return NativeAttention(heads) if is_native(dtype, device) and heads.are_supported else TorchAttention(heads)
+def make_attention(heads: Heads, dtype: torch.dtype, device: torch.device, scores: Scores | None = None) -> Attention:
+    """Attention over a cache of this dtype; scores: Scores.of(heads) if there are none."""
+    return NativeAttention(heads, scores) if is_native(dtype, device) and heads.are_supported else TorchAttention(heads, scores)
+
+
+def make_row_math(dtype: torch.dtype, device: torch.device) -> RowMath:
+    """What is done to rows of this dtype between layers."""
+    return NativeRowMath() if is_native(dtype, device) else TorchRowMath()

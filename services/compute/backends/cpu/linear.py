@@ -16,14 +16,18 @@ from services.compute.host_memory import mapped_zeros
 Tensor = torch.Tensor
 
 TYPES = {"none": 0, "w8a8": 1, "w4": 2, "nf4": 2}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
 
 
 class NativeLinear:
     """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in memory or in a file."""
 
-    def __init__(self, n: int, k: int, *, quantization: str = "none", group: int = 64, is_gated: bool = False, has_bias: bool = False) -> None:
-        """n, k: outputs and inputs; with is_gated the first half of n is the gate's; group: inputs that share a scale, with four bits."""
+    def __init__(
+        self, n: int, k: int, *, quantization: str = "none", group: int = 64, is_gated: bool = False, has_bias: bool = False, activation: str = "silu"
+    ) -> None:
+        """n, k: outputs and inputs; with is_gated the first half of n is the gate's, which goes through the activation; group: inputs that share a
+        scale, with four bits."""
         library = load_library()
         assert library is not None
         self.library = library
@@ -33,7 +37,7 @@ class NativeLinear:
         padded_n = PAIR * _round_up(n // 2, COLUMNS) // COLUMNS if is_gated else _round_up(n, PAIR)
         self.num_outputs = n // 2 if is_gated else n
         self.rows = torch.empty((0, self.num_outputs))  # of logits
-        self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), group=group)
+        self.struct = Weight(kind, n, k, padded_n, padded_k, int(is_gated), group=group, activation=ACTIVATIONS[activation])
         self.address = ctypes.byref(self.struct)
         groups = (padded_n // PAIR, padded_k // group, PAIR)
         self.parts = {"data": mapped_zeros(padded_n * padded_k * (4, 2, 1)[kind] // 2)}
@@ -84,15 +88,16 @@ class NativeLinear:
 
 
 class NativeMlp:
-    """x + down(silu(gate) * up) of the normalized x, as one call."""
+    """down(activation(gate) * up) as one call, with the norm before it and the residual after it."""
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
+    def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         out = torch.empty_like(x)
-        self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), norm.data_ptr(), eps, x.shape[0], out.data_ptr())
+        residual = x.data_ptr() if has_residual else None
+        self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), pointer(norm), eps, x.shape[0], residual, out.data_ptr())
         return out
 
 
