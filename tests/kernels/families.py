@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
     Gemma2Config,
     Gemma3TextConfig,
     GemmaConfig,
     GraniteConfig,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
     Olmo2Config,
     Olmo3Config,
@@ -21,6 +23,7 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
     SmolLM3Config,
 )
 
@@ -63,10 +66,13 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "llama-heads": LlamaConfig(**SIZES, head_dim=32),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "mistral-window": MistralConfig(**SIZES, sliding_window=24, head_dim=32),
+    "ministral": MinistralConfig(**SIZES, sliding_window=24, head_dim=32, layer_types=LOCAL_AND_GLOBAL),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN_ROPE),
     "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "exaone4": Exaone4Config(**SIZES, head_dim=32, sliding_window=24, layer_types=LOCAL_AND_GLOBAL),
+    "exaone4-full": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3),
     "gemma": GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=32),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=LOCAL_AND_GLOBAL, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}),
@@ -81,7 +87,9 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "phi3-longrope": Phi3Config(
         **SIZES | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}, original_max_position_embeddings=64, rope_parameters=LONG_ROPE
     ),
+    "seed-oss": SeedOssConfig(**SIZES, head_dim=32),
     "smollm3": SmolLM3Config(**SIZES, head_dim=32, no_rope_layers=[1, 0, 1]),
+    "smollm3-window": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24),
 }
 
 

@@ -16,7 +16,7 @@ from services.compute.models.config import read_config
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, text_config
-from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
+from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, SIZES, Engine, reference_model
 
 NUM_TOKENS = 40
 GEMMA3_4B = {  # its text_config as it was published
@@ -94,7 +94,7 @@ def test_the_demo_answers_through_transformers_too() -> None:
     assert tokens[-1] == 1
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3", "demo"])
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3", "demo"])
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     folder = DEMO_MODEL if name == "demo" else tmp_path
@@ -174,6 +174,18 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         read_config(config | {"architectures": ["GPT2LMHeadModel"]})
     with pytest.raises(StartupError, match="rope scaling 'dynamic'"):
         read_config(config | {"rope_parameters": {"rope_type": "dynamic"}})
+    with pytest.raises(StartupError, match="hidden_act 'relu2' is not supported; these are: silu"):
+        read_config(config | {"hidden_act": "relu2"})
+    gemma = CONFIGS["gemma3"].to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
+    with pytest.raises(StartupError, match="use_bidirectional_attention is not supported"):
+        read_config(gemma | {"use_bidirectional_attention": True})
+    with pytest.raises(StartupError, match="layers of the type chunked_attention are not supported"):
+        read_config(gemma | {"layer_types": ["chunked_attention"] * 3})
+    with pytest.raises(StartupError, match="has 2 layer_types for 3 layers"):
+        read_config(gemma | {"layer_types": LOCAL_AND_GLOBAL[:2]})
+    phi = CONFIGS["phi3-longrope"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
+    with pytest.raises(StartupError, match="longrope has 2 factors, the model's heads have 16 frequencies"):
+        read_config(phi | {"rope_parameters": phi["rope_parameters"] | {"long_factor": [1.0, 2.0]}})
     with pytest.raises(StartupError, match="no hidden_size"):
         read_config({key: value for key, value in config.items() if key != "hidden_size"})
     wrong = read_config(config | {"hidden_size": 80, "head_dim": 16})

@@ -79,6 +79,8 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     try:
         read = reader(config, max_model_len or config["max_position_embeddings"])
         packed = Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None
+        if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
+            raise StartupError(f"config.json has {len(read.sliding_windows)} layer_types for {read.num_layers} layers")
         return replace(read, packed=packed)
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
@@ -117,6 +119,12 @@ def _mistral(config: Config, max_model_len: int) -> ModelConfig:
     """Llama, all of whose layers may have a sliding window."""
     read = _llama(config, max_model_len)
     return replace(read, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
+
+
+def _ministral(config: Config, max_model_len: int) -> ModelConfig:
+    """Mistral, some of whose layers see all."""
+    read = _llama(config, max_model_len)
+    return replace(read, sliding_windows=_windows(config, config.get("layer_types") or [SLIDING] * read.num_layers))
 
 
 def _qwen2(config: Config, max_model_len: int) -> ModelConfig:
@@ -195,6 +203,22 @@ def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
     return replace(read, ropes=(read.ropes[0], local), rope_of_layer=tuple(int(kind == SLIDING) for kind in kinds), sliding_windows=_windows(config, kinds))
 
 
+def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
+    """Where some layers have a window, the others do not rotate."""
+    read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
+    has_windows = config.get("sliding_window") is not None
+    kinds = _layer_types(config, pattern=config.get("sliding_window_pattern") or 4) if has_windows else [FULL] * read.num_layers
+    return replace(
+        read,
+        has_pre_norms=False,
+        has_post_norms=True,
+        has_qk_norm=True,
+        ropes=(no_rope(read.head_dim), *read.ropes),
+        rope_of_layer=tuple(int(kind == SLIDING or not has_windows) for kind in kinds),
+        sliding_windows=_windows(config, kinds),
+    )
+
+
 def _granite(config: Config, max_model_len: int) -> ModelConfig:
     return replace(
         _llama(config, max_model_len),
@@ -203,6 +227,11 @@ def _granite(config: Config, max_model_len: int) -> ModelConfig:
         attention_scale=config.get("attention_multiplier", 1.0),
         logits_multiplier=1.0 / config.get("logits_scaling", 1.0),
     )
+
+
+def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
+    read = _llama({"attention_bias": True} | config, max_model_len)
+    return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
 
 
 def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
@@ -225,23 +254,29 @@ def _layer_types(config: Config, *, pattern: int) -> list[str]:
 
 
 def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
-    """Per layer, how many tokens attention sees, this one included."""
+    """Per layer, how many tokens attention sees, this one included. Raises StartupError for a kind of layer that attention can't be."""
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown:
+        raise StartupError(f"layers of the type {unknown[0]} are not supported; these are: {FULL}, {SLIDING}")
     window: int | None = config.get("sliding_window")
     return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
 ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
+    "Exaone4ForCausalLM": _exaone4,
     "Gemma2ForCausalLM": _gemma2,
     "Gemma3ForCausalLM": _gemma3,
     "Gemma3ForConditionalGeneration": _gemma3,
     "GemmaForCausalLM": _gemma,
     "GraniteForCausalLM": _granite,
     "LlamaForCausalLM": _llama,
+    "MinistralForCausalLM": _ministral,
     "MistralForCausalLM": _mistral,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
     "Qwen3ForCausalLM": _qwen3,
+    "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
 }
