@@ -142,6 +142,24 @@ def test_choices_of_one_prompt_are_as_if_each_were_alone(name: str, tmp_path: Pa
         assert cramped.generate([prompt] * 4, 20, group_id="choices") == alone
 
 
+def test_config_json_as_it_was_before_rope_parameters() -> None:
+    """rope_scaling and rope_theta beside everything else, as most published checkpoints have them."""
+    new = CONFIGS["phi3-longrope"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
+    factors = {name: new["rope_parameters"][name] for name in ("short_factor", "long_factor")}
+    old = new | {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": factors | {"type": "su"}, "partial_rotary_factor": 0.5}
+    for length in (64, 512):
+        [expected], [found] = read_config(new, length).ropes, read_config(old, length).ropes
+        assert torch.equal(found.inv_freq, expected.inv_freq)
+        assert found.scale == expected.scale > 1.0
+    new = CONFIGS["olmo3"].to_dict() | {"architectures": ["Olmo3ForCausalLM"]}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    old = new | {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": yarn}
+    expected, [found, local] = read_config(new).ropes[0], read_config(old).ropes
+    assert torch.equal(found.inv_freq, expected.inv_freq)
+    assert found.scale == expected.scale > 1.0 == local.scale
+    assert local.inv_freq[1].item() == pytest.approx(10000.0 ** (-1 / 16))
+
+
 def test_torch_computes_the_quantized_modes_as_well() -> None:
     """float32 with keys and values in int8, and, without native code, quantized layers: the demo's answer survives."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
