@@ -115,6 +115,12 @@ def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> 
     )
 
 
+def _internlm3(config: Config, max_model_len: int) -> ModelConfig:
+    """Llama, with other names of the biases."""
+    biases = {"attention_bias": config.get("qkv_bias", config.get("attention_bias")), "mlp_bias": config.get("bias", config.get("mlp_bias"))}
+    return _llama(config | biases, max_model_len)
+
+
 def _mistral(config: Config, max_model_len: int) -> ModelConfig:
     """Llama, all of whose layers may have a sliding window."""
     read = _llama(config, max_model_len)
@@ -269,6 +275,7 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "Gemma3ForConditionalGeneration": _gemma3,
     "GemmaForCausalLM": _gemma,
     "GraniteForCausalLM": _granite,
+    "InternLM3ForCausalLM": _internlm3,
     "LlamaForCausalLM": _llama,
     "MinistralForCausalLM": _ministral,
     "MistralForCausalLM": _mistral,

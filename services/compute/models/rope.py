@@ -35,7 +35,7 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     kind = rope.get("rope_type", rope.get("type", "default"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
-    if kind == "default":
+    if kind in ("default", "dynamic"):  # dynamic changes nothing up to the model's own length, and the server takes nothing longer
         return Rope(inv_freq)
     if kind == "linear":
         return Rope(inv_freq / float(rope["factor"]))
@@ -45,7 +45,7 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
         return _yarn(inv_freq, rope, theta, config)
     if kind == "longrope":
         return _longrope(inv_freq, rope, config, max_model_len)
-    raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn, longrope")
+    raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope")
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
@@ -64,11 +64,18 @@ def _yarn(inv_freq: torch.Tensor, rope: dict[str, Any], theta: float, config: di
     def dimension_of(turns: float) -> float:
         return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    low = max(math.floor(dimension_of(float(rope.get("beta_fast") or 32))), 0)
-    high = min(math.ceil(dimension_of(float(rope.get("beta_slow") or 1))), dim - 1)
+    def scale_of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low, high = dimension_of(float(rope.get("beta_fast") or 32)), dimension_of(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
     stretched = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-    scale = rope.get("attention_factor")
-    return Rope(inv_freq * (1 - stretched + stretched / factor), float(scale) if scale is not None else 0.1 * math.log(factor) + 1.0)
+    scale, mscale, mscale_all_dim = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if scale is None:
+        scale = scale_of(mscale) / scale_of(mscale_all_dim) if mscale and mscale_all_dim else scale_of(1.0)
+    return Rope(inv_freq * (1 - stretched + stretched / factor), float(scale))
 
 
 def _longrope(inv_freq: torch.Tensor, rope: dict[str, Any], config: dict[str, Any], max_model_len: int) -> Rope:
