@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL, text_config
-from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, SIZES, Engine, reference_model
+from shared.model_files import DEMO_MODEL, open_model, text_config
+from shared.settings import ComputeSettings
+from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, Engine, reference_model
 
 NUM_TOKENS = 40
 GEMMA3_4B = {  # its text_config as it was published
@@ -215,3 +218,22 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(StartupError, match=r"holds no \*.safetensors"):
         load_weights(tmp_path / "empty", wrong, torch.float32, torch.device("cpu"))
+
+
+def test_an_engine_of_a_multimodal_folder(tmp_path: Path) -> None:
+    """What the other stages ask a model's files for is in text_config; --max-model-len chooses longrope's factors."""
+    config = CONFIGS["phi3-longrope"].to_dict()
+    reference_model("phi3-longrope", tmp_path)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    whole = {"architectures": ["Phi3ForCausalLM"], "eos_token_id": [1, 7], "dtype": "float32", "text_config": config | {"architectures": None}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "generation_config.json").unlink()
+    files = open_model(str(tmp_path))
+    assert (files.max_model_len, files.eos_token_ids, files.config["vocab_size"]) == (512, (1, 7), SIZES["vocab_size"])
+    factors = {}
+    for length in (64, 65, None):
+        engine = build_engine(ComputeSettings(max_model_len=length, kv_cache_memory="16MiB", num_threads=torch.get_num_threads()), files)
+        assert engine.max_model_len == (length or 512)
+        factors[length] = 1 / (engine.runner.model.config.ropes[0].inv_freq * 10000.0 ** (torch.arange(16) / 16))
+    for length, name in ((64, "short_factor"), (65, "long_factor"), (None, "long_factor")):
+        torch.testing.assert_close(factors[length], torch.tensor(LONG_ROPE[name]))
