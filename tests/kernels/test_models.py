@@ -202,8 +202,13 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         read_config(gemma | {"use_bidirectional_attention": True})
     with pytest.raises(StartupError, match="layers of the type chunked_attention are not supported"):
         read_config(gemma | {"layer_types": ["chunked_attention"] * 3})
-    with pytest.raises(StartupError, match="has 2 layer_types for 3 layers"):
+    with pytest.raises(StartupError, match="describes 2 layers one by one, num_hidden_layers is 3"):
         read_config(gemma | {"layer_types": LOCAL_AND_GLOBAL[:2]})
+    with pytest.raises(StartupError, match="num_attention_heads 4 is not a multiple of num_key_value_heads 3"):
+        read_config(config | {"num_key_value_heads": 3})
+    for wrong_value in ({"num_hidden_layers": "three"}, {"query_pre_attn_scalar": 0}, {"rope_parameters": 5}, {"hidden_size": None}):
+        with pytest.raises(StartupError, match="a value of the wrong type or out of range"):
+            read_config(gemma | wrong_value)
     phi = CONFIGS["phi3-longrope"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
     with pytest.raises(StartupError, match="longrope has 2 factors, the model's heads have 16 frequencies"):
         read_config(phi | {"rope_parameters": phi["rope_parameters"] | {"long_factor": [1.0, 2.0]}})

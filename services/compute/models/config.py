@@ -79,11 +79,15 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     try:
         read = reader(config, max_model_len or config["max_position_embeddings"])
         packed = Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None
-        if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
-            raise StartupError(f"config.json has {len(read.sliding_windows)} layer_types for {read.num_layers} layers")
-        return replace(read, packed=packed)
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {error}") from None
+    if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
+        raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
+    if read.num_heads % read.num_kv_heads:
+        raise StartupError(f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads {read.num_kv_heads}")
+    return replace(read, packed=packed)
 
 
 def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
@@ -213,7 +217,8 @@ def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
     """Where some layers have a window, the others do not rotate."""
     read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
     has_windows = config.get("sliding_window") is not None
-    kinds = _layer_types(config, pattern=config.get("sliding_window_pattern") or 4) if has_windows else [FULL] * read.num_layers
+    pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
+    kinds = _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern)) if has_windows else [FULL] * read.num_layers
     return replace(
         read,
         has_pre_norms=False,
@@ -245,11 +250,12 @@ def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
     read = _llama({"rope_theta": 2_000_000.0, "tie_word_embeddings": True} | config, max_model_len)
     interval = config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(read.num_layers)]
+    rotated = rotated[: read.num_layers]
     kinds = config.get("layer_types") or [FULL if each else SLIDING for each in rotated]
     return replace(
         read,
         ropes=(no_rope(read.head_dim), *read.ropes),
-        rope_of_layer=tuple(rotated[: read.num_layers]),
+        rope_of_layer=tuple(rotated),
         sliding_windows=_windows(config, kinds) if config.get("use_sliding_window", False) else read.sliding_windows,
     )
 
