@@ -89,7 +89,7 @@ def measure_attention(shape: Shape, rounds: int) -> None:
         tokens = sequences * new
         slots = torch.tensor([table[at // 16] * 16 + at % 16 for table in tables for at in range(context - new, context)])
         angles = torch.zeros(tokens, heads.head_dim // 2)
-        plan = attention.plan(AttentionInputs([new] * sequences, [context] * sequences, tables, slots, angles.cos(), angles.sin()), 16)
+        plan = attention.plan(AttentionInputs([new] * sequences, [context] * sequences, tables, slots, ((angles.cos(), angles.sin()),)), 16)
         qkv = torch.randn(tokens, (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim).bfloat16()
         q = qkv[:, : heads.num_heads * heads.head_dim].reshape(sequences, new, heads.num_heads, heads.head_dim).transpose(1, 2).contiguous()
         copies = range(max(1, LAYERS_BYTES // (4 * sequences * context * heads.num_kv_heads * heads.head_dim)))  # in turn, as layers do

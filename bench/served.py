@@ -86,7 +86,7 @@ async def ask(url: str, model: str, prompt: str, request: TraceRequest) -> Answe
     }  # fmt: skip
     try:
         packed = post(parts.netloc, parts.path.rstrip("/") + "/v1/completions", body)
-        _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(packed), parts.hostname, parts.port or 80)
+        _, stream = await asyncio.get_running_loop().create_connection(lambda: Stream(packed), parts.hostname or "localhost", parts.port or 80)
     except OSError as error:
         return Answer("", str(error), 0, 0, [], 0.0)
     await stream.ended
@@ -99,7 +99,10 @@ def read(stream: Stream) -> Answer:
     if not head.startswith(b"HTTP/1.1 200"):
         return Answer("", stream.received[:500].decode(errors="replace") or "the connection was closed", 0, 0, [], 0.0)
     is_chunked = b"transfer-encoding: chunked" in head.lower()
-    text, times, usage, error = [], [], {}, "the stream has no end"
+    text: list[str] = []
+    times: list[float] = []
+    usage: dict[str, int] = {}
+    error = "the stream has no end"
     at = stream.sent_at
     for at, line in lines_of(stream, len(head) + 4, is_chunked=is_chunked):
         if not line.startswith(b"data:"):
@@ -173,7 +176,7 @@ def summarize(answers: list[Answer], requests: list[TraceRequest]) -> dict[str, 
 def plot(answers: list[Answer], file: Path) -> None:
     """Text over time, a line for each request, and the distribution of ITL."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib.figure import Figure  # type: ignore[import-not-found]
     except ImportError:
         raise SystemExit("--plot needs matplotlib: pip install matplotlib") from None
     figure = Figure(figsize=(10, 7))
@@ -226,8 +229,8 @@ def main() -> None:
         answers = runner.run(ask_all(url, model, prompts, requests, at_once=len(requests)))
         figures = summarize(answers, requests)
         show(figures)
-        for error in sorted({answer.error for answer in answers if answer.error}):
-            print(f"error: {error[:300]}")
+        for problem in sorted({answer.error for answer in answers if answer.error}):
+            print(f"error: {problem[:300]}")
         if args.invariance:
             unhurried = [TraceRequest(request.num_prompt_tokens, request.num_output_tokens) for request in requests]
             alone = runner.run(ask_all(url, model, prompts, unhurried, at_once=1))

@@ -12,6 +12,12 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
 
 
+# A config.json leaves out of its text_config what has the default of the model's class.
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
+}
+
+
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
     """A checkpoint folder and what its JSON files say."""
@@ -59,7 +65,16 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
     if not (folder / "tokenizer.json").is_file():
         raise StartupError(f"{folder} holds no tokenizer.json, the fast tokenizer's file")
     names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
-    return ModelFiles(folder, names[0], config, _read_json(folder / "generation_config.json") or {}, tuple(names[1:]))
+    return ModelFiles(folder, names[0], text_config(config), _read_json(folder / "generation_config.json") or {}, tuple(names[1:]))
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that takes images too, what its text part has to say beside what is said of the whole, all on one level."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")}
+    return TEXT_DEFAULTS.get(text.get("model_type", ""), {}) | text | whole
 
 
 def _download(model: str, weights: bool) -> Path:

@@ -60,13 +60,13 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files)
-    config = read_config(files.config)
+    longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)
+    config = read_config(files.config, longest)
     weights = load_weights(
         files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
         attention_output=settings.quantize_attention_output,
     )  # fmt: skip
     model = Decoder(config, weights)
-    longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)
     num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)
     longest = min(longest, num_blocks * settings.block_size)
     kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device, group=choose_group(settings, config))

@@ -8,12 +8,24 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Exaone4Config,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GemmaConfig,
+    GraniteConfig,
+    InternLM3Config,
     LlamaConfig,
+    MinistralConfig,
     MistralConfig,
+    Olmo2Config,
+    Olmo3Config,
+    Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    SeedOssConfig,
+    SmolLM3Config,
 )
 
 from services.compute.batch import ScheduledBatch
@@ -27,7 +39,7 @@ from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
-from shared.model_files import DEMO_MODEL
+from shared.model_files import DEMO_MODEL, text_config
 from shared.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -39,16 +51,48 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }  # fmt: skip
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+LONG_ROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.5, "short_factor": [1.0 + 0.05 * i for i in range(16)],
+    "long_factor": [1.5 + 0.5 * i for i in range(16)],
+}  # fmt: skip
+LOCAL_ROPE = {"rope_type": "default", "rope_theta": 500.0}
+LOCAL_AND_GLOBAL = ["sliding_attention", "sliding_attention", "full_attention"]
+GEMMA: dict[str, Any] = SIZES | {"head_dim": 32, "sliding_window": 24, "query_pre_attn_scalar": 20}
 
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama2": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
     "llama3": LlamaConfig(**SIZES, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True),
-    "llama-linear": LlamaConfig(**SIZES, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}, attention_bias=True, mlp_bias=True),
+    "llama-linear": LlamaConfig(**SIZES, rope_parameters=LINEAR_ROPE, attention_bias=True, mlp_bias=True),
+    "llama-heads": LlamaConfig(**SIZES, head_dim=32),
+    "llama-yarn": LlamaConfig(**SIZES, rope_parameters=YARN_ROPE | {"mscale": 0.8, "mscale_all_dim": 0.5, "truncate": False}),
+    "internlm3": InternLM3Config(**SIZES, qkv_bias=True, bias=True, rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 6.0}),
     "mistral": MistralConfig(**SIZES, sliding_window=None, head_dim=32),
     "mistral-window": MistralConfig(**SIZES, sliding_window=24, head_dim=32),
+    "ministral": MinistralConfig(**SIZES, sliding_window=24, head_dim=32, layer_types=LOCAL_AND_GLOBAL),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=True),
     "qwen2-yarn": Qwen2Config(**SIZES, rope_parameters=YARN_ROPE),
+    "qwen2-window": Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=24, max_window_layers=1),
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
+    "exaone4": Exaone4Config(**SIZES, head_dim=32, sliding_window=24, layer_types=LOCAL_AND_GLOBAL),
+    "exaone4-full": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3),
+    "gemma": GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=32),
+    "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
+    "gemma3": Gemma3TextConfig(**GEMMA, layer_types=LOCAL_AND_GLOBAL, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}),
+    "granite": GraniteConfig(
+        **SIZES, head_dim=32, embedding_multiplier=3.0, residual_multiplier=0.4, attention_multiplier=0.3, logits_scaling=2.5, attention_bias=True
+    ),
+    "olmo2": Olmo2Config(**SIZES, head_dim=32),
+    "olmo3": Olmo3Config(
+        **SIZES, head_dim=32, sliding_window=24, layer_types=LOCAL_AND_GLOBAL, rope_parameters={"full_attention": YARN_ROPE, "sliding_attention": LOCAL_ROPE}
+    ),
+    "phi3": Phi3Config(**SIZES, sliding_window=24),
+    "phi3-longrope": Phi3Config(
+        **SIZES | {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}, original_max_position_embeddings=64, rope_parameters=LONG_ROPE
+    ),
+    "seed-oss": SeedOssConfig(**SIZES, head_dim=32),
+    "smollm3": SmolLM3Config(**SIZES, head_dim=32, no_rope_layers=[1, 0, 1]),
+    "smollm3-window": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24),
 }
 
 
@@ -60,7 +104,7 @@ def reference_model(name: str, folder: Path, *, shard: str = "50GB") -> PreTrain
     model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
     for parameter_name, parameter in model.named_parameters():  # spread out: with the usual 0.02 all logits are nearly equal
         if "norm" in parameter_name:
-            torch.nn.init.normal_(parameter, mean=1.0, std=0.1)
+            torch.nn.init.normal_(parameter, mean=0.0 if name.startswith("gemma") else 1.0, std=0.1)
         else:
             torch.nn.init.normal_(parameter, std=0.12)
     model.save_pretrained(folder, max_shard_size=shard)
@@ -83,8 +127,9 @@ class Engine:
         quantization: str = "none",
         attention_output: bool = False,
         kv_group: int = 0,
+        max_model_len: int | None = None,
     ) -> None:
-        config = read_config(json.loads((folder / "config.json").read_text()))
+        config = read_config(text_config(json.loads((folder / "config.json").read_text())), max_model_len)
         device = torch.device("cpu")
         model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
         cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)

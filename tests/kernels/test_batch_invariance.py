@@ -12,6 +12,11 @@ pytestmark = pytest.mark.usefixtures("instruction_set")
 NUM_OUT = 20
 LENGTHS = (1, 15, 16, 33, 5, 90, 64, 47, 100, 11)
 MODES = [("none", 0), ("w8a8", 0), ("w4", 0), ("nf4", 0), ("none", 32), ("w8a8", 32)]
+CASES = [
+    *((name, *mode) for name in ("mistral-window", "qwen3", "demo") for mode in MODES),
+    *((name, *mode) for name in ("gemma3", "olmo2") for mode in MODES[:3]),
+    *((name, "none", 32) for name in ("gemma2", "gemma3", "granite", "olmo2", "phi3-longrope", "smollm3")),
+]
 
 
 def random_prompts() -> list[list[int]]:
@@ -22,8 +27,7 @@ def random_prompts() -> list[list[int]]:
     return some + [torch.randint(2, SIZES["vocab_size"], (3 + 5 * number,), generator=generator).tolist() for number in range(33 - len(some))]
 
 
-@pytest.mark.parametrize(("quantization", "kv_group"), MODES)
-@pytest.mark.parametrize("name", ["mistral-window", "qwen3", "demo"])
+@pytest.mark.parametrize(("name", "quantization", "kv_group"), CASES)
 def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     folder = DEMO_MODEL if name == "demo" else tmp_path

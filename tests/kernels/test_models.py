@@ -1,22 +1,31 @@
 """Every model against transformers on the same weights: token for token, and logits to 1e-4."""
 
+import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL
-from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
+from shared.model_files import DEMO_MODEL, open_model, text_config
+from shared.settings import ComputeSettings
+from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, Engine, reference_model
 
 NUM_TOKENS = 40
+GEMMA3_4B = {  # its text_config as it was published
+    "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
+    "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
+}  # fmt: skip
 ROOT = Path(__file__).parent.parent.parent
 
 
@@ -34,18 +43,50 @@ def expected_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "demo"])
-def test_greedy_output_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    reference = reference_model(name, tmp_path)
-    folder = DEMO_MODEL if name == "demo" else tmp_path
-    some = prompts(5, SIZES["vocab_size"])
-    engine = Engine(folder)
+def compare(engine: Engine, reference: torch.nn.Module, some: list[list[int]]) -> None:
+    """Greedy tokens and their logits, of a batch here and one by one there."""
     generated = engine.generate(some, NUM_TOKENS)
     for number, (prompt, tokens) in enumerate(zip(some, generated, strict=True)):
         assert tokens == expected_tokens(reference, prompt)
         with torch.inference_mode():
             logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", [*(name for name in CONFIGS if name != "phi3-longrope"), "demo"])
+def test_greedy_output_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Some prompts are longer than the windows of those that have one."""
+    reference = reference_model(name, tmp_path)
+    compare(Engine(DEMO_MODEL if name == "demo" else tmp_path), reference, prompts(5, SIZES["vocab_size"]))
+
+
+@pytest.mark.parametrize(("max_model_len", "lengths"), [(None, (65, 90, 130)), (64, (1, 17, 24))])
+def test_longrope_has_the_factors_of_the_longest_sequence(max_model_len: int | None, lengths: tuple[int, ...], tmp_path: Path) -> None:
+    """transformers changes factors where a sequence passes the original length, 64, so each of these stays on one side."""
+    reference = reference_model("phi3-longrope", tmp_path)
+    rng = random.Random(4)
+    some = [[rng.randrange(2, SIZES["vocab_size"]) for _ in range(length)] for length in lengths]
+    compare(Engine(tmp_path, max_model_len=max_model_len), reference, some)
+
+
+def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
+    """Gemma 3 from 4b on: text_config leaves out what has its default, and the tensors have longer names, older or newer."""
+    reference = reference_model("gemma3", tmp_path / "text")
+    tensors, config = load_file(tmp_path / "text" / "model.safetensors"), CONFIGS["gemma3"].to_dict()
+    text = {name: value for name, value in config.items() if name not in ("vocab_size", "architectures", "tie_word_embeddings")}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "model_type": "gemma3", "text_config": text, "vision_config": {"hidden_size": 8}}
+    text["vocab_size"] = SIZES["vocab_size"]
+    for prefix in ("language_model.model.", "model.language_model."):
+        folder = tmp_path / prefix
+        folder.mkdir()
+        named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()} | {"vision_tower.patch.weight": torch.zeros(8)}
+        save_file(named, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps(whole))
+        compare(Engine(folder), reference, prompts(4, SIZES["vocab_size"])[2:])
+    defaults = read_config(text_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA3_4B}))
+    assert (defaults.vocab_size, defaults.num_heads, defaults.num_kv_heads, defaults.head_dim) == (262_208, 8, 4, 256)
+    assert [layer for layer, window in enumerate(defaults.sliding_windows) if window is None] == [5, 11, 17, 23, 29]
+    assert [rope.inv_freq[1].item() for rope in defaults.ropes] == pytest.approx([1e6 ** (-1 / 128) / 8, 1e4 ** (-1 / 128)])
 
 
 def test_the_demo_answers_through_transformers_too() -> None:
@@ -56,7 +97,7 @@ def test_the_demo_answers_through_transformers_too() -> None:
     assert tokens[-1] == 1
 
 
-@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3", "demo"])
+@pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3", "demo"])
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     folder = DEMO_MODEL if name == "demo" else tmp_path
@@ -104,6 +145,24 @@ def test_choices_of_one_prompt_are_as_if_each_were_alone(name: str, tmp_path: Pa
         assert cramped.generate([prompt] * 4, 20, group_id="choices") == alone
 
 
+def test_config_json_as_it_was_before_rope_parameters() -> None:
+    """rope_scaling and rope_theta beside everything else, as most published checkpoints have them."""
+    new = CONFIGS["phi3-longrope"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
+    factors = {name: new["rope_parameters"][name] for name in ("short_factor", "long_factor")}
+    old = new | {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": factors | {"type": "su"}, "partial_rotary_factor": 0.5}
+    for length in (64, 512):
+        [expected], [found] = read_config(new, length).ropes, read_config(old, length).ropes
+        assert torch.equal(found.inv_freq, expected.inv_freq)
+        assert found.scale == expected.scale > 1.0
+    new = CONFIGS["olmo3"].to_dict() | {"architectures": ["Olmo3ForCausalLM"]}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    old = new | {"rope_parameters": None, "rope_theta": 10000.0, "rope_scaling": yarn}
+    expected, [found, local] = read_config(new).ropes[0], read_config(old).ropes
+    assert torch.equal(found.inv_freq, expected.inv_freq)
+    assert found.scale == expected.scale > 1.0 == local.scale
+    assert local.inv_freq[1].item() == pytest.approx(10000.0 ** (-1 / 16))
+
+
 def test_torch_computes_the_quantized_modes_as_well() -> None:
     """float32 with keys and values in int8, and, without native code, quantized layers: the demo's answer survives."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
@@ -134,8 +193,25 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     config = CONFIGS["qwen2"].to_dict() | {"architectures": ["Qwen2ForCausalLM"]}
     with pytest.raises(StartupError, match="GPT2LMHeadModel is not supported"):
         read_config(config | {"architectures": ["GPT2LMHeadModel"]})
-    with pytest.raises(StartupError, match="rope scaling 'dynamic'"):
-        read_config(config | {"rope_parameters": {"rope_type": "dynamic"}})
+    with pytest.raises(StartupError, match="rope scaling 'proportional' is not supported"):
+        read_config(config | {"rope_parameters": {"rope_type": "proportional"}})
+    with pytest.raises(StartupError, match="hidden_act 'relu2' is not supported; these are: silu"):
+        read_config(config | {"hidden_act": "relu2"})
+    gemma = CONFIGS["gemma3"].to_dict() | {"architectures": ["Gemma3ForCausalLM"]}
+    with pytest.raises(StartupError, match="use_bidirectional_attention is not supported"):
+        read_config(gemma | {"use_bidirectional_attention": True})
+    with pytest.raises(StartupError, match="layers of the type chunked_attention are not supported"):
+        read_config(gemma | {"layer_types": ["chunked_attention"] * 3})
+    with pytest.raises(StartupError, match="describes 2 layers one by one, num_hidden_layers is 3"):
+        read_config(gemma | {"layer_types": LOCAL_AND_GLOBAL[:2]})
+    with pytest.raises(StartupError, match="num_attention_heads 4 is not a multiple of num_key_value_heads 3"):
+        read_config(config | {"num_key_value_heads": 3})
+    for wrong_value in ({"num_hidden_layers": "three"}, {"query_pre_attn_scalar": 0}, {"rope_parameters": 5}, {"hidden_size": None}):
+        with pytest.raises(StartupError, match="a value of the wrong type or out of range"):
+            read_config(gemma | wrong_value)
+    phi = CONFIGS["phi3-longrope"].to_dict() | {"architectures": ["Phi3ForCausalLM"]}
+    with pytest.raises(StartupError, match="longrope has 2 factors, the model's heads have 16 frequencies"):
+        read_config(phi | {"rope_parameters": phi["rope_parameters"] | {"long_factor": [1.0, 2.0]}})
     with pytest.raises(StartupError, match="no hidden_size"):
         read_config({key: value for key, value in config.items() if key != "hidden_size"})
     wrong = read_config(config | {"hidden_size": 80, "head_dim": 16})
@@ -147,3 +223,22 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(StartupError, match=r"holds no \*.safetensors"):
         load_weights(tmp_path / "empty", wrong, torch.float32, torch.device("cpu"))
+
+
+def test_an_engine_of_a_multimodal_folder(tmp_path: Path) -> None:
+    """What the other stages ask a model's files for is in text_config; --max-model-len chooses longrope's factors."""
+    config = CONFIGS["phi3-longrope"].to_dict()
+    reference_model("phi3-longrope", tmp_path)
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    whole = {"architectures": ["Phi3ForCausalLM"], "eos_token_id": [1, 7], "dtype": "float32", "text_config": config | {"architectures": None}}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    (tmp_path / "generation_config.json").unlink()
+    files = open_model(str(tmp_path))
+    assert (files.max_model_len, files.eos_token_ids, files.config["vocab_size"]) == (512, (1, 7), SIZES["vocab_size"])
+    factors = {}
+    for length in (64, 65, None):
+        engine = build_engine(ComputeSettings(max_model_len=length, kv_cache_memory="16MiB", num_threads=torch.get_num_threads()), files)
+        assert engine.max_model_len == (length or 512)
+        factors[length] = 1 / (engine.runner.model.config.ropes[0].inv_freq * 10000.0 ** (torch.arange(16) / 16))
+    for length, name in ((64, "short_factor"), (65, "long_factor"), (None, "long_factor")):
+        torch.testing.assert_close(factors[length], torch.tensor(LONG_ROPE[name]))

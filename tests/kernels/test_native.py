@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,10 +19,11 @@ from services.compute.backends.cpu import library as library_module
 from services.compute.backends.cpu import reduction
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, pack_linear
+from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.matrix import Dense
-from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
-from services.compute.backends.torch.reference import kv_row_size, quantize_weight, read_kv, rms_norm, rotary, write_kv
+from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp, TorchRowMath
+from services.compute.backends.torch.reference import kv_row_size, norm_heads, quantize_weight, read_kv, rms_norm, rotary, write_kv
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import Engine
@@ -40,15 +42,16 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-def native(weight: torch.Tensor, bias: torch.Tensor | None, mode: str, *, group: int = 64, is_gated: bool = False) -> NativeLinear:
-    return pack_linear(Dense(weight), bias, quantization=mode, group=group, is_gated=is_gated)
+def native(weight: torch.Tensor, bias: torch.Tensor | None, mode: str, *, group: int = 64, **gate: Any) -> NativeLinear:
+    """gate: is_gated and activation."""
+    return pack_linear(Dense(weight), bias, quantization=mode, group=group, **gate)
 
 
-def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, is_gated: bool = False) -> TorchLinear:
+def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, **gate: Any) -> TorchLinear:
     """The reference, in float32 where the arithmetic is in floating point."""
     if mode != "none":
-        return QuantizedTorchLinear(quantize_weight(weight, mode, group), bias, is_gated=is_gated)
-    return TorchLinear(weight.float(), bias.float() if bias is not None else None, is_gated=is_gated)
+        return QuantizedTorchLinear(quantize_weight(weight, mode, group), bias, **gate)
+    return TorchLinear(weight.float(), bias.float() if bias is not None else None, **gate)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -100,11 +103,51 @@ def test_normalized_and_gated_layers(mode: str, bound: float, rows: int, hidden:
     assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
 
 
-def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None) -> torch.Tensor:
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("rows", "hidden", "inter"), [(1, 64, 112), (33, 96, 200)])
+def test_an_mlp_with_gelu_and_no_norm_or_residual(mode: str, rows: int, hidden: int, inter: int) -> None:
+    """Also far out, where GELU is its input, or 0."""
+    x, gate_up, down = randn(rows, hidden, scale=20.0), randn(2 * inter, hidden, seed=2, scale=0.1), randn(hidden, inter, seed=3, scale=0.1)
+    gate = {"is_gated": True, "activation": "gelu_tanh"}
+    layer = native(gate_up, None, mode, **gate)
+    reference = torch_linear(mode, gate_up, None, **gate)
+    assert error(layer(x), reference(x.float())) < 5e-3
+    mlp, reference_mlp = NativeMlp(layer, native(down, None, mode)), TorchMlp(reference, torch_linear(mode, down, None))
+    found = mlp(x, norm=None, eps=EPS, has_residual=False)
+    assert error(found, reference_mlp(x.float(), norm=None, eps=EPS, has_residual=False)) < (6e-3 if mode == "none" else 2.5e-2)
+    assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=None, eps=EPS, has_residual=False) for row in range(rows)]))
+
+
+@given(rows=st.integers(1, 40), hidden=st.integers(1, 300), has_norm=st.booleans(), multiplier=st.sampled_from([1.0, 0.22]), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_adding_to_the_residual(rows: int, hidden: int, has_norm: bool, multiplier: float, seed: int) -> None:
+    x, h, norm = randn(rows, hidden, seed=seed), randn(rows, hidden, seed=seed + 1, scale=3.0), randn(hidden, seed=seed + 2) if has_norm else None
+    native_math = NativeRowMath()
+    found = native_math.add(x, h, norm=norm, eps=EPS, multiplier=multiplier)
+    expected = TorchRowMath().add(x.double(), h.double(), norm=norm.double() if norm is not None else None, eps=EPS, multiplier=multiplier)
+    # the result is rounded once, and so is a normalized value before its weight
+    assert torch.all((found - expected).abs() <= 1.01 * 2**-8 * (expected.abs() + (expected - x.double()).abs()))
+    alone = [native_math.add(x[row : row + 1], h[row : row + 1], norm=norm, eps=EPS, multiplier=multiplier) for row in range(rows)]
+    assert torch.equal(found, torch.cat(alone))
+
+
+@given(rows=st.integers(1, 9), vocab=st.integers(1, 30_000), multiplier=st.sampled_from([1.0, 0.125]), cap=st.sampled_from([0.0, 30.0]), seed=st.integers(0, 9))
+@settings(max_examples=30, deadline=None)
+def test_finishing_logits(rows: int, vocab: int, multiplier: float, cap: float, seed: int) -> None:
+    logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 60
+    expected = TorchRowMath().finish_logits(logits.double(), multiplier=multiplier, cap=cap)
+    found = [NativeRowMath().finish_logits(each, multiplier=multiplier, cap=cap) for each in (logits.clone(), logits[-1:].clone())]
+    torch.testing.assert_close(found[0].double(), expected, atol=1e-5, rtol=1e-6)
+    assert torch.equal(found[0][-1:], found[1])
+
+
+def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor, window: int | None, scores_of: Scores) -> torch.Tensor:
     """In float64. q: [n, heads, d]; k, v: [context, kv_heads, d]; positions: [n]. Returns [n, heads * d]."""
     group = q.shape[1] // k.shape[1]
     k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
-    scores = torch.einsum("nhd,chd->hnc", q.double(), k) / math.sqrt(q.shape[-1])
+    scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
+    if scores_of.cap:
+        scores = scores_of.cap * torch.tanh(scores / scores_of.cap)
     keys = torch.arange(len(k))[None, :]
     is_seen = keys <= positions[:, None]
     if window is not None:
@@ -112,6 +155,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions
     return torch.einsum("hnc,chd->nhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v).flatten(1)
 
 
+@pytest.mark.parametrize("scores", [None, Scores(0.3, 5.0)])
 @pytest.mark.parametrize("group", [0, 8, 32])
 @pytest.mark.parametrize(
     ("heads", "block_size", "window", "contexts", "lengths"),
@@ -122,7 +166,7 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions
         (Heads(8, 1, 96), 16, 700, [2100, 1500], [2, 150]),
     ],
 )
-def test_attention(heads: Heads, block_size: int, window: int | None, contexts: list[int], lengths: list[int], group: int) -> None:
+def test_attention(heads: Heads, block_size: int, window: int | None, contexts: list[int], lengths: list[int], group: int, scores: Scores | None) -> None:
     """Over a cache that holds the context already; with angles of 0 nothing rotates, and the step's own K and V come from qkv."""
     dim, num_heads = heads.head_dim, heads.num_heads
     counts = [-(-context // block_size) for context in contexts]
@@ -142,16 +186,16 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
 
     def inputs(which: list[int], lens: list[int], ends: list[int], rows: slice) -> AttentionInputs:
         count = rows.stop - rows.start
-        return AttentionInputs(lens, ends, [tuple(tables[each]) for each in which], slots[rows], torch.ones(count, dim // 2), torch.zeros(count, dim // 2))
+        return AttentionInputs(lens, ends, [tuple(tables[each]) for each in which], slots[rows], ((torch.ones(count, dim // 2), torch.zeros(count, dim // 2)),))
 
-    attention = NativeAttention(heads)
+    attention = NativeAttention(heads, scores)
     everything = inputs(list(range(len(contexts))), lengths, contexts, slice(0, num_tokens))
     found = attention(qkv.clone(), kv, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS)
     for number, table in enumerate(tables):
         rows = slice(starts[number], starts[number + 1])
         k, v = (read_kv(kv[which][torch.tensor(table)], dim, torch.bfloat16).transpose(1, 2).flatten(0, 1)[: contexts[number]] for which in (0, 1))
         q = qkv[rows, : num_heads * dim].view(-1, num_heads, dim)
-        assert error(found[rows], exact_attention(q, k, v, positions[number], window)) < 5e-3
+        assert error(found[rows], exact_attention(q, k, v, positions[number], window, attention.scores)) < 5e-3
         for row in range(rows.start, rows.stop, 7):
             end = int(positions[number][row - rows.start]) + 1
             one = inputs([number], [1], [end], slice(row, row + 1))
@@ -160,21 +204,23 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
 
 
 @pytest.mark.parametrize("group", [0, 8, 64])
-@pytest.mark.parametrize("has_norms", [False, True])
-def test_rotation_and_the_way_into_the_cache(has_norms: bool, group: int) -> None:
-    heads, tokens = Heads(6, 2, 64), 9
+@pytest.mark.parametrize("norm_heads_of", [None, (1, 1), (6, 2)])
+@pytest.mark.parametrize("rotary_dim", [64, 32])
+def test_rotation_and_the_way_into_the_cache(norm_heads_of: tuple[int, int] | None, group: int, rotary_dim: int) -> None:
+    """Without a norm, with one of each head, and with one of all heads together; of all dimensions, and of the first."""
+    heads, tokens = Heads(6, 2, 64, rotary_dim), 9
     qkv = randn(tokens, 10 * 64)
-    angles = torch.rand(tokens, 32, generator=torch.Generator().manual_seed(1)) * 6
+    angles = torch.rand(tokens, rotary_dim // 2, generator=torch.Generator().manual_seed(1)) * 6
     slots = torch.randperm(64, generator=torch.Generator().manual_seed(2))[:tokens]
-    norms = tuple((1 + randn(64, seed=seed) * 0.1).bfloat16() if has_norms else None for seed in (3, 4))
+    norms = tuple((1 + randn(64 * count, seed=count) * 0.1).bfloat16() for count in norm_heads_of) if norm_heads_of is not None else (None, None)
     kv = torch.zeros(2, 4, 2, 16, kv_row_size(64, group), dtype=torch.uint8) if group else torch.zeros(2, 4, 2, 16, 64).bfloat16()
     expected = kv.clone()
     q, k, v = qkv.view(tokens, 10, 64).split_with_sizes([6, 2, 2], dim=1)
     if norms[0] is not None and norms[1] is not None:
-        q, k = rms_norm(q, norms[0], EPS), rms_norm(k, norms[1], EPS)
+        q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
     q, k = (rotary(each, angles.cos()[:, None], angles.sin()[:, None]) for each in (q, k))
     attention = NativeAttention(heads)
-    inputs = AttentionInputs([1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, angles.cos(), angles.sin())
+    inputs = AttentionInputs([1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, ((angles.cos(), angles.sin()),))
     changed = qkv.clone()
     attention(changed, kv, attention.plan(inputs, 16), window=None, norms=norms, eps=EPS)
     torch.testing.assert_close(changed.view(tokens, 10, 64)[:, :6], q)

@@ -9,9 +9,10 @@ import torch
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.library import load_library
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
+from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.backends.torch.attention import AttentionInputs, Heads, TorchAttention
-from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores, TorchAttention
+from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, RowMath, TorchLinear, TorchMlp, TorchRowMath
 from services.compute.backends.torch.reference import quantize_weight
 from shared.errors import StartupError
 
@@ -19,14 +20,18 @@ __all__ = [
     "QUANTIZATIONS",
     "Attention",
     "AttentionInputs",
+    "CosSin",
     "Heads",
     "Linear",
     "Mlp",
     "is_kept",
+    "RowMath",
+    "Scores",
     "is_native",
     "make_attention",
     "make_linear",
     "make_mlp",
+    "make_row_math",
     "restore_linear",
 ]
 
@@ -44,22 +49,29 @@ def is_kept(matrix: Matrix, dtype: torch.dtype) -> bool:
 
 
 def make_linear(
-    matrix: Matrix, dtype: torch.dtype, bias: torch.Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False
+    matrix: Matrix,
+    dtype: torch.dtype,
+    bias: torch.Tensor | None = None,
+    *,
+    quantization: str = "none",
+    group: int = 64,
+    is_gated: bool = False,
+    activation: str = "silu",
 ) -> Linear:
-    """A linear layer of a matrix [n, k] and bias [n] that computes in `dtype`. With is_gated the first half of n is a gate, and the result silu(gate) *
-    the other half.
+    """A linear layer of a matrix [n, k] and bias [n] that computes in `dtype`. With is_gated the first half of n is a gate, and the result
+    activation(gate) * the other half; activation: silu or gelu_tanh.
 
     quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not kept; group: inputs that share a scale, with four bits.
     Raises StartupError for a quantization that can't run here.
     """
     if is_native(dtype, matrix.device):
-        return pack_linear(matrix, bias, quantization=quantization, group=group, is_gated=is_gated)
+        return pack_linear(matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
     if quantization == "none":
-        return TorchLinear(matrix.dequantize(dtype), bias, is_gated=is_gated)
+        return TorchLinear(matrix.dequantize(dtype), bias, is_gated=is_gated, activation=activation)
     if matrix.device.type != "cpu" or dtype != torch.bfloat16:
         raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {matrix.device.type} in {dtype}")
     quantized = quantize_weight(matrix.dequantize(dtype), quantization, group) if isinstance(matrix, Dense) else matrix
-    return QuantizedTorchLinear(quantized, bias, is_gated=is_gated)
+    return QuantizedTorchLinear(quantized, bias, is_gated=is_gated, activation=activation)
 
 
 def make_mlp(gate_up: Linear, down: Linear) -> Mlp:
@@ -67,6 +79,11 @@ def make_mlp(gate_up: Linear, down: Linear) -> Mlp:
     return NativeMlp(gate_up, down) if isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear) else TorchMlp(gate_up, down)
 
 
-def make_attention(heads: Heads, dtype: torch.dtype, device: torch.device) -> Attention:
-    """Attention over a cache of this dtype."""
-    return NativeAttention(heads) if is_native(dtype, device) and heads.are_supported else TorchAttention(heads)
+def make_attention(heads: Heads, dtype: torch.dtype, device: torch.device, scores: Scores | None = None) -> Attention:
+    """Attention over a cache of this dtype; scores: Scores.of(heads) if there are none."""
+    return NativeAttention(heads, scores) if is_native(dtype, device) and heads.are_supported else TorchAttention(heads, scores)
+
+
+def make_row_math(dtype: torch.dtype, device: torch.device) -> RowMath:
+    """What is done to rows of this dtype between layers."""
+    return NativeRowMath() if is_native(dtype, device) else TorchRowMath()

@@ -1,16 +1,21 @@
-"""ModelConfig: what the executor needs of a config.json, for every supported family."""
+"""ModelConfig: what the executor needs of a config.json, and a reader for every supported architecture."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
+from services.compute.models.rope import Rope, no_rope, read_rope
 from shared.errors import StartupError
 
 PACKED_METHOD = "penstock"  # quantization_config's quant_method
 
-ARCHITECTURES = {"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"}
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
+
+# As config.json calls it, and what it is: SiLU, or GELU by tanh (Hendrycks and Gimpel 2016, section 2).
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+
+Config = dict[str, Any]  # a parsed config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +29,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A Llama-like decoder. The families differ in has_qkv_bias, has_qk_norm and the sliding window only."""
+    """A decoder of attention and a gated MLP, layer upon layer. What has a default here is Llama's way; other families set it."""
 
     vocab_size: int
     hidden_size: int
@@ -34,107 +39,257 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    has_qkv_bias: bool  # Qwen2
-    has_output_bias: bool  # Llama with attention_bias
+    activation: str  # of ACTIVATIONS' values: of the MLP's gate
+    has_qkv_bias: bool
+    has_output_bias: bool
     has_mlp_bias: bool
-    has_qk_norm: bool  # Qwen3: RMSNorm over each head of q and k
     is_tied: bool  # the LM head is the embedding
+    attention_scale: float  # multiplies q . k
+    ropes: tuple[Rope, ...]  # that some layer has
+    rope_of_layer: tuple[int, ...]
     sliding_windows: tuple[int | None, ...]  # per layer: how many tokens back attention sees
-    inv_freq: torch.Tensor  # [head_dim / 2] float32, rotary frequencies after scaling
-    rotary_scale: float  # multiplies cos and sin (yarn; 1 otherwise)
+    has_qk_norm: bool = False  # RMSNorm of q and of k
+    is_qk_norm_joint: bool = False  # over all heads together, not over each
+    has_pre_norms: bool = True  # of what goes into attention and MLP
+    has_post_norms: bool = False  # of what comes out, before it is added to the residual
+    norm_offset: float = 0.0  # a norm multiplies by this + its weight
+    has_fused_projections: bool = False  # q, k and v are one tensor of the checkpoint, gate and up another
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0  # of what attention and MLP add to the residual
+    logits_multiplier: float = 1.0
+    attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: no cap
+    logits_cap: float = 0.0
     packed: Packed | None = None
 
 
-def read_config(config: dict[str, Any]) -> ModelConfig:
-    """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run."""
+def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
+    """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run.
+
+    max_model_len: the longest sequence that will be computed, if it is not the model's own (see read_rope).
+    """
     architecture = (config.get("architectures") or ["none"])[0]
-    if architecture not in ARCHITECTURES:
+    reader = ARCHITECTURES.get(architecture)
+    if reader is None:
         raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
-    if config.get("hidden_act", "silu") != "silu":
-        raise StartupError(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
     quantized = config.get("quantization_config")
     if quantized and quantized.get("quant_method") != PACKED_METHOD:
         raise StartupError("this checkpoint is quantized; only float32 and bfloat16 ones, and those of penstock quantize, can be loaded")
+    if config.get("use_bidirectional_attention"):
+        raise StartupError("use_bidirectional_attention is not supported: this model embeds text, it does not generate")
     try:
-        num_heads = config["num_attention_heads"]
-        head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
-        inv_freq, rotary_scale = rotary_frequencies(config, head_dim)
-        has_attention_bias = bool(config.get("attention_bias", False))
-        return ModelConfig(
-            vocab_size=config["vocab_size"],
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_layers=config["num_hidden_layers"],
-            num_heads=num_heads,
-            num_kv_heads=config.get("num_key_value_heads") or num_heads,
-            head_dim=head_dim,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            has_qkv_bias=architecture == "Qwen2ForCausalLM" or has_attention_bias,
-            has_output_bias=has_attention_bias,
-            has_mlp_bias=bool(config.get("mlp_bias", False)),
-            has_qk_norm=architecture == "Qwen3ForCausalLM",
-            is_tied=bool(config.get("tie_word_embeddings", False)),
-            sliding_windows=sliding_windows(config, architecture),
-            inv_freq=inv_freq,
-            rotary_scale=rotary_scale,
-            packed=Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None,
-        )
+        read = reader(config, max_model_len or config["max_position_embeddings"])
+        packed = Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {error}") from None
+    if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
+        raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
+    if read.num_heads % read.num_kv_heads:
+        raise StartupError(f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads {read.num_kv_heads}")
+    return replace(read, packed=packed)
 
 
-def sliding_windows(config: dict[str, Any], architecture: str) -> tuple[int | None, ...]:
-    """Per layer, how many tokens attention sees, this one included. Mistral: all layers alike; Qwen: by layer_types, when switched on."""
+def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
+    """What all families have in common, and nothing else. rotary_share: of a head's dimensions, how many are rotated."""
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
+    if activation not in ACTIVATIONS:
+        raise StartupError(f"hidden_act {activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
+    num_layers, num_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
+    has_attention_bias = bool(config.get("attention_bias", False))
+    return ModelConfig(
+        vocab_size=config["vocab_size"],
+        hidden_size=config["hidden_size"],
+        intermediate_size=config["intermediate_size"],
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=config.get("num_key_value_heads") or num_heads,
+        head_dim=head_dim,
+        rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+        activation=ACTIVATIONS[activation],
+        has_qkv_bias=has_attention_bias,
+        has_output_bias=has_attention_bias,
+        has_mlp_bias=bool(config.get("mlp_bias", False)),
+        is_tied=bool(config.get("tie_word_embeddings", False)),
+        attention_scale=1.0 / math.sqrt(head_dim),
+        ropes=(read_rope(config, int(head_dim * rotary_share), max_model_len),),
+        rope_of_layer=(0,) * num_layers,
+        sliding_windows=(None,) * num_layers,
+    )
+
+
+def _internlm3(config: Config, max_model_len: int) -> ModelConfig:
+    """Llama, with other names of the biases."""
+    biases = {"attention_bias": config.get("qkv_bias", config.get("attention_bias")), "mlp_bias": config.get("bias", config.get("mlp_bias"))}
+    return _llama(config | biases, max_model_len)
+
+
+def _mistral(config: Config, max_model_len: int) -> ModelConfig:
+    """Llama, all of whose layers may have a sliding window."""
+    read = _llama(config, max_model_len)
+    return replace(read, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
+
+
+def _ministral(config: Config, max_model_len: int) -> ModelConfig:
+    """Mistral, some of whose layers see all."""
+    read = _llama(config, max_model_len)
+    return replace(read, sliding_windows=_windows(config, config.get("layer_types") or [SLIDING] * read.num_layers))
+
+
+def _qwen2(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(_llama(config, max_model_len), has_qkv_bias=True, sliding_windows=_qwen_windows(config))
+
+
+def _qwen3(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(_llama(config, max_model_len), has_qk_norm=True, sliding_windows=_qwen_windows(config))
+
+
+def _qwen_windows(config: Config) -> tuple[int | None, ...]:
+    """By layer_types, or the layers from max_window_layers on; when switched on."""
+    first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
+    return _windows(config, kinds) if config.get("use_sliding_window", False) else (None,) * num_layers
+
+
+def _phi3(config: Config, max_model_len: int) -> ModelConfig:
+    """Phi-3, 3.5 and 4. Their first checkpoints call longrope su, or yarn."""
+    config = config | {name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)}
+    share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    read = _llama(config, max_model_len, rotary_share=share)
+    return replace(read, has_fused_projections=True, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
+
+
+def _as_longrope(rope: Config) -> Config:
+    kind = rope.get("rope_type", rope.get("type"))
+    return rope | {"rope_type": "longrope"} if kind in ("su", "yarn") else rope
+
+
+def _gemma(config: Config, max_model_len: int) -> ModelConfig:
+    """Its first checkpoints say gelu and mean the tanh form."""
+    activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
+    activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
+    read = _llama({"tie_word_embeddings": True} | config | {"hidden_activation": activation}, max_model_len)
+    return replace(read, norm_offset=1.0, embedding_multiplier=math.sqrt(read.hidden_size))
+
+
+def _gemma2(config: Config, max_model_len: int) -> ModelConfig:
+    """Every other layer has a window, the first among them."""
+    return replace(
+        _gemma(config, max_model_len),
+        has_post_norms=True,
+        attention_scale=config.get("query_pre_attn_scalar", 256) ** -0.5,
+        attention_cap=config.get("attn_logit_softcapping") or 0.0,
+        logits_cap=config.get("final_logit_softcapping") or 0.0,
+        sliding_windows=_windows(config, _layer_types(config, pattern=2)),
+    )
+
+
+def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
+    """Five layers with a window, and RoPE of their own, for each that sees all. The text part of the multimodal models, too."""
+    config = {"rope_theta": 1_000_000.0, "sliding_window": 4096} | config
+    kinds = _layer_types(config, pattern=int(config.get("sliding_window_pattern", 6)))
+    read = _gemma2(config | {"layer_types": kinds}, max_model_len)
+    local = config | {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", 10000.0)}
+    return replace(
+        read,
+        has_qk_norm=True,
+        ropes=(read.ropes[0], read_rope(local, read.head_dim, max_model_len, SLIDING)),
+        rope_of_layer=tuple(int(kind == SLIDING) for kind in kinds),
+    )
+
+
+def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
+    read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
+    return replace(read, has_pre_norms=False, has_post_norms=True, has_qk_norm=True, is_qk_norm_joint=True)
+
+
+def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
+    """OLMo 2 with a window in three of four layers; only the fourth's RoPE is scaled."""
+    config = {"rope_theta": 500_000.0} | config
+    kinds = _layer_types(config, pattern=4)
+    read = _olmo2(config, max_model_len)
+    local = read_rope(config | {"rope_scaling": None}, read.head_dim, max_model_len, SLIDING)
+    return replace(read, ropes=(read.ropes[0], local), rope_of_layer=tuple(int(kind == SLIDING) for kind in kinds), sliding_windows=_windows(config, kinds))
+
+
+def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
+    """Where some layers have a window, the others do not rotate."""
+    read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
+    has_windows = config.get("sliding_window") is not None
+    pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
+    kinds = _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern)) if has_windows else [FULL] * read.num_layers
+    return replace(
+        read,
+        has_pre_norms=False,
+        has_post_norms=True,
+        has_qk_norm=True,
+        ropes=(no_rope(read.head_dim), *read.ropes),
+        rope_of_layer=tuple(int(kind == SLIDING or not has_windows) for kind in kinds),
+        sliding_windows=_windows(config, kinds),
+    )
+
+
+def _granite(config: Config, max_model_len: int) -> ModelConfig:
+    return replace(
+        _llama(config, max_model_len),
+        embedding_multiplier=config.get("embedding_multiplier", 1.0),
+        residual_multiplier=config.get("residual_multiplier", 1.0),
+        attention_scale=config.get("attention_multiplier", 1.0),
+        logits_multiplier=1.0 / config.get("logits_scaling", 1.0),
+    )
+
+
+def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
+    read = _llama({"attention_bias": True} | config, max_model_len)
+    return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
+
+
+def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
+    """Every fourth layer does not rotate. no_rope_layers has a 1 for each that does."""
+    read = _llama({"rope_theta": 2_000_000.0, "tie_word_embeddings": True} | config, max_model_len)
+    interval = config.get("no_rope_layer_interval", 4)
+    rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(read.num_layers)]
+    rotated = rotated[: read.num_layers]
+    kinds = config.get("layer_types") or [FULL if each else SLIDING for each in rotated]
+    return replace(
+        read,
+        ropes=(no_rope(read.head_dim), *read.ropes),
+        rope_of_layer=tuple(rotated),
+        sliding_windows=_windows(config, kinds) if config.get("use_sliding_window", False) else read.sliding_windows,
+    )
+
+
+def _layer_types(config: Config, *, pattern: int) -> list[str]:
+    """Of each layer: as config.json says, or each pattern-th sees all."""
+    return config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(config["num_hidden_layers"])]
+
+
+def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
+    """Per layer, how many tokens attention sees, this one included. Raises StartupError for a kind of layer that attention can't be."""
+    unknown = sorted(set(kinds) - {FULL, SLIDING})
+    if unknown:
+        raise StartupError(f"layers of the type {unknown[0]} are not supported; these are: {FULL}, {SLIDING}")
     window: int | None = config.get("sliding_window")
-    num_layers: int = config["num_hidden_layers"]
-    if window is None or architecture == "LlamaForCausalLM":
-        return (None,) * num_layers
-    if architecture == "MistralForCausalLM":
-        return (window,) * num_layers
-    if not config.get("use_sliding_window", False):
-        return (None,) * num_layers
-    kinds = config.get("layer_types") or ["sliding_attention" if layer >= config.get("max_window_layers", 28) else "full" for layer in range(num_layers)]
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == SLIDING else None for kind in kinds)
 
 
-def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[torch.Tensor, float]:
-    """inv_freq [head_dim / 2] and the scale of cos and sin.
-
-    RoPE: Su et al., "RoFormer" (2021), equation 15. Scalings: linear (position interpolation, Chen et al. 2023), llama3 (Llama 3.1's
-    model code: long wavelengths are stretched, short ones kept, a ramp between), yarn (Peng et al. 2023, section 3.4).
-    """
-    rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    theta = float(rope.get("rope_theta", config.get("rope_theta", 10000.0)))
-    inv_freq = theta ** -(torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if kind == "default":
-        return inv_freq, 1.0
-    if kind == "linear":
-        return inv_freq / float(rope["factor"]), 1.0
-    if kind == "llama3":
-        return _llama3(inv_freq, rope), 1.0
-    if kind == "yarn":
-        return _yarn(inv_freq, rope, theta, head_dim, config)
-    raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn")
-
-
-def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
-    factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
-    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
-    turns = original * inv_freq / (2 * math.pi)  # of each frequency over the original length
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: short wavelength, as it was; 0: long, stretched
-    return inv_freq * (kept + (1 - kept) / factor)
-
-
-def _yarn(inv_freq: torch.Tensor, rope: dict[str, Any], theta: float, head_dim: int, config: dict[str, Any]) -> tuple[torch.Tensor, float]:
-    factor = float(rope["factor"])
-    original = float(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
-
-    def dimension_of(turns: float) -> float:
-        return head_dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
-
-    low = max(math.floor(dimension_of(float(rope.get("beta_fast") or 32))), 0)
-    high = min(math.ceil(dimension_of(float(rope.get("beta_slow") or 1))), head_dim - 1)
-    stretched = ((torch.arange(head_dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
-    scale = rope.get("attention_factor")
-    return inv_freq * (1 - stretched + stretched / factor), float(scale) if scale is not None else 0.1 * math.log(factor) + 1.0
+ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
+    "Exaone4ForCausalLM": _exaone4,
+    "Gemma2ForCausalLM": _gemma2,
+    "Gemma3ForCausalLM": _gemma3,
+    "Gemma3ForConditionalGeneration": _gemma3,
+    "GemmaForCausalLM": _gemma,
+    "GraniteForCausalLM": _granite,
+    "InternLM3ForCausalLM": _internlm3,
+    "LlamaForCausalLM": _llama,
+    "MinistralForCausalLM": _ministral,
+    "MistralForCausalLM": _mistral,
+    "Olmo2ForCausalLM": _olmo2,
+    "Olmo3ForCausalLM": _olmo3,
+    "Phi3ForCausalLM": _phi3,
+    "Qwen2ForCausalLM": _qwen2,
+    "Qwen3ForCausalLM": _qwen3,
+    "SeedOssForCausalLM": _seed_oss,
+    "SmolLM3ForCausalLM": _smollm3,
+}

@@ -1,4 +1,4 @@
-"""The decoder of the Llama family: Llama 2 and 3, Mistral, Qwen 2, 2.5 and 3. Their differences are fields of ModelConfig.
+"""The decoder of every supported family (config.py lists them). Their differences are fields of ModelConfig.
 
 It works on a ragged batch: the tokens of all sequences of a step in one row of T, no padding. Attention alone tells sequences apart.
 """
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.compute.backends.dispatch import AttentionInputs, Heads, Linear, Mlp, make_attention
+from services.compute.backends.dispatch import AttentionInputs, CosSin, Heads, Linear, Mlp, Scores, make_attention, make_row_math
 from services.compute.models.config import ModelConfig
 
 Tensor = torch.Tensor
@@ -27,13 +27,22 @@ class ForwardBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class Norms:
+    """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has some of them."""
+
+    before_attention: Tensor | None = None
+    after_attention: Tensor | None = None
+    before_mlp: Tensor | None = None
+    after_mlp: Tensor | None = None
+    q: Tensor | None = None  # [head_dim], or of all heads together
+    k: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class LayerWeights:
-    input_norm: Tensor  # [hidden]
+    norms: Norms
     qkv: Linear  # to (heads + 2 * kv_heads) * head_dim
-    q_norm: Tensor | None  # [head_dim]
-    k_norm: Tensor | None
     output: Linear  # from heads * head_dim
-    post_norm: Tensor  # [hidden]
     mlp: Mlp
 
 
@@ -49,28 +58,50 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights
-        self.inv_freq = config.inv_freq.to(weights.embedding.device)
-        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
-        self.attention = make_attention(heads, weights.embedding.dtype, weights.embedding.device)
+        dtype, device = weights.embedding.dtype, weights.embedding.device
+        self.inv_freqs = [rope.inv_freq.to(device) for rope in config.ropes]
+        heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, 2 * len(config.ropes[0].inv_freq))
+        self.attention = make_attention(heads, dtype, device, Scores(config.attention_scale, config.attention_cap))
+        self.row_math = make_row_math(dtype, device)
+        self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype, device=device)  # rounded, as where the models were trained
+        self.adds_in_layers = not config.has_post_norms and config.residual_multiplier == 1.0
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
         """Write the step's K and V and return the logits of the sampled rows. kv_layers: KVCache.layers. Returns [R, vocab] float32,
         good until the next call."""
         config, eps = self.config, self.config.rms_norm_eps
-        cos, sin = self._rotary_table(batch.positions)
-        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, cos, sin)
+        ropes = self._rotary_tables(batch.positions)
+        inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
         plan = self.attention.plan(inputs, kv_layers[0].shape[3])
-        x = self.weights.embedding[batch.input_ids]
-        for layer, kv, window in zip(self.weights.layers, kv_layers, config.sliding_windows, strict=True):
-            qkv = layer.qkv(x, norm=layer.input_norm, eps=eps)
-            norms = (layer.q_norm, layer.k_norm)
-            h = self.attention(qkv, kv, plan, window=window, norms=norms, eps=eps)  # type: ignore[arg-type]
-            x = layer.output(h, residual=x)
-            x = layer.mlp(x, norm=layer.post_norm, eps=eps)
-        return self.weights.lm_head.logits(x[batch.sampled_rows], norm=self.weights.norm, eps=eps)
+        x = self._embed(batch.input_ids)
+        for layer, kv, window, rope in zip(self.weights.layers, kv_layers, config.sliding_windows, config.rope_of_layer, strict=True):
+            norms = layer.norms
+            qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
+            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)  # type: ignore[arg-type]
+            if self.adds_in_layers:
+                x = layer.output(h, residual=x)
+                x = layer.mlp(x, norm=norms.before_mlp, eps=eps)
+            else:
+                x = self._add(x, layer.output(h), norms.after_attention)
+                x = self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False), norms.after_mlp)
+        return self._finish(self.weights.lm_head.logits(x[batch.sampled_rows], norm=self.weights.norm, eps=eps))
 
-    def _rotary_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin of the step's positions, [T, head_dim / 2] float32."""
-        angles = positions[:, None].float() * self.inv_freq[None, :]
-        return angles.cos() * self.config.rotary_scale, angles.sin() * self.config.rotary_scale
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        x = self.weights.embedding[input_ids]
+        return x if self.config.embedding_multiplier == 1.0 else x * self.embedding_multiplier
+
+    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None) -> Tensor:
+        return self.row_math.add(x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier)
+
+    def _finish(self, logits: Tensor) -> Tensor:
+        multiplier, cap = self.config.logits_multiplier, self.config.logits_cap
+        return logits if multiplier == 1.0 and cap == 0.0 else self.row_math.finish_logits(logits, multiplier=multiplier, cap=cap)
+
+    def _rotary_tables(self, positions: Tensor) -> tuple[CosSin, ...]:
+        """cos and sin of the step's positions, of each of the model's ropes."""
+        tables = []
+        for rope, inv_freq in zip(self.config.ropes, self.inv_freqs, strict=True):
+            angles = positions[:, None].float() * inv_freq[None, :]
+            tables.append((angles.cos() * rope.scale, angles.sin() * rope.scale))
+        return tuple(tables)

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from services.compute.backends.cpu.library import load_library
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
-from services.compute.models.config import PACKED_METHOD, read_config
+from services.compute.models.config import PACKED_METHOD, ModelConfig, read_config
 from services.compute.models.decoder import ModelWeights
-from services.compute.weights.loader import load_weights
+from services.compute.weights.loader import load_weights, norm_names
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, open_model
 
@@ -30,7 +30,7 @@ def quantize(source: str, out: Path, *, quantization: str, group: int, attention
     if config.packed is not None:
         raise StartupError(f"{files.folder} is quantized already")
     weights = load_weights(files.folder, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group, attention_output=attention_output)
-    tensors = collect(weights)
+    tensors = collect(config, weights)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -44,15 +44,13 @@ def quantize(source: str, out: Path, *, quantization: str, group: int, attention
     (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
 
 
-def collect(weights: ModelWeights) -> dict[str, torch.Tensor]:
+def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
     """Every tensor of the packed checkpoint, by its name."""
     tensors = {"model.embed_tokens.weight": weights.embedding, "model.norm.weight": weights.norm}
     packed = {"lm_head.": weights.lm_head}
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
-        tensors |= {prefix + "input_layernorm.weight": layer.input_norm, prefix + "post_attention_layernorm.weight": layer.post_norm}
-        if layer.q_norm is not None and layer.k_norm is not None:
-            tensors |= {prefix + "self_attn.q_norm.weight": layer.q_norm, prefix + "self_attn.k_norm.weight": layer.k_norm}
+        tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}
         assert isinstance(layer.mlp, NativeMlp)
         packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output, prefix + "gate_up.": layer.mlp.gate_up, prefix + "down.": layer.mlp.down}
     for prefix, linear in packed.items():

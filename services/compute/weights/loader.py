@@ -14,7 +14,7 @@ from services.compute.backends.dispatch import Linear, is_kept, is_native, make_
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
-from services.compute.models.decoder import LayerWeights, ModelWeights
+from services.compute.models.decoder import LayerWeights, ModelWeights, Norms
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
 from shared.telemetry import get_logger
@@ -48,13 +48,26 @@ def load_weights(
         for number in range(config.num_layers):
             layers.append(loader.layer(f"model.layers.{number}."))
             give_back_free_memory()
-        norm = source.dense("model.norm.weight", (config.hidden_size,))
+        norm = loader.norm("model.norm.weight", config.hidden_size)
         weights = ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
         loader.report()
         return weights
     finally:
         source.close()
         give_back_free_memory()
+
+
+def norm_names(config: ModelConfig) -> dict[str, str]:
+    """The norms of the model's layers: the tensor's name in a layer, by the field of Norms."""
+    names = {}
+    if config.has_pre_norms:
+        names["before_attention"] = "input_layernorm.weight"
+        names["before_mlp"] = "pre_feedforward_layernorm.weight" if config.has_post_norms else "post_attention_layernorm.weight"
+    if config.has_post_norms:
+        names |= {"after_attention": "post_attention_layernorm.weight", "after_mlp": "post_feedforward_layernorm.weight"}
+    if config.has_qk_norm:
+        names |= {"q": "self_attn.q_norm.weight", "k": "self_attn.k_norm.weight"}
+    return names
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +87,7 @@ class Loader:
             log.warning(f"layers are widened to {str(self.dtype).removeprefix('torch.')}: nothing here reads them as the file has them", layers=layers)
 
     def layer(self, prefix: str) -> LayerWeights:
-        config, read = self.config, self.source.dense
+        config = self.config
         hidden, inter, q_size, kv_size = (
             config.hidden_size,
             config.intermediate_size,
@@ -82,21 +95,29 @@ class Loader:
             config.num_kv_heads * config.head_dim,
         )
         attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        qkv_names, qkv_shapes = [attention + f"{name}_proj." for name in "qkv"], [(size, hidden) for size in (q_size, kv_size, kv_size)]
-        gate_up_names = [mlp + "gate_proj.", mlp + "up_proj."]
-        gate_up = self.linear(prefix + "gate_up.", gate_up_names, [(inter, hidden)] * 2, config.has_mlp_bias, is_gated=True)
+        if config.has_fused_projections:
+            qkv_names, qkv_shapes = [attention + "qkv_proj."], [(q_size + 2 * kv_size, hidden)]
+            gate_up_names, gate_up_shapes = [mlp + "gate_up_proj."], [(2 * inter, hidden)]
+        else:
+            qkv_names, qkv_shapes = [attention + f"{name}_proj." for name in "qkv"], [(size, hidden) for size in (q_size, kv_size, kv_size)]
+            gate_up_names, gate_up_shapes = [mlp + "gate_proj.", mlp + "up_proj."], [(inter, hidden)] * 2
+        gate_up = self.linear(prefix + "gate_up.", gate_up_names, gate_up_shapes, config.has_mlp_bias, is_gated=True)
         down = self.linear(prefix + "down.", [mlp + "down_proj."], [(hidden, inter)], config.has_mlp_bias)
+        sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": config.head_dim, "k": config.head_dim}
+        norms = {field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()}
         return LayerWeights(
-            input_norm=read(prefix + "input_layernorm.weight", (hidden,)),
+            norms=Norms(**norms),
             qkv=self.linear(prefix + "qkv.", qkv_names, qkv_shapes, config.has_qkv_bias),
-            q_norm=read(attention + "q_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
-            k_norm=read(attention + "k_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
             output=self.linear(
                 prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, is_quantized=self.packing.attention_output
             ),
-            post_norm=read(prefix + "post_attention_layernorm.weight", (hidden,)),
             mlp=make_mlp(gate_up, down),
         )
+
+    def norm(self, name: str, size: int) -> Tensor:
+        """What a norm multiplies by. A packed checkpoint has it with the offset."""
+        weight = self.source.dense(name, (size,))
+        return weight if self.config.packed is not None else (weight.float() + self.config.norm_offset).to(weight.dtype)
 
     def head(self, embedding: Tensor) -> Linear:
         """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
@@ -113,7 +134,7 @@ class Loader:
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
             parts = self.source.parts(name)
             try:
-                return restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias)
+                return restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=self.config.activation)
             except ValueError as error:
                 raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
         quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
@@ -123,4 +144,4 @@ class Loader:
         joined = concatenate(matrices, self.dtype)
         if isinstance(joined, Dense) or not is_kept(joined, self.dtype):
             self.widened.update({str(each) for each in matrices if not isinstance(each, Dense)})
-        return make_linear(joined, self.dtype, bias, quantization=quantization, group=group, is_gated=is_gated)
+        return make_linear(joined, self.dtype, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation)

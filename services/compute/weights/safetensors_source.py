@@ -15,14 +15,19 @@ from shared.errors import StartupError
 Tensor = torch.Tensor
 
 
+TEXT_PREFIXES = ("language_model.model.", "model.language_model.")  # of a multimodal checkpoint's text part, in older files and newer ones
+
+
 class SafetensorsSource:
-    """A WeightSource; and of a packed checkpoint, the parts of its layers."""
+    """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a multimodal checkpoint has the names of a text model."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device
-        self.file_by_name = self._index()
+        files = self._index()
+        self.file_by_name = {_text_name(name): file for name, file in files.items()}
+        self._name_in_file = {_text_name(name): name for name in files}
         self._bar = tqdm(total=len(self.file_by_name), desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
         self._open: dict[Path, Any] = {}
 
@@ -50,7 +55,7 @@ class SafetensorsSource:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._open[file].get_tensor(name)
+            tensor: Tensor = self._open[file].get_tensor(self._name_in_file[name])
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{file}: {error}") from None
         self._bar.update()
@@ -72,3 +77,10 @@ class SafetensorsSource:
     def close(self) -> None:
         self._bar.close()
         self._open.clear()
+
+
+def _text_name(name: str) -> str:
+    for prefix in TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return "model." + name.removeprefix(prefix)
+    return name.removeprefix("language_model.") if name.startswith("language_model.lm_head.") else name

@@ -269,15 +269,22 @@ void penstock_sum_masses(const Masses* masses) {
   chosen->sum_masses(m);
 }
 
-// out = x + down(silu(gate) * up), with gate and up from norm(x).
-void penstock_mlp(const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, uint16_t* out) {
+// out = x + multiplier * norm(h).
+void penstock_add_rows(const Addition* addition) { chosen->add_rows(*addition); }
+
+// logits [count] become cap * tanh(multiplier * logit / cap), where they are.
+void penstock_finish_logits(float* logits, int64_t count, float multiplier, float cap) { chosen->finish_logits(logits, count, multiplier, cap); }
+
+// out = residual + down(activation(gate) * up), with gate and up from norm(x); residual or norm_weight null: without it.
+void penstock_mlp(const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
+                  const uint16_t* residual, uint16_t* out) {
   if (rows == 0) return;
   Gemm first = {}, second = {};
   const int64_t inter = (gate_up->n / 2 + 31) / 32 * 32;
   first.out = reinterpret_cast<uint16_t*>(hidden.take((rows + 31) / 32 * 32 * inter * 2));
   first.out_padded_k = inter;
   run_rows(*gate_up, x, norm_weight, eps, rows, first);
-  second.residual = x;
+  second.residual = residual;
   second.out = out;
   run_tiles(*down, first.out, inter, rows, second);
 }

@@ -1,14 +1,13 @@
 """Attention in native code: one algorithm for single tokens and for chunks, so that it does not matter in which chunks a prompt came."""
 
 import ctypes
-import math
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
 
 from services.compute.backends.cpu.library import Attention, CacheRows, Rotation, load_library, pointer
-from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import kv_group
 
 Tensor = torch.Tensor
@@ -21,17 +20,19 @@ class NativePlan:
     rotation: Rotation
     attention: Attention
     out: Tensor  # [T, heads * head_dim]: a layer's result, until the next writes its own
+    ropes: tuple[CosSin, ...]
     kept: tuple[Tensor, ...]
 
 
 class NativeAttention:
     """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
         library = load_library()
         assert library is not None and heads.are_supported
         self.library = library
         self.heads = heads
+        self.scores = scores or Scores.of(heads)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> NativePlan:
         width = max(-(-context // block_size) for context in inputs.context_lens)
@@ -40,24 +41,28 @@ class NativeAttention:
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
         out = torch.empty((num_tokens, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
         rotation = Rotation(
-            cosines=inputs.cos.data_ptr(), sines=inputs.sin.data_ptr(), slots=inputs.slot_mapping.data_ptr(),
-            tokens=num_tokens, num_heads=heads.num_heads, head_dim=heads.head_dim,
+            slots=inputs.slot_mapping.data_ptr(), tokens=num_tokens, num_heads=heads.num_heads, head_dim=heads.head_dim,
+            rotary_dim=heads.rotary_dim or heads.head_dim,
         )  # fmt: skip
         attention = Attention(
             query_starts=starts.data_ptr(), context_lens=contexts.data_ptr(), block_tables=tables.data_ptr(),
             num_sequences=len(contexts), table_width=width, num_heads=heads.num_heads, head_dim=heads.head_dim,
-            scale=1.0 / math.sqrt(heads.head_dim), out=out.data_ptr(),
+            scale=self.scores.scale, cap=self.scores.cap, out=out.data_ptr(),
         )  # fmt: skip
-        return NativePlan(rotation, attention, out, (starts, contexts, tables, inputs.cos, inputs.sin, inputs.slot_mapping))
+        return NativePlan(rotation, attention, out, inputs.ropes, (starts, contexts, tables, inputs.slot_mapping))
 
-    def __call__(self, qkv: Tensor, kv: Tensor, plan: NativePlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float) -> Tensor:
+    def __call__(
+        self, qkv: Tensor, kv: Tensor, plan: NativePlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+    ) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
         keys, (_, _, num_kv_heads, block_size, row) = kv.data_ptr(), kv.shape
         values, row_bytes = keys + kv.stride(0) * kv.element_size(), row * kv.element_size()
         cache = CacheRows(keys, values, block_size, num_kv_heads, row_bytes, kv_group(kv, self.heads.head_dim))
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.cache = attention.cache = cache
+        rotation.cosines, rotation.sines = (each.data_ptr() for each in plan.ropes[rope])
         rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps
+        rotation.is_norm_joint = int(norms[0] is not None and len(norms[0]) != self.heads.head_dim)
         attention.query_stride, attention.window = qkv.shape[1], window or 0
         self.library.penstock_rotate_and_write(ctypes.byref(rotation))
         self.library.penstock_attention(ctypes.byref(attention))

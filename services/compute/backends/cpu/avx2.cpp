@@ -147,6 +147,7 @@ inline void dot_rows(const char* a, int64_t stride, const uint16_t* tile, int64_
 #include "reduction.inc"
 
 namespace penstock {
-const Kernels kAvx2 = {"avx2", gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, attention_workspace, attention, rotate_and_write,
+const Kernels kAvx2 = {"avx2", gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows, finish_logits,
+                      attention_workspace, attention, rotate_and_write,
                       find_largest, sum_masses};
 }

@@ -14,6 +14,7 @@ constexpr int64_t kPair = 32;  // columns of the two tiles that are computed tog
 // the low four bits are the code of the unit's first half, the high ones of its second. kInt8 has a scale for each column; of kInt8Groups and kFourBit,
 // a group of a column's inputs has its own, and perhaps a zero or a minimum: weight = (value - zero) * scale + minimum.
 enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2, kInt8Groups = 3 };
+enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
 
 constexpr bool is_by_groups(int64_t type) { return type == kFourBit || type == kInt8Groups; }
 
@@ -22,7 +23,7 @@ struct Weight {
   int64_t n, k;             // output and input features
   int64_t padded_n;         // a multiple of kPair
   int64_t padded_k;         // a multiple of 64 bytes, and of the group
-  int64_t is_gated;         // columns alternate by tiles between gate and up: the output is silu(gate) * up, half as wide
+  int64_t is_gated;         // columns alternate by tiles between gate and up: the output is activation(gate) * up, half as wide
   const void* data;         // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; four bits: half of it
   const float* scales;      // int8: [padded_n]
   const int32_t* sums;      // int8: [padded_n], of each column's weights
@@ -32,9 +33,10 @@ struct Weight {
   const uint16_t* group_scales;  // by groups: float16 [padded_n / kPair][padded_k / group][kPair]
   const int8_t* zeros;           // four bits: the same, or null; value - zero is an int8
   const uint16_t* minima;        // by groups: the same, float16, or null
+  int64_t activation;            // Activation, of the gate
 };
 
-// out = activations * weights (+ bias), or silu(gate) * up of it (+ nothing), or residual + it.
+// out = activations * weights (+ bias), or activation(gate) * up of it (+ nothing), or residual + it.
 struct Gemm {
   const Weight* weight;
   const void* activations;  // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
@@ -72,19 +74,31 @@ struct Attention {
   int64_t num_heads, head_dim;
   int64_t window;  // how many tokens back each sees, itself included; 0: all
   float scale;
+  float cap;      // a score becomes cap * tanh(score / cap); 0: no cap
   uint16_t* out;  // bf16 [tokens][num_heads * head_dim]
   void* workspace;
 };
 
-// Rotary embedding of a step's q and k, and the way of k and v into the cache.
+// Norm and rotary embedding of a step's q and k, and the way of k and v into the cache.
 struct Rotation {
   uint16_t* qkv;                  // bf16 [tokens][(num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place
-  const float *cosines, *sines;   // [tokens][head_dim / 2]
-  const uint16_t *q_norm, *k_norm;  // [head_dim] or null
+  const float *cosines, *sines;   // [tokens][rotary_dim / 2]
+  const uint16_t *q_norm, *k_norm;  // [head_dim], or [heads * head_dim] if the norm is joint; or null
   float eps;
   const int64_t* slots;  // [tokens]
   CacheRows cache;
   int64_t tokens, num_heads, head_dim;
+  int64_t rotary_dim;     // a multiple of 32; dimensions from there on are not rotated
+  int64_t is_norm_joint;  // the norm is over all heads of q, and of k, not over each
+};
+
+// out = x + multiplier * h, of which h is normalized first if there is a norm.
+struct Addition {
+  const uint16_t *x, *h;        // bf16 [rows][k]
+  const uint16_t* norm_weight;  // [k] or null
+  float eps, multiplier;
+  int64_t rows, k;
+  uint16_t* out;  // bf16 [rows][k]
 };
 
 constexpr int64_t kChunk = 64;  // logits that share a maximum
@@ -120,6 +134,8 @@ struct Kernels {
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
   void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t* out, float* scales);
   void (*sum_groups)(const int8_t* activations, const float* scales, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums, float* totals);
+  void (*add_rows)(const Addition&);
+  void (*finish_logits)(float* logits, int64_t count, float multiplier, float cap);  // cap * tanh(multiplier * logit / cap); a cap of 0 is none
   int64_t (*attention_workspace)(const Attention&);  // bytes
   void (*attention)(const Attention&);
   void (*rotate_and_write)(const Rotation&);

@@ -29,6 +29,7 @@ class Weight(ctypes.Structure):
         *((name, Pointer) for name in ("data", "scales", "sums", "bias")),
         ("group", ctypes.c_int64),
         *((name, Pointer) for name in ("table", "group_scales", "zeros", "minima")),
+        ("activation", ctypes.c_int64),
     ]
 
 
@@ -48,6 +49,7 @@ class Attention(ctypes.Structure):
         *((name, Pointer) for name in ("query_starts", "context_lens", "block_tables")),
         *((name, ctypes.c_int64) for name in ("num_sequences", "table_width", "num_heads", "head_dim", "window")),
         ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
         ("out", Pointer),
         ("workspace", Pointer),
     ]
@@ -61,7 +63,19 @@ class Rotation(ctypes.Structure):
         ("eps", ctypes.c_float),
         ("slots", Pointer),
         ("cache", CacheRows),
-        *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim")),
+        *((name, ctypes.c_int64) for name in ("tokens", "num_heads", "head_dim", "rotary_dim", "is_norm_joint")),
+    ]
+
+
+class Addition(ctypes.Structure):
+    """kernels.h's Addition."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("x", "h", "norm_weight")),
+        ("eps", ctypes.c_float),
+        ("multiplier", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("rows", "k")),
+        ("out", Pointer),
     ]
 
 
@@ -101,12 +115,15 @@ def load_library() -> ctypes.CDLL | None:
     library.penstock_pack_columns.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 3]
     library.penstock_pack_groups.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 5]
     library.penstock_linear.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer, Pointer, Pointer]
-    library.penstock_mlp.argtypes = [ctypes.POINTER(Weight), ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer]
+    library.penstock_mlp.argtypes = [ctypes.POINTER(Weight), ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer, Pointer]
+    library.penstock_add_rows.argtypes = [ctypes.POINTER(Addition)]
+    library.penstock_finish_logits.argtypes = [Pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_float]
     library.penstock_attention.argtypes = [ctypes.POINTER(Attention)]
     library.penstock_rotate_and_write.argtypes = [ctypes.POINTER(Rotation)]
     library.penstock_find_largest.argtypes = [ctypes.POINTER(Largest)]
     library.penstock_sum_masses.argtypes = [ctypes.POINTER(Masses)]
-    for name in ("pack", "pack_columns", "pack_groups", "linear", "mlp", "attention", "rotate_and_write", "find_largest", "sum_masses"):
+    names = ("pack", "pack_columns", "pack_groups", "linear", "mlp", "add_rows", "finish_logits", "attention", "rotate_and_write", "find_largest", "sum_masses")
+    for name in names:
         getattr(library, f"penstock_{name}").restype = None
     chosen = library.penstock_choose(wanted.encode())
     if chosen is None and wanted != "auto":

@@ -18,6 +18,7 @@ from services.compute.host_memory import mapped_zeros
 
 Tensor = torch.Tensor
 
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
 GROUPS = (32, 64, 128)
 OTHER_PARTS = "its parts have other shapes or types"
@@ -61,7 +62,9 @@ def _is_half(numbers: Tensor) -> bool:
     return numbers.dtype == torch.float16 or torch.equal(numbers.half().to(numbers.dtype), numbers)
 
 
-def pack_linear(matrix: Matrix, bias: Tensor | None, *, quantization: str = "none", group: int = 64, is_gated: bool = False) -> "NativeLinear":
+def pack_linear(
+    matrix: Matrix, bias: Tensor | None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+) -> "NativeLinear":
     """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it is not packable, is quantized as `quantization` says;
     all else stays what it is."""
     if not is_packable(matrix):
@@ -74,14 +77,14 @@ def pack_linear(matrix: Matrix, bias: Tensor | None, *, quantization: str = "non
     else:
         form = Form(Kind.INT8 if isinstance(matrix, Int8Columns) or quantization == "w8a8" else Kind.BF16)
     n, k = matrix.shape
-    layer = NativeLinear(n, k, form, is_gated=is_gated, has_bias=bias is not None)
+    layer = NativeLinear(n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
     layer.pack(matrix, bias)
     return layer
 
 
-def restore_linear(parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool) -> "NativeLinear":
+def restore_linear(parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> "NativeLinear":
     """A layer from the parts of one that was packed before, in whatever form they are. Raises ValueError for parts of another layer."""
-    layer = NativeLinear(n, k, _form_of(parts), is_gated=is_gated, has_bias=has_bias)
+    layer = NativeLinear(n, k, _form_of(parts), is_gated=is_gated, has_bias=has_bias, activation=activation)
     layer.restore(parts)
     return layer
 
@@ -100,8 +103,8 @@ def _form_of(parts: dict[str, Tensor]) -> Form:
 class NativeLinear:
     """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in memory or in a file."""
 
-    def __init__(self, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool) -> None:
-        """n, k: outputs and inputs; with is_gated the first half of n is the gate's."""
+    def __init__(self, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> None:
+        """n, k: outputs and inputs; with is_gated the first half of n is the gate's, which goes through the activation."""
         library = load_library()
         assert library is not None
         self.library = library
@@ -109,7 +112,7 @@ class NativeLinear:
         padded_n, padded_k = _padded(n, k, form, is_gated)
         self.num_outputs = n // 2 if is_gated else n
         self.rows = torch.empty((0, self.num_outputs))  # of logits
-        self.struct = Weight(form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group)
+        self.struct = Weight(form.kind, n, k, padded_n, padded_k, int(is_gated), group=form.group, activation=ACTIVATIONS[activation])
         self.address = ctypes.byref(self.struct)
         self.parts = {"data": mapped_zeros(padded_n * padded_k * BITS[form.kind] // 8)}
         if form.kind == Kind.INT8:
@@ -167,15 +170,16 @@ class NativeLinear:
 
 
 class NativeMlp:
-    """x + down(silu(gate) * up) of the normalized x, as one call."""
+    """down(activation(gate) * up) as one call, with the norm before it and the residual after it."""
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
         self.gate_up = gate_up
         self.down = down
 
-    def __call__(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
+    def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         out = torch.empty_like(x)
-        self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), norm.data_ptr(), eps, x.shape[0], out.data_ptr())
+        residual = x.data_ptr() if has_residual else None
+        self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), pointer(norm), eps, x.shape[0], residual, out.data_ptr())
         return out
 
 

@@ -1,12 +1,15 @@
 """Attention over the paged cache: what it needs to know of a step, and how it is done in plain torch."""
 
+import math
 from dataclasses import dataclass, field
 
 import torch
 
-from services.compute.backends.torch.reference import decode_attention, prefill_attention, rms_norm, rotary, write_kv
+from services.compute.backends.torch.reference import decode_attention, norm_heads, prefill_attention, rotary, write_kv
 
 Tensor = torch.Tensor
+
+CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, [T, rotary_dim / 2] float32
 
 MAX_NATIVE_HEAD_DIM, MAX_NATIVE_GROUP = 256, 32
 
@@ -18,11 +21,26 @@ class Heads:
     num_heads: int
     num_kv_heads: int
     head_dim: int
+    rotary_dim: int | None = None  # of head_dim, how many are rotated; None: all
 
     @property
     def are_supported(self) -> bool:
         """By native code."""
-        return self.head_dim % 32 == 0 and self.head_dim <= MAX_NATIVE_HEAD_DIM and self.num_heads // self.num_kv_heads <= MAX_NATIVE_GROUP
+        is_in_lanes = self.head_dim % 32 == 0 and (self.rotary_dim or self.head_dim) % 32 == 0
+        return is_in_lanes and self.head_dim <= MAX_NATIVE_HEAD_DIM and self.num_heads // self.num_kv_heads <= MAX_NATIVE_GROUP
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """What happens to q . k before the softmax."""
+
+    scale: float  # multiplies it
+    cap: float = 0.0  # it becomes cap * tanh(it / cap); 0: no cap
+
+    @classmethod
+    def of(cls, heads: Heads) -> "Scores":
+        """1 / sqrt(head_dim) and no cap: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1."""
+        return cls(1.0 / math.sqrt(heads.head_dim))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +51,7 @@ class AttentionInputs:
     context_lens: list[int]  # tokens of each in the cache after it
     block_tables: list[tuple[int, ...]]  # as many blocks as the context needs, at least
     slot_mapping: Tensor  # [T] int64: where each token's K and V go
-    cos: Tensor  # [T, head_dim / 2] float32
-    sin: Tensor
+    ropes: tuple[CosSin, ...]  # a layer names one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,8 +91,10 @@ class TorchPlan:
 class TorchAttention:
     """`plan` once a step, then a call for each layer."""
 
-    def __init__(self, heads: Heads) -> None:
+    def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
+        """scores: Scores.of(heads) if there are none."""
         self.heads = heads
+        self.scores = scores or Scores.of(heads)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> TorchPlan:
         """One group of single tokens for each power of two of blocks, so that at most half of what a group reads is padding; and the chunks."""
@@ -99,23 +118,28 @@ class TorchAttention:
             groups.append(DecodeGroup(torch.tensor([row for row, _ in each], device=device), padded, torch.tensor(context_lens, device=device)))
         return TorchPlan(inputs, groups, chunks)
 
-    def __call__(self, qkv: Tensor, kv: Tensor, plan: TorchPlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float) -> Tensor:
-        """Rotate, write K and V, attend.
+    def __call__(
+        self, qkv: Tensor, kv: Tensor, plan: TorchPlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+    ) -> Tensor:
+        """Normalize and rotate q and k, write K and V, attend.
 
         qkv: [T, (heads + 2 kv_heads) * head_dim], may be overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim]; window: how many
-        tokens back each sees; norms: of q's and k's heads, where the model has them. Returns [T, heads * head_dim].
+        tokens back each sees; norms: of q and k, where the model has them, [head_dim] for each head, or [heads * head_dim] for all together; rope: which
+        of the plan's. Returns [T, heads * head_dim].
         """
         heads, inputs = self.heads, plan.inputs
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]
         q, k, v = qkv.view(len(qkv), -1, heads.head_dim).split_with_sizes(sizes, dim=1)
         if norms[0] is not None and norms[1] is not None:
-            q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
-        cos, sin = inputs.cos[:, None], inputs.sin[:, None]
+            q, k = norm_heads(q, norms[0], eps), norm_heads(k, norms[1], eps)
+        cos, sin = (each[:, None] for each in inputs.ropes[rope])
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)
         write_kv(kv, k, v, inputs.slot_mapping)
         out = torch.empty_like(q)
         for group in plan.decode_groups:
-            out[group.rows] = decode_attention(q[group.rows], kv, group.block_tables, group.mask(window, kv.shape[3]))
+            mask = group.mask(window, kv.shape[3])
+            out[group.rows] = decode_attention(q[group.rows], kv, group.block_tables, mask, scale=self.scores.scale, cap=self.scores.cap)
         for chunk in plan.prefill_chunks:
-            out[chunk.rows] = prefill_attention(q[chunk.rows], kv, chunk.block_table, chunk.num_context, window)
+            rows, scale, cap = chunk.rows, self.scores.scale, self.scores.cap
+            out[rows] = prefill_attention(q[rows], kv, chunk.block_table, chunk.num_context, window, scale=scale, cap=cap)
         return out.flatten(1)

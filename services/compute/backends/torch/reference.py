@@ -71,16 +71,39 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(x.dtype) * weight
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up. gate_up: [T, 2 * intermediate], gate first. Returns [T, intermediate]."""
+def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm of each head with a weight of [head_dim], or of all heads together with one of [heads * head_dim]. x: [T, heads, head_dim]."""
+    return rms_norm(x, weight, eps) if len(weight) == x.shape[-1] else rms_norm(x.flatten(1), weight, eps).view_as(x)
+
+
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+
+def gated(gate_up: Tensor, activation: str) -> Tensor:
+    """activation(gate) * up, with one of ACTIVATIONS. gate_up: [T, 2 * intermediate], gate first. Returns [T, intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+
+def add_scaled(x: Tensor, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
+    """x + multiplier * h, of which h is normalized first where there is a norm [hidden]. x, h: [T, hidden]. Returns [T, hidden]."""
+    h = h if norm is None else rms_norm(h, norm, eps)
+    return x + h * multiplier
+
+
+def cap_scores(x: Tensor, cap: float) -> Tensor:
+    """cap * tanh(x / cap): as x where it is small, never beyond cap (Gemma Team 2024, "Gemma 2", section 2). A cap of 0 is none."""
+    return torch.tanh(x / cap) * cap if cap else x
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + head_dim / 2). x: [T, heads, head_dim]; cos, sin: [T, 1, head_dim / 2] float32. Computed in float32."""
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    """Rotate the pairs (i, i + rotary_dim / 2); dimensions from rotary_dim on stay as they are.
+
+    x: [T, heads, head_dim]; cos, sin: [T, 1, rotary_dim / 2] float32. Computed in float32.
+    """
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    return torch.cat(((first * cos - second * sin).to(x.dtype), (second * cos + first * sin).to(x.dtype), rest), dim=-1)
 
 
 def kv_row_size(head_dim: int, group: int) -> int:
@@ -117,23 +140,38 @@ def read_kv(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return (values * scales.repeat_interleave(group, -1)).to(dtype)
 
 
-def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, cap: float) -> Tensor:
+    """softmax(cap * tanh(scale * q . k / cap)) v. q: [n, heads, queries, head_dim]; k, v: [n, kv_heads, keys, head_dim]; mask: bool, True where a key is
+    seen, [queries, keys] or more; None: causal, queries and keys being the same positions. Returns q's shape."""
+    if not cap:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    if mask is None:
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
+    scores = cap_scores((q @ k.transpose(2, 3)).float() * scale, cap).masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1).to(q.dtype) @ v
+
+
+def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor, *, scale: float, cap: float = 0.0) -> Tensor:
     """Attention of one query a sequence over the paged cache.
 
     q: [n, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64, padded with any valid block; mask: [n, blocks * block_size] bool,
-    True where the position is seen. Returns [n, heads, head_dim]. The query heads that share a KV head are its queries, so K and V are read once.
+    True where the position is seen; scale, cap: as in attend. Returns [n, heads, head_dim]. The query heads that share a KV head are its queries, so K and
+    V are read once.
     """
     n, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
     k, v = (read_kv(kv[which][block_tables], head_dim, q.dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))  # [n, kv_heads, positions, head_dim]
     grouped = q.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask[:, None, None, :]).reshape(n, num_heads, head_dim)
+    return attend(grouped, k, v, mask[:, None, None, :], scale=scale, cap=cap).reshape(n, num_heads, head_dim)
 
 
-def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: int, window: int | None) -> Tensor:
+def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: int, window: int | None, *, scale: float, cap: float = 0.0) -> Tensor:
     """Causal attention of one sequence's chunk, its last len(q) tokens, over its num_context tokens.
 
-    q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each sees, itself included. Returns q's shape.
+    q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each sees, itself included; scale, cap: as in
+    attend. Returns q's shape.
     """
     rows = (read_kv(kv[which][block_table], q.shape[-1], q.dtype) for which in (0, 1))
     k, v = (each.transpose(0, 1).flatten(1, 2)[None, :, :num_context] for each in rows)  # [1, kv_heads, context, head_dim]
@@ -146,5 +184,4 @@ def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: i
         mask = key_positions <= query_positions
         if window is not None:
             mask &= key_positions > query_positions - window
-    out = F.scaled_dot_product_attention(queries, k, v, attn_mask=mask, is_causal=is_whole, enable_gqa=k.shape[1] != queries.shape[1])
-    return out[0].transpose(0, 1)
+    return attend(queries, k, v, mask, scale=scale, cap=cap)[0].transpose(0, 1)

@@ -1,0 +1,90 @@
+"""Rope: the rotary frequencies that a config.json asks for."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shared.errors import StartupError
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """How q and k turn with their position. Frequencies of 0 leave them as they are."""
+
+    inv_freq: torch.Tensor  # [rotary_dim / 2] float32, after scaling; the dimensions from rotary_dim on are never rotated
+    scale: float = 1.0  # multiplies cos and sin (yarn, longrope)
+
+
+def no_rope(head_dim: int) -> Rope:
+    """Of a layer that does not know positions."""
+    return Rope(torch.zeros(head_dim // 2))
+
+
+def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer_type: str = "full_attention") -> Rope:
+    """The rotary frequencies of the layers of a type, from rope_parameters, or from rope_scaling and rope_theta as they stood in config.json before.
+
+    RoPE: Su et al., "RoFormer" (2021), equation 15. Scalings: linear (position interpolation, Chen et al. 2023), llama3 (Llama 3.1's
+    model code: long wavelengths are stretched, short ones kept, a ramp between), yarn (Peng et al. 2023, section 3.4), longrope (Ding et al. 2024,
+    section 3.3). A longrope model has two sets of factors, for sequences up to its original length and for longer ones. Cached keys can't change
+    theirs while a sequence grows, so max_model_len, the longest sequence that this server takes, chooses for all. Raises StartupError.
+    """
+    parameters = config.get("rope_parameters") or {}
+    rope = dict(config.get("rope_scaling") or {}) | dict(parameters.get(layer_type, parameters) or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
+    inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
+    if kind in ("default", "dynamic"):  # dynamic changes nothing up to the model's own length, and the server takes nothing longer
+        return Rope(inv_freq)
+    if kind == "linear":
+        return Rope(inv_freq / float(rope["factor"]))
+    if kind == "llama3":
+        return Rope(_llama3(inv_freq, rope))
+    if kind == "yarn":
+        return _yarn(inv_freq, rope, theta, config)
+    if kind == "longrope":
+        return _longrope(inv_freq, rope, config, max_model_len)
+    raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope")
+
+
+def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
+    factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    turns = original * inv_freq / (2 * math.pi)  # of each frequency over the original length
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: short wavelength, as it was; 0: long, stretched
+    return inv_freq * (kept + (1 - kept) / factor)
+
+
+def _yarn(inv_freq: torch.Tensor, rope: dict[str, Any], theta: float, config: dict[str, Any]) -> Rope:
+    dim = 2 * len(inv_freq)
+    original = float(rope.get("original_max_position_embeddings") or config["max_position_embeddings"])
+    factor = float(rope.get("factor") or config["max_position_embeddings"] / original)
+
+    def dimension_of(turns: float) -> float:
+        return dim * math.log(original / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    def scale_of(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    low, high = dimension_of(float(rope.get("beta_fast") or 32)), dimension_of(float(rope.get("beta_slow") or 1))
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    stretched = ((torch.arange(dim // 2).float() - low) / max(high - low, 0.001)).clamp(0.0, 1.0)
+    scale, mscale, mscale_all_dim = (rope.get(name) for name in ("attention_factor", "mscale", "mscale_all_dim"))
+    if scale is None:
+        scale = scale_of(mscale) / scale_of(mscale_all_dim) if mscale and mscale_all_dim else scale_of(1.0)
+    return Rope(inv_freq * (1 - stretched + stretched / factor), float(scale))
+
+
+def _longrope(inv_freq: torch.Tensor, rope: dict[str, Any], config: dict[str, Any], max_model_len: int) -> Rope:
+    longest = config["max_position_embeddings"]
+    original = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings") or longest
+    factors = torch.tensor(rope["long_factor" if max_model_len > original else "short_factor"], dtype=torch.float32)
+    if factors.shape != inv_freq.shape:
+        raise StartupError(f"rope scaling longrope has {len(factors)} factors, the model's heads have {len(inv_freq)} frequencies")
+    stretch, scale = float(rope.get("factor") or longest / original), rope.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return Rope(inv_freq / factors, float(scale))
