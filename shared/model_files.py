@@ -10,6 +10,7 @@ from shared.errors import StartupError
 DEMO_MODEL = Path(__file__).parent.parent / "services" / "demo" / "model"
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
+LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
 
 
 # A config.json leaves out of its text_config what has the default of the model's class.
@@ -31,7 +32,7 @@ class ModelFiles:
     @property
     def max_model_len(self) -> int:
         """The longest sequence the model was made for."""
-        length = self.config.get("max_position_embeddings")
+        length = next((self.config[name] for name in LENGTHS if name in self.config), None)
         if not isinstance(length, int) or length < 1:
             raise StartupError(f"{self.folder / 'config.json'}: max_position_embeddings is missing or not a positive number")
         return length

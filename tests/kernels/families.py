@@ -31,9 +31,10 @@ from transformers import (
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
-from services.compute.model_runner import ModelRunner
+from services.compute.model_runner import Model, ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
+from services.compute.models.transformers_model import load_transformers_model
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
@@ -96,12 +97,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
 }
 
 
-def reference_model(name: str, folder: Path, *, shard: str = "50GB") -> PreTrainedModel:
-    """transformers' model, in float32, saved to `folder` on the way. `demo` is the demo model."""
+def reference_model(name: str, folder: Path, *, shard: str = "50GB", config: PretrainedConfig | None = None) -> PreTrainedModel:
+    """transformers' model of this name in CONFIGS, or of another config; in float32, saved to `folder` on the way. `demo` is the demo model."""
     if name == "demo":
         return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config or CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
     for parameter_name, parameter in model.named_parameters():  # spread out: with the usual 0.02 all logits are nearly equal
         if "norm" in parameter_name:
             torch.nn.init.normal_(parameter, mean=0.0 if name.startswith("gemma") else 1.0, std=0.1)
@@ -127,12 +128,22 @@ class Engine:
         quantization: str = "none",
         attention_output: bool = False,
         kv_group: int = 0,
+<<<<<<< HEAD
         max_model_len: int | None = None,
     ) -> None:
         config = read_config(text_config(json.loads((folder / "config.json").read_text())), max_model_len)
+=======
+        model_impl: str = "native",
+    ) -> None:
+>>>>>>> 7100bc6 (Models that have no native executor run on transformers' modules, over the paged cache)
         device = torch.device("cpu")
-        model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
-        cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
+        model: Model
+        if model_impl == "native":
+            config = read_config(json.loads((folder / "config.json").read_text()))
+            model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
+        else:
+            model = load_transformers_model(folder, dtype, device, num_blocks * block_size)
+        cache = KVCache(model.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
         self.runner = ModelRunner(model, cache, device)
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
