@@ -94,7 +94,7 @@ def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_p
     assert cramped.scheduler.num_preemptions > 0 and cramped.scheduler.num_prefix_hits > 0
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "demo"])
+@pytest.mark.parametrize("name", [*sorted(CONFIGS.keys() - {"phi3-longrope"}), "demo"])
 def test_native_models_run_on_the_library_too(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     folder = DEMO_MODEL if name == "demo" else tmp_path
