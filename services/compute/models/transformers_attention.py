@@ -43,10 +43,9 @@ class MaskRule:
         queries, keys = queries[:, None, :, None], keys[None, None, None, :]
         return self.function(first, first, queries, keys) & (keys <= queries)
 
-    @property
-    def is_causal(self) -> bool:
+    def is_causal(self, device: torch.device) -> bool:
         """Whether a token does not see the next."""
-        first = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
+        first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
         return not bool(self.function(first, first, first, first + 1))
 
 
@@ -189,7 +188,7 @@ class Probe:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:  # noqa: ARG002
         if layer in self.shapes:
             raise Unsupported(f"its layer {layer} attends more than once")
-        if not rule.is_causal:
+        if not rule.is_causal(q.device):
             raise Unsupported("its attention is not causal")
         self.shapes[layer] = LayerShape(k.shape[1], k.shape[-1], v.shape[-1])
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)

@@ -47,15 +47,16 @@ class TransformersConfig:
 class TransformersModel:
     """An AutoModelForCausalLM as an executor."""
 
-    def __init__(self, model: Any, shapes: dict[int, LayerShape], *, is_ragged: bool) -> None:
-        """shapes: of the layers that have K and V, by the library's numbers for them."""
+    def __init__(self, model: Any, *, is_ragged: bool) -> None:
+        """Raises Unsupported if the model can't run in this way."""
+        shapes, vocab_size = probe(model, is_ragged=is_ragged)
         self.model = model
-        self.shapes = dict(sorted(shapes.items()))
+        self.shapes = dict(sorted(shapes.items()))  # of the layers that have K and V, by the library's numbers for them
         self.is_ragged = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
         self.parameters = set(inspect.signature(model.forward).parameters)
         self.config = TransformersConfig(
-            vocab_size=model.get_output_embeddings().weight.shape[0],
+            vocab_size=vocab_size,
             num_layers=len(shapes),
             num_kv_heads=max(shape.num_kv_heads for shape in shapes.values()),
             head_dim=max(max(shape.k_dim, shape.v_dim) for shape in shapes.values()),
@@ -113,7 +114,7 @@ def load_transformers_model(folder: Path, dtype: torch.dtype, device: torch.devi
     for attention in ways:
         model.set_attn_implementation(attention)
         try:
-            return TransformersModel(model, probe(model, is_ragged=attention == ATTENTION), is_ragged=attention == ATTENTION)
+            return TransformersModel(model, is_ragged=attention == ATTENTION)
         except Unsupported as error:
             reasons.append(str(error))
     raise StartupError(f"{name} can't run over a paged KV cache: {'; '.join(dict.fromkeys(reasons))}")
@@ -162,8 +163,8 @@ def check_rope(config: Any, max_model_len: int) -> None:
             raise StartupError(f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: --max-model-len {limit}")
 
 
-def probe(model: Any, *, is_ragged: bool) -> dict[int, LayerShape]:
-    """Run two tokens, to learn which layers have K and V, and of what shape. Raises Unsupported if the model can't run so."""
+def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
+    """Run two tokens, to learn which layers have K and V, of what shape, and how many logits there are. Raises Unsupported if the model can't run so."""
     parameters = inspect.signature(model.forward).parameters
     if "past_key_values" not in parameters:
         raise Unsupported("it has no KV cache")
@@ -176,7 +177,7 @@ def probe(model: Any, *, is_ragged: bool) -> dict[int, LayerShape]:
         raise Unsupported("its layers keep keys and values elsewhere")
     if not is_ragged and not torch.allclose(logits[0], run_probe(model, [0, 1], step, PassingCache())[0], rtol=1e-2, atol=1e-3):
         raise Unsupported("its attention is not causal")
-    return shapes
+    return shapes, logits.shape[-1]
 
 
 def run_probe(model: Any, token_ids: list[int], step: Probe, cache: PassingCache) -> Tensor:
