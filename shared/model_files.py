@@ -30,11 +30,14 @@ class ModelFiles:
     aliases: tuple[str, ...] = ()  # further names
 
     @property
-    def max_model_len(self) -> int:
-        """The longest sequence the model was made for."""
-        length = next((self.config[name] for name in LENGTHS if name in self.config), None)
+    def max_model_len(self) -> int | None:
+        """The longest sequence the model was made for; None: config.json does not say, as where positions are not learned (ALiBi)."""
+        name = next((name for name in LENGTHS if self.config.get(name) is not None), None)
+        if name is None:
+            return None
+        length = self.config[name]
         if not isinstance(length, int) or length < 1:
-            raise StartupError(f"{self.folder / 'config.json'}: max_position_embeddings is missing or not a positive number")
+            raise StartupError(f"{self.folder / 'config.json'}: {name} is not a positive number")
         return length
 
     @property

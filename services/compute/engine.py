@@ -61,8 +61,8 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     return (files.config.get("architectures") or [None])[0] in ARCHITECTURES
 
 
-def load_model(settings: ComputeSettings, files: ModelFiles, dtype: torch.dtype, device: torch.device, max_model_len: int) -> Model:
-    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens. Raises StartupError."""
+def load_model(settings: ComputeSettings, files: ModelFiles, dtype: torch.dtype, device: torch.device, max_model_len: int | None) -> Model:
+    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         weights = load_weights(
@@ -86,11 +86,11 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files)
-    longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)
-    model = load_model(settings, files, dtype, device, longest)
+    asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
+    model = load_model(settings, files, dtype, device, asked)
     config = model.config
     num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)
-    longest = min(longest, num_blocks * settings.block_size)
+    longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
     kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device, group=choose_group(settings, config))
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
     scheduler = Scheduler(

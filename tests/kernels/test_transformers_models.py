@@ -2,6 +2,8 @@
 
 import json
 import logging
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +141,14 @@ REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
     "mamba": (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "keeps other state than keys and values"),
     "lfm2": (transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), "keeps other state than keys and values"),
     "openai-gpt": (transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "no KV cache"),
-    "bert": (transformers.BertConfig(**HEADS, is_decoder=False), "not causal"),
+    "bert": (transformers.BertConfig(**HEADS), "not causal"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models_that_a_paged_cache_cannot_serve_are_refused(name: str, tmp_path: Path) -> None:
     config, reason = REFUSED[name]
-    reference_model(name, tmp_path, config=config)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # the usual small weights: what tokens do to each other is little
     with pytest.raises(StartupError, match=reason) as raised:
         load(tmp_path)
     assert "\n" not in str(raised.value)
@@ -205,9 +207,25 @@ def test_the_engine_chooses_by_architecture_and_setting(tmp_path: Path, caplog: 
     demo = open_model("demo")
     assert build_engine(ComputeSettings(**small), demo).runner.model.implementation == "native"
     assert build_engine(ComputeSettings(**small, model_impl="transformers"), demo).runner.model.implementation == "transformers (ragged)"
+    make("bloom-alibi", tmp_path / "bloom")
+    (tmp_path / "bloom" / "tokenizer.json").write_text("{}")
+    bloom = open_model(str(tmp_path / "bloom"))
+    assert bloom.max_model_len is None
+    unbounded = build_engine(ComputeSettings(**small), bloom)
+    assert unbounded.max_model_len == unbounded.runner.kv_cache.num_blocks * 16
+    assert build_engine(ComputeSettings(**small, max_model_len=100), bloom).max_model_len == 100
     with pytest.raises(StartupError, match="GPT2LMHeadModel is not supported"):
         build_engine(ComputeSettings(**small, model_impl="native"), files)
     with pytest.raises(StartupError, match="--quantization w8a8: .* not quantized"):
         build_engine(ComputeSettings(kv_cache_memory="1MiB", quantization="w8a8"), files)
     with pytest.raises(StartupError, match="--quantize-attention-output: "):
         build_engine(ComputeSettings(kv_cache_memory="1MiB", quantize_attention_output=True), files)
+
+
+def test_a_refusal_at_the_command_line_is_one_line(tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(REFUSED["lfm2"][0]).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    done = subprocess.run([sys.executable, "-m", "services.compute", "--model", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("penstock: Lfm2ForCausalLM can't run over a paged KV cache: ")
+    assert "Traceback" not in done.stderr

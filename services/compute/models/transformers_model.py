@@ -99,15 +99,15 @@ class TransformersModel:
         return (logits if "logits_to_keep" in self.parameters else logits[rows]).float()
 
 
-def load_transformers_model(folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int) -> TransformersModel:
-    """Read config.json and the weights. max_model_len: of the sequences to come, in tokens. Raises StartupError for a model that can't run over a paged
-    cache, and says why."""
+def load_transformers_model(folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None) -> TransformersModel:
+    """Read config.json and the weights. max_model_len: of the sequences to come, in tokens; None: no bound. Raises StartupError for a model that can't run
+    over a paged cache, and says why."""
     register()
     config, model_class = read_library_config(folder)
-    check_rope(config, max_model_len)
     name = model_class.__name__
     if model_class._is_stateful:
         raise StartupError(f"{name} keeps other state than keys and values, which the paged KV cache can't hold")
+    check_rope(config, max_model_len)
     ways = (ATTENTION, "eager") if model_class._supports_attention_backend else ("eager",)
     model = load_modules(folder, dtype, device, ways[0])
     reasons: list[str] = []
@@ -153,14 +153,15 @@ def load_modules(folder: Path, dtype: torch.dtype, device: torch.device, attenti
     return model.eval().to(device)
 
 
-def check_rope(config: Any, max_model_len: int) -> None:
+def check_rope(config: Any, max_model_len: int | None) -> None:
     """Raises StartupError where a sequence's rotary frequencies would follow the longest sequence of its step."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
-        limit = int(each.get("original_max_position_embeddings") or max_model_len)
-        if each.get("rope_type") in LENGTH_DEPENDENT_ROPE and max_model_len > limit:
-            raise StartupError(f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: --max-model-len {limit}")
+        if each.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            limit = int(each.get("original_max_position_embeddings") or text.max_position_embeddings)
+            if max_model_len is None or max_model_len > limit:
+                raise StartupError(f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: --max-model-len {limit}")
 
 
 def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
@@ -175,7 +176,9 @@ def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
     shapes = step.shapes if is_ragged else cache.shapes
     if not shapes or (is_ragged and step.shapes.keys() != cache.shapes.keys()):
         raise Unsupported("its layers keep keys and values elsewhere")
-    if not is_ragged and not torch.allclose(logits[0], run_probe(model, [0, 1], step, PassingCache())[0], rtol=1e-2, atol=1e-3):
+    if not is_ragged and not torch.allclose(
+        logits[0], run_probe(model, [0, 1], step, PassingCache())[0], rtol=0.0, atol=torch.finfo(model.dtype).eps * float(logits.abs().max())
+    ):
         raise Unsupported("its attention is not causal")
     return shapes, logits.shape[-1]
 
