@@ -10,6 +10,7 @@ from shared.errors import StartupError
 DEMO_MODEL = Path(__file__).parent.parent / "services" / "demo" / "model"
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
+LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
 
 
 # A config.json leaves out of its text_config what has the default of the model's class.
@@ -29,11 +30,14 @@ class ModelFiles:
     aliases: tuple[str, ...] = ()  # further names
 
     @property
-    def max_model_len(self) -> int:
-        """The longest sequence the model was made for."""
-        length = self.config.get("max_position_embeddings")
+    def max_model_len(self) -> int | None:
+        """The longest sequence the model was made for; None: config.json does not say, as where positions are not learned (ALiBi)."""
+        name = next((name for name in LENGTHS if self.config.get(name) is not None), None)
+        if name is None:
+            return None
+        length = self.config[name]
         if not isinstance(length, int) or length < 1:
-            raise StartupError(f"{self.folder / 'config.json'}: max_position_embeddings is missing or not a positive number")
+            raise StartupError(f"{self.folder / 'config.json'}: {name} is not a positive number")
         return length
 
     @property

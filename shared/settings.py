@@ -65,6 +65,9 @@ class EngineSettings(StageSettings):
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
+    model_impl: Literal["auto", "native", "transformers"] = Field(
+        "auto", description="whose layers run: our own, or the transformers library's; auto: our own where they know the architecture"
+    )
     quantization: Literal["none", "w8a8", "w4", "nf4"] = Field("none", description="of weights, at load; activations then are int8: docs/kernels.md")
     quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
     quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")

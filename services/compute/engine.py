@@ -7,8 +7,8 @@ import torch
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
-from services.compute.model_runner import ModelRunner
-from services.compute.models.config import read_config
+from services.compute.model_runner import Model, ModelRunner
+from services.compute.models.config import ARCHITECTURES, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
@@ -54,21 +54,43 @@ def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> 
     return SHARED_CORES_INTERVAL_S if device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
 
 
+def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
+    """Whether our own executor runs the model, rather than transformers' modules."""
+    if settings.model_impl != "auto":
+        return settings.model_impl == "native"
+    return (files.config.get("architectures") or [None])[0] in ARCHITECTURES
+
+
+def load_model(settings: ComputeSettings, files: ModelFiles, dtype: torch.dtype, device: torch.device, max_model_len: int | None) -> Model:
+    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
+    if is_native_model(settings, files):
+        config = read_config(files.config, max_model_len)
+        weights = load_weights(
+            files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
+            attention_output=settings.quantize_attention_output,
+        )  # fmt: skip
+        return Decoder(config, weights)
+    if settings.quantization != "none" or settings.quantize_attention_output:
+        option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
+        raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
+    try:
+        from services.compute.models.transformers_model import load_transformers_model  # seconds that a native model need not wait
+    except ImportError as error:
+        raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
+    return load_transformers_model(files.folder, dtype, device, max_model_len)
+
+
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     """Load the model. Raises StartupError."""
     device = choose_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files)
-    longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)
-    config = read_config(files.config, longest)
-    weights = load_weights(
-        files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
-        attention_output=settings.quantize_attention_output,
-    )  # fmt: skip
-    model = Decoder(config, weights)
+    asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
+    model = load_model(settings, files, dtype, device, asked)
+    config = model.config
     num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)
-    longest = min(longest, num_blocks * settings.block_size)
+    longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
     kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device, group=choose_group(settings, config))
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
     scheduler = Scheduler(
@@ -81,7 +103,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         run_ahead=settings.run_ahead,
     )
     log.info(
-        "model loaded", model=files.name, device=device.type, dtype=str(dtype).removeprefix("torch."), threads=torch.get_num_threads(),
-        kv_tokens=num_blocks * settings.block_size, max_model_len=longest,
+        "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(), kv_tokens=num_blocks * settings.block_size, max_model_len=longest,
     )  # fmt: skip
     return Engine(scheduler, ModelRunner(model, kv_cache, device), longest, choose_publish_interval(settings, device))

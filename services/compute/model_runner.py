@@ -1,14 +1,37 @@
 """ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as logits."""
 
+from typing import Protocol
+
 import torch
 
 from services.compute.batch import ScheduledBatch
-from services.compute.cache.kv_cache import KVCache
-from services.compute.models.decoder import Decoder, ForwardBatch
+from services.compute.cache.kv_cache import CacheShape, KVCache
+from services.compute.models.decoder import ForwardBatch
+
+
+class ModelShape(CacheShape, Protocol):
+    @property
+    def vocab_size(self) -> int: ...
+
+
+class Model(Protocol):
+    """What runs a step: our own Decoder, or transformers' modules."""
+
+    @property
+    def config(self) -> ModelShape: ...
+
+    @property
+    def implementation(self) -> str:
+        """For the log."""
+        ...
+
+    def forward(self, batch: ForwardBatch, kv_layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Write the step's K and V to KVCache.layers, and return the logits of the sampled rows, [R, vocab] float32, good until the next call."""
+        ...
 
 
 class ModelRunner:
-    def __init__(self, model: Decoder, kv_cache: KVCache, device: torch.device) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache, device: torch.device) -> None:
         self.model = model
         self.kv_cache = kv_cache
         self.device = device

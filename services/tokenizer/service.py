@@ -19,10 +19,11 @@ CLAIM_EVERY_S = 1.0
 FORGET_CONSUMERS_EVERY_S = 30.0
 MAX_DELIVERIES = 5
 BLOCK_MS = 500
+UNBOUNDED = 1 << 31  # tokens, until a compute replica says how many it takes
 
 
 class TokenizerService:
-    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int) -> None:
+    def __init__(self, stage: Stage, settings: TokenizerSettings, encoder: Encoder, max_model_len: int | None) -> None:
         self.stage = stage
         self.settings = settings
         self.encoder = encoder
@@ -94,5 +95,5 @@ class TokenizerService:
 
     def longest_sequence(self) -> int:
         """What the model was made for, or less where a live compute replica has been given less."""
-        limits = [replica.max_model_len for replica in self.stage.registry.of("compute", self.encoder.model)]
-        return min([self.max_model_len, *(limit for limit in limits if limit is not None)])
+        limits = [self.max_model_len, *(replica.max_model_len for replica in self.stage.registry.of("compute", self.encoder.model))]
+        return min((limit for limit in limits if limit is not None), default=UNBOUNDED)

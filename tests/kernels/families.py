@@ -17,13 +17,16 @@ from transformers import (
     LlamaConfig,
     MinistralConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Olmo3Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
+    Qwen3MoeConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -31,9 +34,10 @@ from transformers import (
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
-from services.compute.model_runner import ModelRunner
+from services.compute.model_runner import Model, ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
+from services.compute.models.transformers_model import load_transformers_model
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
@@ -76,6 +80,12 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "qwen3": Qwen3Config(**SIZES, head_dim=32),
     "exaone4": Exaone4Config(**SIZES, head_dim=32, sliding_window=24, layer_types=LOCAL_AND_GLOBAL),
     "exaone4-full": Exaone4Config(**SIZES, sliding_window=None, layer_types=["full_attention"] * 3),
+    "mixtral": MixtralConfig(**SIZES, head_dim=32, num_local_experts=6, num_experts_per_tok=2, sliding_window=None),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SIZES | {"num_attention_heads": 2, "num_key_value_heads": 1}, num_experts=6, num_experts_per_tok=3, moe_intermediate_size=40,
+        shared_expert_intermediate_size=72, mlp_only_layers=[1],
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, head_dim=32, num_experts=8, num_experts_per_tok=3, moe_intermediate_size=40, norm_topk_prob=True),
     "gemma": GemmaConfig(**SIZES | {"num_key_value_heads": 1}, head_dim=32),
     "gemma2": Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
     "gemma3": Gemma3TextConfig(**GEMMA, layer_types=LOCAL_AND_GLOBAL, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}),
@@ -93,15 +103,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "seed-oss": SeedOssConfig(**SIZES, head_dim=32),
     "smollm3": SmolLM3Config(**SIZES, head_dim=32, no_rope_layers=[1, 0, 1]),
     "smollm3-window": SmolLM3Config(**SIZES, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24),
-}
+}  # fmt: skip
 
 
-def reference_model(name: str, folder: Path, *, shard: str = "50GB") -> PreTrainedModel:
-    """transformers' model, in float32, saved to `folder` on the way. `demo` is the demo model."""
+def reference_model(name: str, folder: Path, *, shard: str = "50GB", config: PretrainedConfig | None = None) -> PreTrainedModel:
+    """transformers' model of this name in CONFIGS, or of another config; in float32, saved to `folder` on the way. `demo` is the demo model."""
     if name == "demo":
         return AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32, attn_implementation="eager")
     torch.manual_seed(sum(map(ord, name)))
-    model = AutoModelForCausalLM.from_config(CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(config or CONFIGS[name], dtype=torch.float32, attn_implementation="eager")
     for parameter_name, parameter in model.named_parameters():  # spread out: with the usual 0.02 all logits are nearly equal
         if "norm" in parameter_name:
             torch.nn.init.normal_(parameter, mean=0.0 if name.startswith("gemma") else 1.0, std=0.1)
@@ -128,11 +138,16 @@ class Engine:
         attention_output: bool = False,
         kv_group: int = 0,
         max_model_len: int | None = None,
+        model_impl: str = "native",
     ) -> None:
-        config = read_config(text_config(json.loads((folder / "config.json").read_text())), max_model_len)
         device = torch.device("cpu")
-        model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
-        cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
+        model: Model
+        if model_impl == "native":
+            config = read_config(text_config(json.loads((folder / "config.json").read_text())), max_model_len)
+            model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
+        else:
+            model = load_transformers_model(folder, dtype, device, max_model_len or SIZES["max_position_embeddings"])
+        cache = KVCache(model.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
         self.runner = ModelRunner(model, cache, device)
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)

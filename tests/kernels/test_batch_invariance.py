@@ -13,7 +13,7 @@ NUM_OUT = 20
 LENGTHS = (1, 15, 16, 33, 5, 90, 64, 47, 100, 11)
 MODES = [("none", 0), ("w8a8", 0), ("w4", 0), ("nf4", 0), ("none", 32), ("w8a8", 32)]
 CASES = [
-    *((name, *mode) for name in ("mistral-window", "qwen3", "demo") for mode in MODES),
+    *((name, *mode) for name in ("mistral-window", "qwen3", "qwen2-moe", "demo") for mode in MODES),
     *((name, *mode) for name in ("gemma3", "olmo2") for mode in MODES[:3]),
     *((name, "none", 32) for name in ("gemma2", "gemma3", "granite", "olmo2", "phi3-longrope", "smollm3")),
 ]

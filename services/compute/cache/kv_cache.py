@@ -2,13 +2,13 @@
 
 import math
 from pathlib import Path
+from typing import Protocol
 
 import psutil
 import torch
 
 from services.compute.backends.torch.reference import kv_row_size
 from services.compute.host_memory import mapped_zeros
-from services.compute.models.config import ModelConfig
 from shared.errors import StartupError
 from shared.settings import ComputeSettings
 
@@ -17,11 +17,24 @@ CUDA_SHARE, CPU_SHARE = 0.9, 0.25  # of the free memory: a GPU is the server's o
 CGROUP = Path("/sys/fs/cgroup")  # a container sees its own limits here
 
 
+class CacheShape(Protocol):
+    """What a model's configuration says of its cache."""
+
+    @property
+    def num_layers(self) -> int: ...
+
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+
 class KVCache:
     """Keys and values of every layer: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], or a row of int8 groups instead of
     head_dim."""
 
-    def __init__(self, config: ModelConfig, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, group: int = 0) -> None:
+    def __init__(self, config: CacheShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, group: int = 0) -> None:
         """group: dimensions that share a scale in a cache of int8; 0: a cache of dtype."""
         self.block_size = block_size
         row = kv_row_size(config.head_dim, group) if group else config.head_dim
@@ -38,7 +51,7 @@ class KVCache:
         return int(self.tensor.shape[2])
 
 
-def choose_group(settings: ComputeSettings, config: ModelConfig) -> int:
+def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
     """The groups that --kv-cache-dtype and --kv-cache-group ask for; 0: none. Raises StartupError if they don't divide the heads."""
     if settings.kv_cache_dtype == "auto":
         return 0
@@ -49,7 +62,7 @@ def choose_group(settings: ComputeSettings, config: ModelConfig) -> int:
     return group
 
 
-def choose_num_blocks(settings: ComputeSettings, config: ModelConfig, *, dtype: torch.dtype, device: torch.device) -> int:
+def choose_num_blocks(settings: ComputeSettings, config: CacheShape, *, dtype: torch.dtype, device: torch.device) -> int:
     """As many blocks as fit in the memory asked for, or in a share of what is free now. Raises StartupError if not even one does."""
     group = choose_group(settings, config)
     row_bytes = kv_row_size(config.head_dim, group) if group else config.head_dim * dtype.itemsize

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import Rope, no_rope, read_rope
 from shared.errors import StartupError
 
@@ -59,6 +60,7 @@ class ModelConfig:
     logits_multiplier: float = 1.0
     attention_cap: float = 0.0  # scores become cap * tanh(score / cap); 0: no cap
     logits_cap: float = 0.0
+    moe: MoeConfig | None = None
     packed: Packed | None = None
 
 
@@ -150,6 +152,47 @@ def _qwen_windows(config: Config) -> tuple[int | None, ...]:
     first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
     kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return _windows(config, kinds) if config.get("use_sliding_window", False) else (None,) * num_layers
+
+
+def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
+    """Mistral with a mixture of experts in each layer."""
+    read = _mistral(config, max_model_len)
+    return replace(
+        read,
+        moe=MoeConfig(
+            num_experts=config["num_local_experts"],
+            num_active=config["num_experts_per_tok"],
+            intermediate_size=read.intermediate_size,
+            has_normalized_weights=True,
+            shared_intermediate_size=0,
+            sparse_layers=frozenset(range(read.num_layers)),
+        ),
+    )
+
+
+def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
+    moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
+    return replace(_qwen2(config, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe)
+
+
+def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """A sliding window, where it is switched on, is all layers'."""
+    read = _qwen3(config, max_model_len)
+    window = config.get("sliding_window") if config.get("use_sliding_window", False) else None
+    return replace(read, sliding_windows=(window,) * read.num_layers, moe=_qwen_moe(config))
+
+
+def _qwen_moe(config: Config) -> MoeConfig:
+    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers. transformers 5 writes num_experts as num_local_experts."""
+    plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return MoeConfig(
+        num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
+        num_active=config["num_experts_per_tok"],
+        intermediate_size=config["moe_intermediate_size"],
+        has_normalized_weights=bool(config.get("norm_topk_prob", False)),
+        shared_intermediate_size=0,
+        sparse_layers=frozenset(layer for layer in range(config["num_hidden_layers"]) if layer not in plain and (layer + 1) % step == 0),
+    )
 
 
 def _phi3(config: Config, max_model_len: int) -> ModelConfig:
@@ -285,11 +328,14 @@ ARCHITECTURES: dict[str, Callable[[Config, int], ModelConfig]] = {
     "LlamaForCausalLM": _llama,
     "MinistralForCausalLM": _ministral,
     "MistralForCausalLM": _mistral,
+    "MixtralForCausalLM": _mixtral,
     "Olmo2ForCausalLM": _olmo2,
     "Olmo3ForCausalLM": _olmo3,
     "Phi3ForCausalLM": _phi3,
     "Qwen2ForCausalLM": _qwen2,
+    "Qwen2MoeForCausalLM": _qwen2_moe,
     "Qwen3ForCausalLM": _qwen3,
+    "Qwen3MoeForCausalLM": _qwen3_moe,
     "SeedOssForCausalLM": _seed_oss,
     "SmolLM3ForCausalLM": _smollm3,
 }

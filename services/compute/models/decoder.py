@@ -55,6 +55,8 @@ class ModelWeights:
 
 
 class Decoder:
+    implementation = "native"
+
     def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
         self.config = config
         self.weights = weights

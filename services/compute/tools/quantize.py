@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 
 from services.compute.backends.cpu.library import load_library
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+from services.compute.backends.dispatch import Linear, Mlp
 from services.compute.models.config import PACKED_METHOD, ModelConfig, read_config
 from services.compute.models.decoder import ModelWeights
+from services.compute.models.moe import MoeMlp
 from services.compute.weights.loader import load_weights, norm_names
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, open_model
@@ -51,9 +53,24 @@ def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tenso
     for number, layer in enumerate(weights.layers):
         prefix = f"model.layers.{number}."
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}
-        assert isinstance(layer.mlp, NativeMlp)
-        packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output, prefix + "gate_up.": layer.mlp.gate_up, prefix + "down.": layer.mlp.down}
+        packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output}
+        packed |= {prefix + name: linear for name, linear in linears_of(layer.mlp).items()}
     for prefix, linear in packed.items():
         assert isinstance(linear, NativeLinear)
         tensors |= {prefix + name: part for name, part in linear.parts.items()}
     return tensors
+
+
+def linears_of(mlp: Mlp) -> dict[str, Linear]:
+    """The layers of an MLP or of a mixture of experts, by the names that Loader restores them by."""
+    if not isinstance(mlp, MoeMlp):
+        assert isinstance(mlp, NativeMlp)
+        return {"gate_up.": mlp.gate_up, "down.": mlp.down}
+    linears = {"router.": mlp.router}
+    experts = {f"experts.{number}.": expert for number, expert in enumerate(mlp.experts)}
+    if mlp.shared is not None:
+        linears["shared.gate."] = mlp.shared.gate
+        experts["shared."] = mlp.shared.expert
+    for name, expert in experts.items():
+        linears |= {name + "gate_up.": expert.gate_up, name + "down.": expert.down}
+    return linears

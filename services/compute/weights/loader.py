@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 
-from services.compute.backends.dispatch import Linear, is_kept, is_native, make_linear, make_mlp, restore_linear
+from services.compute.backends.dispatch import Linear, Mlp, is_kept, is_native, make_linear, make_mlp, restore_linear
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights, Norms
+from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
 from shared.telemetry import get_logger
@@ -46,7 +47,7 @@ def load_weights(
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = []
         for number in range(config.num_layers):
-            layers.append(loader.layer(f"model.layers.{number}."))
+            layers.append(loader.layer(number))
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
         weights = ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
@@ -86,23 +87,14 @@ class Loader:
             layers = "; ".join(f"{count} of {form}" for form, count in self.widened.items())
             log.warning(f"layers are widened to {str(self.dtype).removeprefix('torch.')}: nothing here reads them as the file has them", layers=layers)
 
-    def layer(self, prefix: str) -> LayerWeights:
-        config = self.config
-        hidden, inter, q_size, kv_size = (
-            config.hidden_size,
-            config.intermediate_size,
-            config.num_heads * config.head_dim,
-            config.num_kv_heads * config.head_dim,
-        )
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
+    def layer(self, number: int) -> LayerWeights:
+        config, prefix = self.config, f"model.layers.{number}."
+        hidden, q_size, kv_size = config.hidden_size, config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        attention = prefix + "self_attn."
         if config.has_fused_projections:
             qkv_names, qkv_shapes = [attention + "qkv_proj."], [(q_size + 2 * kv_size, hidden)]
-            gate_up_names, gate_up_shapes = [mlp + "gate_up_proj."], [(2 * inter, hidden)]
         else:
             qkv_names, qkv_shapes = [attention + f"{name}_proj." for name in "qkv"], [(size, hidden) for size in (q_size, kv_size, kv_size)]
-            gate_up_names, gate_up_shapes = [mlp + "gate_proj.", mlp + "up_proj."], [(inter, hidden)] * 2
-        gate_up = self.linear(prefix + "gate_up.", gate_up_names, gate_up_shapes, config.has_mlp_bias, is_gated=True)
-        down = self.linear(prefix + "down.", [mlp + "down_proj."], [(hidden, inter)], config.has_mlp_bias)
         sizes = {"q": q_size, "k": kv_size} if config.is_qk_norm_joint else {"q": config.head_dim, "k": config.head_dim}
         norms = {field: self.norm(prefix + name, sizes.get(field, hidden)) for field, name in norm_names(config).items()}
         return LayerWeights(
@@ -111,8 +103,57 @@ class Loader:
             output=self.linear(
                 prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, is_quantized=self.packing.attention_output
             ),
-            mlp=make_mlp(gate_up, down),
+            mlp=self.mixture(prefix, config.moe) if config.moe is not None and number in config.moe.sparse_layers else self.mlp(prefix),
         )
+
+    def mlp(self, prefix: str) -> Mlp:
+        hidden, inter, has_bias = self.config.hidden_size, self.config.intermediate_size, self.config.has_mlp_bias
+        if self.config.has_fused_projections:
+            gate_up_names, gate_up_shapes = [prefix + "mlp.gate_up_proj."], [(2 * inter, hidden)]
+        else:
+            gate_up_names, gate_up_shapes = [prefix + "mlp.gate_proj.", prefix + "mlp.up_proj."], [(inter, hidden)] * 2
+        gate_up = self.linear(prefix + "gate_up.", gate_up_names, gate_up_shapes, has_bias, is_gated=True)
+        return make_mlp(gate_up, self.linear(prefix + "down.", [prefix + "mlp.down_proj."], [(hidden, inter)], has_bias))
+
+    def mixture(self, prefix: str, moe: MoeConfig) -> MoeMlp:
+        """Of Mixtral's names or of Qwen's; their experts each a tensor of its own, or all in one, as transformers 5 has them in memory."""
+        hidden = self.config.hidden_size
+        block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
+        router = self.linear(prefix + "router.", [block + "gate."], [(moe.num_experts, hidden)], False, is_quantized=False)
+        shared = None
+        if moe.shared_intermediate_size:
+            names = [block + f"shared_expert.{which}_proj." for which in ("gate", "up", "down")]
+            gate = self.linear(prefix + "shared.gate.", [block + "shared_expert_gate."], [(1, hidden)], False, is_quantized=False)
+            shared = SharedExpert(self.expert(prefix + "shared.", names, moe.shared_intermediate_size), gate)
+        if self.source.has(block + "experts.gate_up_proj"):
+            experts = self.fused_experts(block, moe)
+        else:
+            experts = [self.one_expert(prefix, block, number, moe) for number in range(moe.num_experts)]
+        return MoeMlp(router, tuple(experts), moe.num_active, moe.has_normalized_weights, shared)
+
+    def one_expert(self, prefix: str, block: str, number: int, moe: MoeConfig) -> Expert:
+        which = ("w1", "w3", "w2") if block.endswith("block_sparse_moe.") else ("gate_proj", "up_proj", "down_proj")
+        return self.expert(f"{prefix}experts.{number}.", [f"{block}experts.{number}.{each}." for each in which], moe.intermediate_size)
+
+    def expert(self, name: str, sources: list[str], inter: int) -> Expert:
+        """name: when it is packed; sources: of gate, up and down."""
+        hidden = self.config.hidden_size
+        gate_up = self.linear(name + "gate_up.", sources[:2], [(inter, hidden)] * 2, False, is_gated=True)
+        return Expert(gate_up, self.linear(name + "down.", sources[2:], [(hidden, inter)], False))
+
+    def fused_experts(self, block: str, moe: MoeConfig) -> list[Expert]:
+        """From [experts, 2 * intermediate, hidden], gates first, and [experts, hidden, intermediate]."""
+        hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
+        activation = self.config.activation
+        gate_up = self.source.dense(block + "experts.gate_up_proj", (moe.num_experts, 2 * inter, hidden))
+        down = self.source.dense(block + "experts.down_proj", (moe.num_experts, hidden, inter))
+        return [
+            Expert(
+                make_linear(Dense(gate_up[number]), self.dtype, quantization=quantization, group=group, is_gated=True, activation=activation),
+                make_linear(Dense(down[number]), self.dtype, quantization=quantization, group=group),
+            )
+            for number in range(moe.num_experts)
+        ]
 
     def norm(self, name: str, size: int) -> Tensor:
         """What a norm multiplies by. A packed checkpoint has it with the offset."""

@@ -67,6 +67,9 @@ class SafetensorsSource:
             raise StartupError(f"{self.file_by_name[name]}: {name} has the shape {tuple(tensor.shape)}, config.json says {shape}")
         return tensor.to(device=self.device, dtype=self.dtype, copy=True)
 
+    def has(self, name: str) -> bool:
+        return name in self.file_by_name
+
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         return Dense(self.dense(name + "weight", shape))
 

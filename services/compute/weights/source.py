@@ -17,6 +17,10 @@ class WeightSource(Protocol):
         """A tensor in the model's dtype on its device: an embedding, a norm, a bias."""
         ...
 
+    def has(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """The weight [n, k] of the linear layer `name`, which ends in a dot, in the form in which the file has it."""
         ...

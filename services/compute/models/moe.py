@@ -1,0 +1,97 @@
+"""Mixtures of experts: an MLP of many, of which a router gives each token a few (Shazeer et al., "Outrageously Large Neural Networks", 2017).
+
+Tokens are grouped by expert, so that an expert's weights are read once a step. Each expert is a layer of the backend, whose rows do not depend on each
+other, and a token's results are added in the order in which the router ranks its own experts: what a token gets does not depend on whose expert else it is.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from services.compute.backends.dispatch import Linear
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """What makes a decoder's MLPs mixtures."""
+
+    num_experts: int
+    num_active: int  # experts of a token
+    intermediate_size: int  # of an expert
+    has_normalized_weights: bool  # the weights of a token's experts are made to sum to 1
+    shared_intermediate_size: int  # of the expert that all tokens have; 0: there is none
+    sparse_layers: frozenset[int]  # the other layers have a plain MLP
+
+
+@dataclass(frozen=True, slots=True)
+class Expert:
+    gate_up: Linear  # gated: hidden to intermediate
+    down: Linear
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """Weighted by the sigmoid of a score of its own (Qwen 2)."""
+
+    expert: Expert
+    gate: Linear  # hidden to 1
+
+
+@dataclass(frozen=True, slots=True)
+class MoeMlp:
+    """An Mlp of dispatch.py. Scores, weights and the sum of the experts' results are in float32."""
+
+    router: Linear  # hidden to num_experts
+    experts: tuple[Expert, ...]
+    num_active: int
+    has_normalized_weights: bool
+    shared: SharedExpert | None = None
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
+        """The weighted sum of its experts' results for each row of x, [T, hidden], normalized; with has_residual, x is added. Returns [T, hidden]."""
+        assert norm is not None  # no mixture of the supported families goes without
+        chosen, weights = choose_experts(self.router.logits(x, norm=norm, eps=eps), self.num_active, has_normalized_weights=self.has_normalized_weights)
+        results = self._run_experts(x, chosen, norm, eps)
+        total = x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32)
+        for rank in range(self.num_active):
+            total = total + weights[:, rank, None] * results[:, rank].float()
+        if self.shared is not None:
+            score = sigmoid(self.shared.gate.logits(x, norm=norm, eps=eps))
+            total = total + score * self.shared.expert.down(self.shared.expert.gate_up(x, norm=norm, eps=eps)).float()
+        return total.to(x.dtype)
+
+    def _run_experts(self, x: Tensor, chosen: Tensor, norm: Tensor, eps: float) -> Tensor:
+        """chosen: [T, num_active] int64. Returns each token's results of its experts, [T, num_active, hidden]."""
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)
+        rows = x[order // self.num_active]
+        outputs, first = [], 0
+        for expert, count in zip(self.experts, flat.bincount(minlength=len(self.experts)).tolist(), strict=True):
+            if count:
+                outputs.append(expert.down(expert.gate_up(rows[first : first + count], norm=norm, eps=eps)))
+                first += count
+        results = torch.empty_like(rows)
+        results[order] = torch.cat(outputs)
+        return results.view(*chosen.shape, -1)
+
+
+def choose_experts(logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
+    """The experts of each token, the highest first, and their weights. logits: [T, experts] float32. Returns [T, num_active] int64 and float32.
+
+    The softmax is over all experts, before the choice (Jiang et al., "Mixtral of Experts", 2024, section 2.1, chooses first: after normalization that is
+    the same). The sum has a fixed order.
+    """
+    weights, chosen = logits.softmax(-1).topk(num_active)
+    if has_normalized_weights:
+        total = weights[:, 0]
+        for rank in range(1, num_active):
+            total = total + weights[:, rank]
+        weights = weights / total[:, None]
+    return chosen, weights
+
+
+def sigmoid(scores: Tensor) -> Tensor:
+    """Of [T, 1], as the softmax of each score and 0: torch's own takes other instructions for the last few of many than for the others."""
+    return torch.cat([scores, torch.zeros_like(scores)], dim=1).softmax(-1)[:, :1]

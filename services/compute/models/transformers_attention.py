@@ -1,0 +1,248 @@
+"""What stands behind transformers' modules instead of its caches: attention over the paged cache of a step, and the caches themselves.
+
+Two ways, of which a model takes the first that it can:
+
+* **ragged**: its layers call transformers' attention interface, under the name ATTENTION. All tokens of a step are one row; each layer's K and V go to
+  their slots, and each sequence attends to its own blocks. Who sees whom is the rule from which the library makes its masks, asked for the positions.
+* **one by one**: its layers attend in code of their own, after handing K and V to a cache. Each sequence of a step is a forward pass of its own, over
+  a cache object that writes to the blocks and reads from them.
+"""
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AttentionMaskInterface, Cache
+
+from services.compute.backends.torch.masked_attention import masked_attention
+from services.compute.backends.torch.reference import read_kv, write_kv
+from services.compute.models.decoder import ForwardBatch
+
+Tensor = torch.Tensor
+
+ATTENTION = "penstock"
+UNKNOWN_TERMS = ("position_bias", "indices", "block_indices")  # of attention: what this one does not compute
+
+
+class Unsupported(Exception):
+    """The model can't run in this way; the message says why."""
+
+
+class MaskRule:
+    """Who sees whom in some layers of a forward pass: the library's own function of positions, before any mask is made of it."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
+        self.function = function
+
+    def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """queries: [n, queries], keys: [positions] int64. Returns [n, 1, queries, positions] bool. Nobody sees what comes after it."""
+        first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=keys.device)
+        queries, keys = queries[:, None, :, None], keys[None, None, None, :]
+        return self.function(first, first, queries, keys) & (keys <= queries)
+
+    def is_causal(self, device: torch.device) -> bool:
+        """Whether a token does not see the next."""
+        first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=device)
+        return not bool(self.function(first, first, first, first + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What a layer hands to the cache, for each token."""
+
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a layer's attention differs from the plain one."""
+
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class Step(Protocol):
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
+        """q: [T, heads, k_dim]; k, v: [T, kv_heads, k_dim or v_dim] of the step's tokens. Returns [T, heads, v_dim]."""
+        ...
+
+
+current_step: ContextVar[Step] = ContextVar("current_step")
+
+
+def register() -> None:
+    """Make ATTENTION known to transformers."""
+    AttentionInterface.register(ATTENTION, attend_in_step)
+    AttentionMaskInterface.register(ATTENTION, make_rule)
+
+
+def make_rule(*, mask_function: Callable[..., Tensor], **_: object) -> MaskRule:
+    """What stands for a mask. The rest of what the library says is about one sequence with a cache of its own."""
+    return MaskRule(mask_function)
+
+
+def attend_in_step(
+    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule | None, scaling: float | None = None, **terms: Any
+) -> tuple[Tensor, None]:
+    """transformers' attention interface. query, key, value: [1, heads, T, dim]. Returns [1, T, heads, v_dim]."""
+    if unknown := [name for name in UNKNOWN_TERMS if terms.get(name) is not None]:
+        raise Unsupported(f"its attention has {unknown[0]}")
+    if not isinstance(attention_mask, MaskRule):
+        raise Unsupported("its attention makes masks of its own")
+    q, k, v = (each[0].transpose(0, 1) for each in (query, key, value))
+    form = Form(scaling, terms.get("softcap"), terms.get("s_aux"))
+    return current_step.get().attend(module.layer_idx, q, k, v, attention_mask, form)[None], None  # type: ignore[arg-type]
+
+
+class PagedLayer:
+    """One layer's part of the paged cache."""
+
+    def __init__(self, kv: Tensor, head_dim: int, shape: LayerShape) -> None:
+        """kv: [2, blocks, kv_heads, block_size, head_dim], or of int8 groups. A layer with fewer heads or smaller ones uses a part of each row."""
+        self.kv = kv[:, :, : shape.num_kv_heads]
+        self.head_dim = head_dim
+        self.shape = shape
+
+    def write(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
+        """k, v: [T, kv_heads, k_dim or v_dim]; slot_mapping: [T] int64."""
+        k, v = (F.pad(each, (0, self.head_dim - each.shape[-1])) for each in (k, v))
+        write_kv(self.kv, k, v, slot_mapping)
+
+    def read(self, block_tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """block_tables: [n, blocks] int64. Returns keys and values, [n, kv_heads, blocks * block_size, k_dim or v_dim]."""
+        k, v = (read_kv(self.kv[which][block_tables], self.head_dim, dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))
+        return k[..., : self.shape.k_dim], v[..., : self.shape.v_dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Sequences with the same number of tokens in the step, whose attention is one call."""
+
+    rows: Tensor  # [n, queries] int64, of the step's tokens
+    positions: Tensor  # [n, queries] int64, of those tokens in their sequences
+    block_tables: Tensor  # [n, blocks] int64, padded with any valid block
+
+
+def group_sequences(batch: ForwardBatch, block_size: int) -> list[Group]:
+    """Single tokens together for each power of two of blocks, so that at most half of what a group reads is padding; each chunk alone."""
+    members: dict[tuple[int, int], list[tuple[int, int]]] = {}  # row and number of each sequence
+    row = 0
+    for number, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        kind = (0, (-(-context // block_size)).bit_length()) if length == 1 else (1, number)
+        members.setdefault(kind, []).append((row, number))
+        row += length
+    device, groups = batch.slot_mapping.device, []
+    for each in members.values():
+        length = batch.query_lens[each[0][1]]
+        contexts = [batch.context_lens[number] for _, number in each]
+        width = -(-max(contexts) // block_size)
+        tables = [batch.block_tables[number][:width] for _, number in each]
+        offsets = torch.arange(length, device=device)
+        groups.append(
+            Group(
+                torch.tensor([first for first, _ in each], device=device)[:, None] + offsets,
+                torch.tensor(contexts, device=device)[:, None] - length + offsets,
+                torch.tensor([table + (0,) * (width - len(table)) for table in tables], device=device),
+            )
+        )
+    return groups
+
+
+class RaggedStep:
+    """A step whose sequences stand in one row."""
+
+    def __init__(self, batch: ForwardBatch, layers: dict[int, PagedLayer], block_size: int) -> None:
+        self.layers = layers
+        self.slot_mapping = batch.slot_mapping
+        self.groups = group_sequences(batch, block_size)
+        self.block_size = block_size
+        self.masks: dict[tuple[MaskRule, int], Tensor] = {}  # made once a step, shared by the layers
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
+        paged = self.layers[layer]
+        paged.write(k, v, self.slot_mapping)
+        out = q.new_empty((*q.shape[:2], v.shape[-1]))
+        for number, group in enumerate(self.groups):
+            keys, values = paged.read(group.block_tables, q.dtype)
+            if (rule, number) not in self.masks:
+                self.masks[rule, number] = rule(group.positions, torch.arange(keys.shape[2], device=q.device))
+            found = masked_attention(
+                q[group.rows].transpose(1, 2), keys, values, self.masks[rule, number], scale=form.scale, softcap=form.softcap, sinks=form.sinks
+            )
+            out[group.rows] = found.transpose(1, 2)
+        return out
+
+
+class Probe:
+    """A step of one sequence of one token, which attends to nothing but itself: it finds out what the layers hand over."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:  # noqa: ARG002
+        if layer in self.shapes:
+            raise Unsupported(f"its layer {layer} attends more than once")
+        if not rule.is_causal(q.device):
+            raise Unsupported("its attention is not causal")
+        self.shapes[layer] = LayerShape(k.shape[1], k.shape[-1], v.shape[-1])
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+
+class PassingCache(Cache):  # type: ignore[misc]
+    """For the ragged way: K and V are written when a layer attends. A model that asks for any other state finds none."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=[])
+        self.shapes: dict[int, LayerShape] = {}  # of the layers that have handed over K and V
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        self.shapes[layer_idx] = LayerShape(key_states.shape[1], key_states.shape[-1], value_states.shape[-1])
+        return key_states, value_states
+
+    def refuse_state(self, *_: object, **__: object) -> NoReturn:
+        raise Unsupported("it keeps other state than keys and values")
+
+    update_conv_state = update_recurrent_state = update_indexer = has_previous_state = get_conv_state = get_recurrent_state = refuse_state
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        return query_length, 0
+
+
+class SequenceCache(PassingCache):
+    """For one by one: the blocks of one sequence, which holds `length` tokens before the pass."""
+
+    def __init__(self, layers: dict[int, PagedLayer], block_table: Tensor, slot_mapping: Tensor, length: int) -> None:
+        """block_table: [blocks] int64; slot_mapping: [tokens] int64 of the pass's tokens."""
+        super().__init__()
+        self.paged = layers
+        self.block_table = block_table
+        self.slot_mapping = slot_mapping
+        self.length = length
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
+        """key_states, value_states: [1, kv_heads, tokens, dim]. Returns those of all tokens so far."""
+        paged, context = self.paged[layer_idx], self.length + len(self.slot_mapping)
+        paged.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), self.slot_mapping)
+        keys, values = paged.read(self.block_table[None], key_states.dtype)
+        return keys[:, :, :context], values[:, :, :context]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return self.length
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return self.length
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        return self.length + query_length, 0

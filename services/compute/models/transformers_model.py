@@ -1,0 +1,203 @@
+"""Every other model: transformers' own modules, over the paged cache. Slower than a native executor, and complete.
+
+The library brings layers, positions, norms and logits; cache and attention are in transformers_attention.py. A checkpoint is data: code that comes with
+it is never run.
+"""
+
+import inspect
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+from services.compute.models.decoder import ForwardBatch
+from services.compute.models.transformers_attention import (
+    ATTENTION,
+    LayerShape,
+    PagedLayer,
+    PassingCache,
+    Probe,
+    RaggedStep,
+    SequenceCache,
+    Unsupported,
+    current_step,
+    register,
+)
+from shared.errors import StartupError
+
+Tensor = torch.Tensor
+
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their frequencies follow the longest sequence of a step
+
+
+@dataclass(frozen=True, slots=True)
+class TransformersConfig:
+    """What scheduler and cache need of a model."""
+
+    vocab_size: int
+    num_layers: int  # that have K and V
+    num_kv_heads: int  # of the layer that has most
+    head_dim: int  # of the widest
+
+
+class TransformersModel:
+    """An AutoModelForCausalLM as an executor."""
+
+    def __init__(self, model: Any, *, is_ragged: bool) -> None:
+        """Raises Unsupported if the model can't run in this way."""
+        shapes, vocab_size = probe(model, is_ragged=is_ragged)
+        self.model = model
+        self.shapes = dict(sorted(shapes.items()))  # of the layers that have K and V, by the library's numbers for them
+        self.is_ragged = is_ragged
+        self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
+        self.parameters = set(inspect.signature(model.forward).parameters)
+        self.config = TransformersConfig(
+            vocab_size=vocab_size,
+            num_layers=len(shapes),
+            num_kv_heads=max(shape.num_kv_heads for shape in shapes.values()),
+            head_dim=max(max(shape.k_dim, shape.v_dim) for shape in shapes.values()),
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
+        """As Decoder.forward."""
+        layers = {number: PagedLayer(kv, self.config.head_dim, shape) for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)}
+        block_size = kv_layers[0].shape[3]
+        if not self.is_ragged:
+            return self._one_by_one(batch, layers, block_size)
+        token = current_step.set(RaggedStep(batch, layers, block_size))
+        try:
+            return self._call(batch.input_ids, batch.positions, PassingCache(), batch.sampled_rows)
+        finally:
+            current_step.reset(token)
+
+    def _one_by_one(self, batch: ForwardBatch, layers: dict[int, PagedLayer], block_size: int) -> Tensor:
+        is_sampled = set(batch.sampled_rows.tolist())
+        logits, first = [], 0
+        for length, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
+            rows = slice(first, first + length)
+            blocks = torch.tensor(table[: -(-context // block_size)], device=batch.input_ids.device)
+            cache = SequenceCache(layers, blocks, batch.slot_mapping[rows], context - length)
+            wanted = [length - 1] if first + length - 1 in is_sampled else []
+            logits.append(self._call(batch.input_ids[rows], batch.positions[rows], cache, torch.tensor(wanted, dtype=torch.int64, device=blocks.device)))
+            first += length
+        return torch.cat(logits)
+
+    def _call(self, input_ids: Tensor, positions: Tensor, cache: PassingCache, rows: Tensor) -> Tensor:
+        """Logits of the rows, [R, vocab] float32."""
+        wanted: dict[str, Any] = {
+            "position_ids": positions[None],
+            "attention_mask": None if self.is_ragged else torch.ones((1, cache.get_seq_length() + len(input_ids)), dtype=torch.int64, device=rows.device),
+            "logits_to_keep": rows,
+        }
+        terms = {name: value for name, value in wanted.items() if name in self.parameters}
+        logits: Tensor = self.model(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **terms).logits[0]
+        return (logits if "logits_to_keep" in self.parameters else logits[rows]).float()
+
+
+def load_transformers_model(folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None) -> TransformersModel:
+    """Read config.json and the weights. max_model_len: of the sequences to come, in tokens; None: no bound. Raises StartupError for a model that can't run
+    over a paged cache, and says why."""
+    register()
+    config, model_class = read_library_config(folder)
+    name = model_class.__name__
+    if model_class._is_stateful:
+        raise StartupError(f"{name} keeps other state than keys and values, which the paged KV cache can't hold")
+    check_rope(config, max_model_len)
+    ways = (ATTENTION, "eager") if model_class._supports_attention_backend else ("eager",)
+    model = load_modules(folder, dtype, device, ways[0])
+    reasons: list[str] = []
+    for attention in ways:
+        model.set_attn_implementation(attention)
+        try:
+            return TransformersModel(model, is_ragged=attention == ATTENTION)
+        except Unsupported as error:
+            reasons.append(str(error))
+    raise StartupError(f"{name} can't run over a paged KV cache: {'; '.join(dict.fromkeys(reasons))}")
+
+
+def read_library_config(folder: Path) -> tuple[Any, Any]:
+    """The library's config, and the class of the model. Raises StartupError for what is no language model of the library's own."""
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # ValueError, KeyError, OSError, those of dataclasses: whatever config.json leads to
+        if "auto_map" in json.loads((folder / "config.json").read_text(encoding="utf-8")):
+            raise StartupError(f"{folder}: this model needs code that comes with it (trust_remote_code), which is never run") from None
+        raise StartupError(f"{folder}: transformers can't read config.json: {first_line(error)}") from None
+    if config.is_encoder_decoder:
+        raise StartupError(f"{config.model_type} is an encoder-decoder; only decoders can be served")
+    if getattr(config, "quantization_config", None):
+        raise StartupError("this checkpoint is quantized; --model-impl transformers loads float32 and bfloat16 ones only")
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        raise StartupError(f"{config.model_type} is not a language model that transformers knows")
+    found = AutoModelForCausalLM._model_mapping[type(config)]
+    return config, found[0] if isinstance(found, tuple) else found
+
+
+def load_modules(folder: Path, dtype: torch.dtype, device: torch.device, attention: str) -> Any:
+    """The model with its weights. Raises StartupError, naming a tensor that is missing."""
+    logging.set_verbosity_error()
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=attention, use_safetensors=True, trust_remote_code=False, local_files_only=True, low_cpu_mem_usage=True,
+            output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # of safetensors, of the model's own code, of the library's checks
+        raise StartupError(f"{folder}: transformers can't load the model: {first_line(error)}") from None
+    if missing := sorted(info["missing_keys"]):
+        raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
+    return model.eval().to(device)
+
+
+def check_rope(config: Any, max_model_len: int | None) -> None:
+    """Raises StartupError where a sequence's rotary frequencies would follow the longest sequence of its step."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
+        if each.get("rope_type") in LENGTH_DEPENDENT_ROPE:
+            limit = int(each.get("original_max_position_embeddings") or text.max_position_embeddings)
+            if max_model_len is None or max_model_len > limit:
+                raise StartupError(f"rope scaling {each['rope_type']!r} treats sequences alike only up to {limit} tokens: --max-model-len {limit}")
+
+
+def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
+    """Run two tokens, to learn which layers have K and V, of what shape, and how many logits there are. Raises Unsupported if the model can't run so."""
+    parameters = inspect.signature(model.forward).parameters
+    if "past_key_values" not in parameters:
+        raise Unsupported("it has no KV cache")
+    if is_ragged and "position_ids" not in parameters:
+        raise Unsupported("it can't be told positions")
+    step, cache = Probe(), PassingCache()
+    logits = run_probe(model, [0, 0], step, cache)
+    shapes = step.shapes if is_ragged else cache.shapes
+    if not shapes or (is_ragged and step.shapes.keys() != cache.shapes.keys()):
+        raise Unsupported("its layers keep keys and values elsewhere")
+    if not is_ragged and not torch.allclose(
+        logits[0], run_probe(model, [0, 1], step, PassingCache())[0], rtol=0.0, atol=torch.finfo(model.dtype).eps * float(logits.abs().max())
+    ):
+        raise Unsupported("its attention is not causal")
+    return shapes, logits.shape[-1]
+
+
+def run_probe(model: Any, token_ids: list[int], step: Probe, cache: PassingCache) -> Tensor:
+    """The logits of a sequence of these tokens. Raises Unsupported."""
+    token = current_step.set(step)
+    try:
+        with torch.inference_mode():
+            logits: Tensor = model(input_ids=torch.tensor([token_ids], device=model.device), past_key_values=cache, use_cache=True).logits[0]
+        return logits.float()
+    except Unsupported:
+        raise
+    except Exception as error:  # the library has some 200 models, and what one asks for besides keys and values is its own affair
+        raise Unsupported(f"it needs more than a cache of keys and values: {first_line(error)}") from None
+    finally:
+        current_step.reset(token)
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, short enough for one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

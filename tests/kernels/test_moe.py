@@ -1,0 +1,173 @@
+"""Mixtures of experts: the layer against its definition, a row's bits in any company, and the forms in which checkpoints hold experts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from services.cli import main
+from services.compute.backends.dispatch import is_native, make_linear
+from services.compute.backends.matrix import Dense
+from services.compute.backends.torch.reference import rms_norm
+from services.compute.models.config import read_config
+from services.compute.models.moe import Expert, MoeMlp, SharedExpert, choose_experts, sigmoid
+from services.compute.weights.loader import load_weights
+from shared.errors import StartupError
+from shared.model_files import TOKENIZER_FILES
+from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
+from tests.kernels.test_models import prompts
+
+EPS = 1e-6
+EXPERTS, ACTIVE, HIDDEN, INTER = 10, 3, 96, 64
+Weights = dict[str, torch.Tensor]
+
+
+def make_weights(dtype: torch.dtype) -> Weights:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {
+        "router": (EXPERTS, HIDDEN), "gate_up": (EXPERTS, 2 * INTER, HIDDEN), "down": (EXPERTS, HIDDEN, INTER), "shared_gate": (1, HIDDEN),
+        "shared_gate_up": (2 * INTER, HIDDEN), "shared_down": (HIDDEN, INTER),
+    }  # fmt: skip
+    return {name: (torch.randn(*shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
+
+
+def make_layer(weights: Weights, dtype: torch.dtype, quantization: str = "none") -> MoeMlp:
+    def make_expert(gate_up: torch.Tensor, down: torch.Tensor) -> Expert:
+        return Expert(make_linear(Dense(gate_up), dtype, quantization=quantization, is_gated=True), make_linear(Dense(down), dtype, quantization=quantization))
+
+    experts = tuple(make_expert(*each) for each in zip(weights["gate_up"], weights["down"], strict=True))
+    shared = SharedExpert(make_expert(weights["shared_gate_up"], weights["shared_down"]), make_linear(Dense(weights["shared_gate"]), dtype))
+    return MoeMlp(make_linear(Dense(weights["router"]), dtype), experts, ACTIVE, True, shared)
+
+
+def define(weights: Weights, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
+    """Token by token, in float64."""
+    wide = {name: weight.double() for name, weight in weights.items()}
+
+    def run(gate_up: torch.Tensor, down: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+        gate, up = (gate_up @ h).chunk(2)
+        return down @ (torch.nn.functional.silu(gate) * up)
+
+    rows = []
+    for row, h in zip(x.double(), rms_norm(x, norm, EPS).double(), strict=True):
+        weight, chosen = (wide["router"] @ h).softmax(0).topk(ACTIVE)
+        mixture = sum((weight[i] / weight.sum()) * run(wide["gate_up"][e], wide["down"][e], h) for i, e in enumerate(chosen.tolist()))
+        rows.append(row + mixture + torch.sigmoid(wide["shared_gate"] @ h) * run(wide["shared_gate_up"], wide["shared_down"], h))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("num_rows", [1, 5, 70])
+def test_the_layer_is_what_its_definition_says(num_rows: int) -> None:
+    weights = make_weights(torch.float32)
+    x = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(1))
+    norm = torch.linspace(0.5, 1.5, HIDDEN)
+    layer = make_layer(weights, torch.float32)
+    expected = define(weights, x, norm)
+    torch.testing.assert_close(layer(x, norm=norm, eps=EPS).double(), expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(layer(x, norm=norm, eps=EPS, has_residual=False).double(), expected - x, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("quantization", ["none", "w8a8", "w4", "nf4"])
+def test_a_row_has_the_same_bits_in_any_company(quantization: str) -> None:
+    """Also where others choose the same experts; and in all modes the experts are native."""
+    weights = make_weights(torch.bfloat16)
+    x = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
+    norm = torch.linspace(0.5, 1.5, HIDDEN).bfloat16()
+    assert is_native(torch.bfloat16, torch.device("cpu"))
+    layer = make_layer(weights, torch.bfloat16, quantization)
+    together = layer(x, norm=norm, eps=EPS)
+    assert torch.equal(together, torch.cat([layer(x[row : row + 1], norm=norm, eps=EPS) for row in range(70)]))
+    assert torch.equal(together[3:40], layer(x[3:40], norm=norm, eps=EPS))
+    crowd = torch.cat([x[7:8].repeat(33, 1), x[:20]])
+    assert torch.equal(layer(crowd, norm=norm, eps=EPS), torch.cat([together[7:8].repeat(33, 1), together[:20]]))
+    expected = define(weights, x, norm) - x
+    found = layer(x, norm=norm, eps=EPS, has_residual=False).double()
+    rms = float((found - expected).norm() / expected.norm())
+    assert rms < {"none": 0.02, "w8a8": 0.1}.get(quantization, 0.5)  # of int8 and four bits, some tokens get another expert
+
+
+@pytest.mark.parametrize("num_experts", [4, 60, 128])
+def test_routing_and_gates_are_each_rows_own(num_experts: int) -> None:
+    logits = torch.randn(200, num_experts, generator=torch.Generator().manual_seed(2)) * 4
+    chosen, weights = choose_experts(logits, 4, has_normalized_weights=True)
+    scores = sigmoid(logits[:, :1])
+    torch.testing.assert_close(scores, torch.sigmoid(logits[:, :1]))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(200))
+    for first, last in [(0, 1), (17, 18), (50, 57), (199, 200), (3, 100)]:
+        alone = choose_experts(logits[first:last], 4, has_normalized_weights=True)
+        assert torch.equal(alone[0], chosen[first:last]) and torch.equal(alone[1], weights[first:last])
+        assert torch.equal(sigmoid(logits[first:last, :1]), scores[first:last])
+
+
+def fuse(folder: Path) -> None:
+    """The checkpoint with all experts of a layer in one tensor, under the names of the library's modules."""
+    tensors = load_file(folder / "model.safetensors")
+    fused: dict[str, dict[int, dict[str, torch.Tensor]]] = {}
+    kept = {}
+    kinds = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+    for name, tensor in tensors.items():
+        before, _, after = name.partition(".experts.")
+        if after:
+            number, kind, _ = after.split(".")
+            fused.setdefault(before.replace("block_sparse_moe", "mlp"), {}).setdefault(int(number), {})[kinds[kind]] = tensor
+        else:
+            kept[name.replace("block_sparse_moe", "mlp")] = tensor
+    for before, experts in fused.items():
+        each = [experts[number] for number in range(len(experts))]
+        kept[before + ".experts.gate_up_proj"] = torch.stack([torch.cat([expert["gate"], expert["up"]]) for expert in each])
+        kept[before + ".experts.down_proj"] = torch.stack([expert["down"] for expert in each])
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen2-moe", "qwen3-moe"])
+def test_experts_in_one_tensor_and_one_by_one_are_the_same(name: str, tmp_path: Path) -> None:
+    reference_model(name, tmp_path)
+    some = prompts(4, SIZES["vocab_size"])
+    assert any(".experts.3." in tensor for tensor in load_file(tmp_path / "model.safetensors"))
+    expected = Engine(tmp_path).generate(some, 20)
+    fuse(tmp_path)
+    assert "model.layers.0.mlp.experts.gate_up_proj" in load_file(tmp_path / "model.safetensors")
+    assert Engine(tmp_path).generate(some, 20) == expected
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("quantization", ["w8a8", "w4"])
+def test_a_packed_mixture_is_the_same_model(quantization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, packed = tmp_path / "source", tmp_path / "packed"
+    reference_model("qwen2-moe", source)
+    for pattern in TOKENIZER_FILES:
+        for file in (Path(__file__).parents[2] / "services/demo/model").glob(pattern):
+            if not (source / file.name).exists():
+                (source / file.name).write_bytes(file.read_bytes())
+    assert main(["quantize", str(source), str(packed), "--quantization", quantization]) == 0, capsys.readouterr().err
+    some = prompts(4, SIZES["vocab_size"])
+    original, restored = Engine(source, dtype=torch.bfloat16, quantization=quantization), Engine(packed, dtype=torch.bfloat16)
+    assert restored.generate(some, 12) == original.generate(some, 12)
+    for number in range(4):
+        assert torch.equal(torch.stack(original.logits[number]), torch.stack(restored.logits[number]))
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
+    reference_model("qwen3-moe", tmp_path)
+    config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(StartupError, match=r"no tensor model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight"):
+        load_weights(tmp_path, config, torch.float32, torch.device("cpu"))
+
+
+def test_configurations() -> None:
+    def read(name: str, architecture: str, **changes: object) -> object:
+        return read_config(CONFIGS[name].to_dict() | {"architectures": [architecture]} | changes).moe
+
+    moe = read("qwen2-moe", "Qwen2MoeForCausalLM")
+    assert moe.sparse_layers == {0, 2} and moe.shared_intermediate_size == 72 and not moe.has_normalized_weights
+    assert read("qwen3-moe", "Qwen3MoeForCausalLM", decoder_sparse_step=2).sparse_layers == {1}
+    assert read("qwen3-moe", "Qwen3MoeForCausalLM").has_normalized_weights and read("qwen3-moe", "Qwen3MoeForCausalLM").num_experts == 8
+    mixtral = read("mixtral", "MixtralForCausalLM")
+    assert mixtral.sparse_layers == {0, 1, 2} and mixtral.has_normalized_weights and mixtral.intermediate_size == 112
+    assert read_config(CONFIGS["qwen3"].to_dict() | {"architectures": ["Qwen3ForCausalLM"]}).moe is None

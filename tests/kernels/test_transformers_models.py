@@ -1,0 +1,231 @@
+"""Models on the modules of the transformers library, over our scheduler, blocks and cache: against the library's own generation, in any company."""
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
+
+from services.compute.backends.torch.masked_attention import masked_attention
+from services.compute.engine import build_engine
+from services.compute.models.transformers_model import load_transformers_model
+from shared.errors import StartupError
+from shared.model_files import DEMO_MODEL, open_model
+from shared.settings import ComputeSettings
+from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
+from tests.kernels.test_models import NUM_TOKENS, expected_tokens, prompts
+
+GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 1, "bos_token_id": 1}
+HEADS: dict[str, Any] = SIZES | {"num_key_value_heads": 4}
+MOE: dict[str, Any] = {"num_local_experts": 4, "num_experts_per_tok": 2}
+MIXED_LAYERS: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 24}
+
+RAGGED: dict[str, PretrainedConfig] = {
+    "gpt2": transformers.GPT2Config(**GPT),  # learned positions
+    "gpt-bigcode": transformers.GPTBigCodeConfig(**GPT),  # one KV head
+    "gpt-neox": transformers.GPTNeoXConfig(**HEADS),
+    "opt": transformers.OPTConfig(**HEADS, ffn_dim=112, word_embed_proj_dim=64),
+    "phi": transformers.PhiConfig(**SIZES),
+    "cohere": transformers.CohereConfig(**SIZES, logit_scale=1.0),
+    "cohere2-window": transformers.Cohere2Config(**SIZES, **MIXED_LAYERS, head_dim=16, logit_scale=1.0),
+    "starcoder2-window": transformers.Starcoder2Config(**SIZES, sliding_window=24),
+    "glm4": transformers.Glm4Config(**SIZES, head_dim=16),
+    "exaone4": transformers.Exaone4Config(**SIZES, **MIXED_LAYERS),
+    "gemma2-caps": transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=24, attn_logit_softcapping=5.0, query_pre_attn_scalar=16),
+    "gpt-oss-sinks": transformers.GptOssConfig(**SIZES, **MOE, head_dim=16, sliding_window=24),
+    "llama4-chunks": transformers.Llama4TextConfig(
+        **SIZES, **MOE | {"num_experts_per_tok": 1}, head_dim=16, intermediate_size_mlp=112, attention_chunk_size=24, attn_scale=0.1, floor_scale=32
+    ),
+    "deepseek3": transformers.DeepseekV3Config(
+        **HEADS, n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1, first_k_dense_replace=1, q_lora_rank=32,
+        kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16,
+    ),  # keys of 24 dimensions, values of 16
+    "gemma4-sizes": transformers.Gemma4UnifiedTextConfig(
+        **SIZES, head_dim=16, sliding_window=24, layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        per_layer_config={"02": {"head_dim": 32}}, use_bidirectional_attention=None,
+    ),  # layers whose heads differ
+}  # fmt: skip
+ONE_BY_ONE: dict[str, PretrainedConfig] = {
+    "stablelm": transformers.StableLmConfig(**SIZES),
+    "gptj": transformers.GPTJConfig(**GPT, rotary_dim=8),
+    "falcon": transformers.FalconConfig(**HEADS),
+    "bloom-alibi": transformers.BloomConfig(vocab_size=512, hidden_size=64, n_layer=3, n_head=4, eos_token_id=1, bos_token_id=1),
+    "mpt-alibi": transformers.MptConfig(vocab_size=512, d_model=64, n_heads=4, n_layers=3, max_seq_len=512),
+}
+ALL = RAGGED | ONE_BY_ONE
+
+
+def make(name: str, folder: Path) -> transformers.PreTrainedModel:
+    return reference_model(name, folder, config=ALL[name])
+
+
+def run_on_library(folder: Path, **options: Any) -> Engine:
+    return Engine(folder, model_impl="transformers", **options)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_greedy_output_and_logits_equal_the_library(name: str, tmp_path: Path) -> None:
+    reference = make(name, tmp_path)
+    some = prompts(5, SIZES["vocab_size"])
+    engine = run_on_library(tmp_path)
+    assert engine.runner.model.implementation == f"transformers ({'ragged' if name in RAGGED else 'one by one'})"
+    for number, (prompt, tokens) in enumerate(zip(some, engine.generate(some, NUM_TOKENS), strict=True)):
+        assert tokens == expected_tokens(reference, prompt)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_path: Path) -> None:
+    make(name, tmp_path)
+    some = prompts(12, SIZES["vocab_size"])
+    some += [some[9][:70] + some[3], some[9][:50]]
+    alone = [run_on_library(tmp_path).generate([prompt], 20)[0] for prompt in some]
+    assert run_on_library(tmp_path).generate(some, 20) == alone
+    assert run_on_library(tmp_path, max_num_seqs=16, max_batched_tokens=20).generate(some, 20) == alone
+    cramped = run_on_library(tmp_path, block_size=5, num_blocks=50, strategy="paged")
+    assert cramped.generate(some, 20) == alone
+    assert cramped.scheduler.num_preemptions > 0 and cramped.scheduler.num_prefix_hits > 0
+
+
+@pytest.mark.parametrize("name", [*sorted(CONFIGS.keys() - {"phi3-longrope"}), "demo"])
+def test_native_models_run_on_the_library_too(name: str, tmp_path: Path) -> None:
+    reference_model(name, tmp_path)
+    folder = DEMO_MODEL if name == "demo" else tmp_path
+    some = prompts(6, SIZES["vocab_size"])
+    assert run_on_library(folder).generate(some, NUM_TOKENS) == Engine(folder).generate(some, NUM_TOKENS)
+
+
+def test_bfloat16_and_a_cache_of_int8() -> None:
+    some = prompts(4, SIZES["vocab_size"])
+    exact = run_on_library(DEMO_MODEL).generate(some, 1)
+    logits = [run_on_library(DEMO_MODEL, dtype=torch.bfloat16), run_on_library(DEMO_MODEL, kv_group=8)]
+    engine = run_on_library(DEMO_MODEL)
+    assert engine.generate(some, 1) == exact
+    for other in logits:
+        other.generate(some, 1)
+        for number in range(len(some)):
+            expected, found = engine.logits[number][0], other.logits[number][0]
+            assert found.dtype == torch.float32
+            assert float((found - expected).norm() / expected.norm()) < 0.03
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+def test_attention_with_sinks_and_caps_against_float64(cap: float | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, length, dim, generator=generator) for heads, length, dim in ((4, 3, 24), (2, 7, 24), (2, 7, 16)))
+    sinks = torch.randn(4, generator=generator)
+    mask = torch.ones(2, 1, 3, 7, dtype=torch.bool).tril(4)
+    found = masked_attention(q, k, v, mask, scale=0.3, softcap=cap, sinks=sinks)
+    for sequence, head, query in [(0, 0, 0), (0, 3, 2), (1, 1, 1), (1, 2, 0)]:
+        scores = k[sequence, head // 2].double() @ q[sequence, head, query].double() * 0.3
+        scores = scores if cap is None else cap * torch.tanh(scores / cap)
+        weights = scores[mask[sequence, 0, query]].exp()
+        expected = weights @ v[sequence, head // 2][mask[sequence, 0, query]].double() / (weights.sum() + sinks[head].double().exp())
+        torch.testing.assert_close(found[sequence, head, query].double(), expected, atol=1e-6, rtol=1e-5)
+
+
+def load(folder: Path, max_model_len: int = 512) -> None:
+    load_transformers_model(folder, torch.float32, torch.device("cpu"), max_model_len)
+
+
+REFUSED: dict[str, tuple[PretrainedConfig, str]] = {
+    "mamba": (transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2), "keeps other state than keys and values"),
+    "lfm2": (transformers.Lfm2Config(**SIZES, layer_types=["conv", "full_attention", "conv"]), "keeps other state than keys and values"),
+    "openai-gpt": (transformers.OpenAIGPTConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=2), "no KV cache"),
+    "bert": (transformers.BertConfig(**HEADS), "not causal"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models_that_a_paged_cache_cannot_serve_are_refused(name: str, tmp_path: Path) -> None:
+    config, reason = REFUSED[name]
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)  # the usual small weights: what tokens do to each other is little
+    with pytest.raises(StartupError, match=reason) as raised:
+        load(tmp_path)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_comes_with_code_or_with_an_encoder_is_refused_before_its_weights_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(transformers.T5Config().to_json_string())
+    with pytest.raises(StartupError, match="t5 is an encoder-decoder"):
+        load(tmp_path)
+    (tmp_path / "modeling_own.py").write_text("raise SystemExit('it was run')\n")
+    file.write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "modeling_own.Config", "AutoModelForCausalLM": "modeling_own.Model"}}))
+    with pytest.raises(StartupError, match="code that comes with it"):
+        load(tmp_path)
+    file.write_text(json.dumps({"model_type": "unheard-of"}))
+    with pytest.raises(StartupError, match="can't read config.json"):
+        load(tmp_path)
+    file.write_text(transformers.CLIPConfig().to_json_string())
+    with pytest.raises(StartupError, match="clip is not a language model"):
+        load(tmp_path)
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 128}
+    file.write_text(transformers.Phi3Config(**SIZES, rope_parameters=rope, original_max_position_embeddings=128).to_json_string())
+    with pytest.raises(StartupError, match="--max-model-len 128"):
+        load(tmp_path)
+
+
+def test_weights_that_are_missing_or_quantized_are_named(tmp_path: Path) -> None:
+    make("phi", tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    lost = tensors.pop("model.layers.1.self_attn.q_proj.weight")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match=r"no tensor model\.layers\.1\.self_attn\.q_proj\.weight"):
+        load(tmp_path)
+    save_file(tensors | {"model.layers.1.self_attn.q_proj.weight": lost[:3].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match="can't load the model"):
+        load(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(StartupError, match="can't load the model"):
+        load(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq", "bits": 4}}))
+    with pytest.raises(StartupError, match="quantized"):
+        load(tmp_path)
+
+
+def test_the_engine_chooses_by_architecture_and_setting(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    make("gpt2", tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    files = open_model(str(tmp_path))
+    assert files.max_model_len == 512
+    small: dict[str, Any] = {"kv_cache_memory": "1MiB", "dtype": "float32"}
+    with caplog.at_level(logging.INFO):
+        engine = build_engine(ComputeSettings(**small), files)
+    assert engine.runner.model.implementation == "transformers (ragged)"
+    assert engine.max_model_len == 512 and engine.runner.vocab_size == 512
+    demo = open_model("demo")
+    assert build_engine(ComputeSettings(**small), demo).runner.model.implementation == "native"
+    assert build_engine(ComputeSettings(**small, model_impl="transformers"), demo).runner.model.implementation == "transformers (ragged)"
+    make("bloom-alibi", tmp_path / "bloom")
+    (tmp_path / "bloom" / "tokenizer.json").write_text("{}")
+    bloom = open_model(str(tmp_path / "bloom"))
+    assert bloom.max_model_len is None
+    unbounded = build_engine(ComputeSettings(**small), bloom)
+    assert unbounded.max_model_len == unbounded.runner.kv_cache.num_blocks * 16
+    assert build_engine(ComputeSettings(**small, max_model_len=100), bloom).max_model_len == 100
+    with pytest.raises(StartupError, match="GPT2LMHeadModel is not supported"):
+        build_engine(ComputeSettings(**small, model_impl="native"), files)
+    with pytest.raises(StartupError, match="--quantization w8a8: .* not quantized"):
+        build_engine(ComputeSettings(kv_cache_memory="1MiB", quantization="w8a8"), files)
+    with pytest.raises(StartupError, match="--quantize-attention-output: "):
+        build_engine(ComputeSettings(kv_cache_memory="1MiB", quantize_attention_output=True), files)
+
+
+def test_a_refusal_at_the_command_line_is_one_line(tmp_path: Path) -> None:
+    transformers.AutoModelForCausalLM.from_config(REFUSED["lfm2"][0]).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
+    done = subprocess.run([sys.executable, "-m", "services.compute", "--model", str(tmp_path)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("penstock: Lfm2ForCausalLM can't run over a paged KV cache: ")
+    assert "Traceback" not in done.stderr
