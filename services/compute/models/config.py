@@ -43,6 +43,7 @@ class ModelConfig:
     inv_freq: torch.Tensor  # [head_dim / 2] float32, rotary frequencies after scaling
     rotary_scale: float  # multiplies cos and sin (yarn; 1 otherwise)
     packed: Packed | None = None
+    quantization_config: dict[str, Any] | None = None  # config.json's, of a format of weights/formats/
 
 
 def read_config(config: dict[str, Any]) -> ModelConfig:
@@ -52,9 +53,10 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
         raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
     if config.get("hidden_act", "silu") != "silu":
         raise StartupError(f"hidden_act {config['hidden_act']!r} is not supported, only silu")
-    quantized = config.get("quantization_config")
-    if quantized and quantized.get("quant_method") != PACKED_METHOD:
-        raise StartupError("this checkpoint is quantized; only float32 and bfloat16 ones, and those of penstock quantize, can be loaded")
+    quantized = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(quantized, dict):
+        raise StartupError("config.json: quantization_config is not an object")
+    is_packed = quantized.get("quant_method") == PACKED_METHOD
     try:
         num_heads = config["num_attention_heads"]
         head_dim = config.get("head_dim") or config["hidden_size"] // num_heads
@@ -77,7 +79,8 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
             sliding_windows=sliding_windows(config, architecture),
             inv_freq=inv_freq,
             rotary_scale=rotary_scale,
-            packed=Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None,
+            packed=Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if is_packed else None,
+            quantization_config=None if is_packed else quantized or None,
         )
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None

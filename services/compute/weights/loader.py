@@ -16,6 +16,9 @@ from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.compute")
 
 Tensor = torch.Tensor
 
@@ -36,16 +39,25 @@ def load_weights(
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
         if attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
-    source = SafetensorsSource(folder, dtype, device)
+    source = SafetensorsSource(folder, dtype, device, config.quantization_config)
     loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output))
     try:
+        if source.format is not None and (quantization != "none" or attention_output):
+            option = f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output"
+            raise StartupError(
+                f"{option}: {folder} is quantized already ({source.format.description}) and keeps its form; only dense checkpoints are quantized"
+            )
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = []
         for number in range(config.num_layers):
             layers.append(loader.layer(f"model.layers.{number}."))
             give_back_free_memory()
         norm = source.dense("model.norm.weight", (config.hidden_size,))
-        return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
+        weights = ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
+        if source.format is not None:
+            kept = "; ".join(f"{count} {how}" for how, count in source.kept.most_common())
+            log.info("the checkpoint is quantized", format=source.format.description, matrices=kept or "all dense")
+        return weights
     finally:
         source.close()
         give_back_free_memory()
