@@ -3,6 +3,8 @@
 A writer takes a matrix [n, k] and gives the tensors of the layer's file and the float32 matrix that they mean.
 """
 
+import copy
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +31,7 @@ NF4 = (
 FP4 = tuple(value / 12 for value in (0, 0.0625, 8, 12, 4, 6, 2, 3, 0, -0.0625, -8, -12, -4, -6, -2, -3))
 
 
+@functools.cache
 def base_model() -> PreTrainedModel:
     """Random, in float32, with logits that differ."""
     torch.manual_seed(7)
@@ -41,7 +44,7 @@ def base_model() -> PreTrainedModel:
 def write_checkpoint(folder: Path, writer_of: Callable[[str], Writer | None], quantization_config: dict[str, Any] | None) -> PreTrainedModel:
     """Writes the model to `folder`, each linear layer by the writer that its name has, if any. Returns transformers' model with what the file means."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = base_model()
+    model = copy.deepcopy(base_model())
     tensors = dict(model.state_dict())
     for name, module in model.named_modules():
         writer = writer_of(name) if isinstance(module, torch.nn.Linear) else None

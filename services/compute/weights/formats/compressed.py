@@ -107,7 +107,7 @@ def keep_integers(layer: StoredLayer, scheme: Scheme) -> Kept:
 
 def _read_codes(layer: StoredLayer, bits: int) -> Tensor:
     """[n, k]: int8, or of fewer bits uint8 whose values are -8..7."""
-    half = 2 ** (bits - 1)
+    half = 1 << (bits - 1)
     if layer.has("weight_packed"):
         shape = layer.read("weight_shape", [(2,)], (torch.int64, torch.int32))
         if shape.tolist() != [layer.n, layer.k]:
@@ -120,13 +120,12 @@ def _read_codes(layer: StoredLayer, bits: int) -> Tensor:
         return codes
     if not -half <= int(codes.min()) <= int(codes.max()) < half:
         raise layer.refuse("weight", f"holds values that are not of {bits} bits")
-    unsigned: Tensor = codes.view(torch.uint8) + 8
-    return unsigned
+    return codes.view(torch.uint8) + 8
 
 
 def _read_zeros(layer: StoredLayer, scheme: Scheme, groups: int, shapes: list[tuple[int, ...]]) -> Tensor:
     """[n, groups] int8."""
-    n, half = layer.n, 2 ** (scheme.bits - 1)
+    n, half = layer.n, 1 << (scheme.bits - 1)
     words = (-(-n * scheme.bits // 32), groups)
     packed = layer.has("weight_packed") and layer.reader.stored_dtype(layer.name + "weight_zero_point") == "I32"
     stored = layer.read("weight_zero_point", [words] if packed else shapes, (torch.int32,) if packed else (torch.int8,))
