@@ -74,6 +74,7 @@ BROKEN: list[tuple[str, Callable[[Tensors], object], str]] = [
     ("gptq-sym", put("g_idx", first(4)), "g_idx names a group that is not among the 4"),
     ("gptq-sym", put("g_idx", first(-1)), "g_idx names a group"),
     ("gptq-sym", put("qzeros", lambda words: words.T), r"qzeros has the shape"),
+    ("gptq-act-order", drop("g_idx"), "g_idx is missing, and quantization_config says desc_act"),
     ("int8-channel", drop("weight_scale"), "no tensor .*down_proj.weight_scale"),
     ("int8-channel", put("weight_scale", lambda scales: scales[:5]), "weight_scale has the shape"),
     ("int8-asym", drop("weight_zero_point"), "no tensor .*weight_zero_point"),

@@ -36,6 +36,7 @@ class Gptq:
     group: int | None
     zero_offset: int  # what the file has subtracted from zeros
     is_symmetric: bool
+    is_ordered: bool  # desc_act: g_idx says which group an input is of
     overrides: tuple[tuple[str, "Gptq | None"], ...] = ()  # for layers whose names match a pattern; None: not quantized
 
     @property
@@ -55,6 +56,8 @@ class Gptq:
 
     def _matrix(self, layer: StoredLayer) -> Kept:
         n, k, per_word = layer.n, layer.k, 32 // self.bits
+        if self.is_ordered and not layer.has("g_idx"):
+            raise layer.refuse("g_idx", "is missing, and quantization_config says desc_act")
         groups = num_groups(k, self.group)
         words = layer.read("qweight", [(-(-k // per_word), n)], (torch.int32,))
         codes = unpack(words.T, self.bits)[:, :k].contiguous()
@@ -78,7 +81,7 @@ def read_gptq(options: Options) -> Format:
     for name, section in (options.section("dynamic") or Options({})).sections():
         pattern = options.pattern(name.removeprefix("+:").removeprefix("-:"))
         overrides.append((pattern, None if name.startswith("-:") else _read_one(section, options)))
-    return Gptq(base.bits, base.group, base.zero_offset, base.is_symmetric, tuple(overrides))
+    return Gptq(base.bits, base.group, base.zero_offset, base.is_symmetric, base.is_ordered, tuple(overrides))
 
 
 def _read_one(options: Options, defaults: Options) -> Gptq:
@@ -87,4 +90,5 @@ def _read_one(options: Options, defaults: Options) -> Gptq:
     version = merged.choice(("checkpoint_format", "format"), ("gptq", "gptq_v2"), "gptq")
     merged.choice(("pack_dtype",), ("int32",), "int32")
     bits = merged.bits("bits", allowed=BITS)
-    return Gptq(bits, merged.group("group_size", default=128), 1 if version == "gptq" else 0, merged.flag("sym", default=True))
+    group, is_symmetric, is_ordered = merged.group("group_size", default=128), merged.flag("sym", default=True), merged.flag("desc_act", default=False)
+    return Gptq(bits, group, 1 if version == "gptq" else 0, is_symmetric, is_ordered)
