@@ -108,7 +108,7 @@ def test_a_broken_layer_is_named(name: str, edit: Callable[[Tensors], object], m
 
 CONFIGS: list[tuple[Any, str]] = [
     ("awq", "quantization_config is not an object"),
-    ({"quant_method": "aqlm"}, "quant_method 'aqlm' is not supported; these are: awq, bitsandbytes"),
+    ({"quant_method": "aqlm"}, "quant_method 'aqlm' is not supported; these are: auto-round, awq, bitsandbytes"),
     ({"bits": 4}, "quant_method None is not supported"),
     ({"quant_method": ["awq"]}, "is not supported"),
     (awq_config(64, bits=3), "bits 3 is not supported; it must be 4"),
@@ -120,6 +120,8 @@ CONFIGS: list[tuple[Any, str]] = [
     (gptq_config(4, 64, checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
     (gptq_config(4, 64, sym="yes"), "sym 'yes' is not supported"),
     (gptq_config(4, 64, dynamic={"+:(": {}}), "is not a regular expression"),
+    ({"quant_method": "auto-round", "bits": 4}, "quantization_config has no packing_format"),
+    ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:nv_fp"}, "packing_format 'auto_round:nv_fp' is not supported"),
     ({"quant_method": "gptq", "group_size": 64}, "quantization_config has no bits"),
     (compressed(layout="int-quantized"), "config_groups quantize no weights"),
     (compressed(scheme(8, "channel"), layout="marlin-24"), "format 'marlin-24' is not supported"),

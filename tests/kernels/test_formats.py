@@ -63,6 +63,10 @@ def gptq_config(bits: int, group: int, **more: Any) -> dict[str, Any]:
     return {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": False, "sym": True, "checkpoint_format": "gptq", **more}
 
 
+def auto_round_config(packing: str, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True, "data_type": "int", "packing_format": packing, **more}
+
+
 def without(names: tuple[str, ...], writer: Writer) -> Callable[[str], Writer | None]:
     return lambda name: None if name.endswith(names) else writer
 
@@ -84,6 +88,7 @@ MIXED = compressed(
     layout="mixed-precision", ignore=("lm_head", "re:.*layers[.]1[.]self_attn[.][qk]_proj"),
 )  # fmt: skip
 DYNAMIC = {"+:.*down_proj": {"bits": 8, "group_size": 32}, "-:.*layers\\.0\\.self_attn.*": {}}
+EXTRA = {"model.layers.0.self_attn.o_proj": {"bits": 16}, ".*down_proj": {"bits": 8}}
 
 CASES: dict[str, Case] = {
     "awq-32": every(awq(32), awq_config(32), "AWQ, 4 bits in groups of 32"),
@@ -118,6 +123,13 @@ CASES: dict[str, Case] = {
     "gptq-dynamic": Case(
         by_name({"lm_head": None, "layers.0.self_attn": None, "down_proj": gptq(8, 32, symmetric=True)}, gptq(4, 64, symmetric=True)),
         gptq_config(4, 64, dynamic=DYNAMIC), "GPTQ, 4 bits in groups of 64", {AS_THEY_ARE: NUM_MATRICES - 4},
+    ),
+    "auto-round": every(gptq(4, 64, symmetric=False, version=2), auto_round_config("auto_round", sym=False), "GPTQ, 4 bits in groups of 64"),
+    "auto-round-gptq": every(gptq(4, 64, symmetric=True), auto_round_config("auto_round:auto_gptq"), "GPTQ, 4 bits in groups of 64"),
+    "auto-round-awq": every(awq(64), auto_round_config("auto_round:auto_awq"), "AWQ, 4 bits in groups of 64"),
+    "auto-round-extra": Case(
+        by_name({"lm_head": None, "layers.0.self_attn.o_proj": None, "down_proj": gptq(8, 64, symmetric=True)}, gptq(4, 64, symmetric=True)),
+        auto_round_config("auto_round:auto_gptq", extra_config=EXTRA), "GPTQ, 4 bits in groups of 64", {AS_THEY_ARE: NUM_MATRICES - 1},
     ),
     "int8-channel": every_compressed(integers(8, "channel"), "int-quantized", "8 bits by column", strategy="channel"),
     "int8-tensor": every_compressed(integers(8, "tensor"), "int-quantized", "8 bits by column", strategy="tensor"),

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from services.compute.weights.formats.auto_round import read_auto_round
 from services.compute.weights.formats.awq import read_awq
 from services.compute.weights.formats.bitsandbytes import read_bitsandbytes
 from services.compute.weights.formats.compressed import read_compressed
@@ -13,6 +14,7 @@ from services.compute.weights.formats.stored import Format
 from shared.errors import StartupError
 
 READERS: dict[str, Callable[[Options], Format]] = {
+    "auto-round": read_auto_round,
     "awq": read_awq,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed,
