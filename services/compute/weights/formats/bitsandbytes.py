@@ -6,7 +6,6 @@ What is not a tensor is JSON, in the bytes of `weight.quant_state.bitsandbytes__
 """
 
 import json
-import math
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +19,7 @@ Tensor = torch.Tensor
 
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 STORAGES = (torch.uint8, torch.int8, *FLOATS)  # what codes may be stored as
+LARGEST_OFFSET = 1e30
 WIDENED = "dense, for their tables are not of integers"
 
 
@@ -96,11 +96,11 @@ def _scales(layer: StoredLayer, state: Options, count: int) -> Tensor:
     codes = layer.read("weight.absmax", [(count,)], (torch.uint8,))
     block = _block(state, "nested_blocksize")
     offset = state.values.get("nested_offset")
-    if not isinstance(offset, int | float) or not math.isfinite(offset):
+    if not isinstance(offset, int | float) or not abs(offset) < LARGEST_OFFSET:
         raise StartupError(f"{state.where}: nested_offset {offset!r} is not a number")
     table = layer.read_scales("weight.nested_quant_map", [(256,)]).float()
     outer = layer.read_scales("weight.nested_absmax", [(-(-count // block),)]).float()
-    return table[codes.int()] * outer.repeat_interleave(block)[:count] + offset
+    return table[codes.int()] * outer[torch.arange(count, device=outer.device) // block] + offset
 
 
 def read_bitsandbytes(options: Options) -> Format:

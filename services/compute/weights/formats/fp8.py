@@ -35,7 +35,8 @@ class Fp8:
 
 def widen_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Kept:
     """weight * scale in float32, rounded once. block: outputs and inputs that share a scale, where there is one for each block."""
-    n, k, (height, width) = layer.n, layer.k, block
+    n, k = layer.n, layer.k
+    height, width = min(block[0], n), min(block[1], k)
     weight = layer.read("weight", [(n, k)], FLOAT8)
     blocks = (-(-n // height), -(-k // width))
     scales = layer.read_scales(scale_part, [(), (1,), (1, 1), (n,), (n, 1), blocks], SCALE_DTYPES).float()

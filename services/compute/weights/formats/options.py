@@ -6,6 +6,8 @@ from typing import Any
 
 from shared.errors import StartupError
 
+LARGEST = 2**31 - 1
+
 
 class Options:
     """An object of config.json. A field that is missing without a default, of another type, or not among what is supported raises StartupError."""
@@ -17,8 +19,8 @@ class Options:
     def integer(self, *names: str, default: int | None = None) -> int:
         """The first of these names that is there: writers differ in them."""
         name, value = self._first(names, default)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise self._refuse(name, value, "an integer")
+        if type(value) is not int or abs(value) > LARGEST:
+            raise self._refuse(name, value, "an integer of 32 bits")
         return value
 
     def flag(self, name: str, *, default: bool) -> bool:
@@ -62,7 +64,7 @@ class Options:
         value = self.values.get(name)
         if value is None:
             return None
-        if not isinstance(value, list) or len(value) != count or not all(type(each) is int and each > 0 for each in value):
+        if not isinstance(value, list) or len(value) != count or not all(type(each) is int and 0 < each <= LARGEST for each in value):
             raise self._refuse(name, value, f"{count} positive integers")
         return tuple(value)
 

@@ -132,7 +132,7 @@ def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor
     codes: [n, k] uint8 below 16, whose values are -8..7, or int8; scales: [n, groups] float; zeros: [n, groups] int8; group: None is the whole row.
     """
     table = torch.tensor(SIGNED, dtype=torch.int8, device=codes.device) if codes.dtype == torch.uint8 else None
-    size = group or layer.k
+    size = min(group or layer.k, layer.k)
     half = scales.to(torch.float16)
     if not torch.equal(half.float(), scales.float()):
 
@@ -141,7 +141,7 @@ def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor
             return part.dequantize(layer.reader.dtype)
 
         return Kept(widen(layer, rows), "dense, for float16 would round their scales")
-    fitting = next((each for each in PACKED_GROUPS if size % each == 0), 32 if size >= layer.k else size)
+    fitting = next((each for each in PACKED_GROUPS if size % each == 0), 32 if size == layer.k else size)
 
     def divide(each: Tensor) -> Tensor:
         """The same for groups that the kernels read: a larger one is several with the same scale."""
@@ -169,8 +169,8 @@ def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Ten
     def rows(some: slice) -> Tensor:
         values = codes[some].float() + first
         if zeros is not None:
-            values -= zeros[some].float()[:, order]
-        return values * scales[some].float()[:, order]
+            values -= zeros[some].float().index_select(1, order)  # ten times as fast as [:, order]
+        return values * scales[some].float().index_select(1, order)
 
     return Kept(widen(layer, rows), ACT_ORDER)
 
