@@ -62,6 +62,7 @@ class ModelConfig:
     logits_cap: float = 0.0
     moe: MoeConfig | None = None
     packed: Packed | None = None
+    quantization_config: dict[str, Any] | None = None  # config.json's, of a format of weights/formats/
 
 
 def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
@@ -73,14 +74,15 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     reader = ARCHITECTURES.get(architecture)
     if reader is None:
         raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
-    quantized = config.get("quantization_config")
-    if quantized and quantized.get("quant_method") != PACKED_METHOD:
-        raise StartupError("this checkpoint is quantized; only float32 and bfloat16 ones, and those of penstock quantize, can be loaded")
+    quantized = config.get("quantization_config") or config.get("compression_config") or {}
+    if not isinstance(quantized, dict):
+        raise StartupError("config.json: quantization_config is not an object")
+    is_packed = quantized.get("quant_method") == PACKED_METHOD
     if config.get("use_bidirectional_attention"):
         raise StartupError("use_bidirectional_attention is not supported: this model embeds text, it does not generate")
     try:
         read = reader(config, max_model_len or config["max_position_embeddings"])
-        packed = Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None
+        packed = Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if is_packed else None
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -89,7 +91,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
         raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
     if read.num_heads % read.num_kv_heads:
         raise StartupError(f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads {read.num_kv_heads}")
-    return replace(read, packed=packed)
+    return replace(read, packed=packed, quantization_config=None if is_packed else quantized or None)
 
 
 def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:

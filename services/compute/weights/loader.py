@@ -41,9 +41,14 @@ def load_weights(
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
         if attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
-    source = SafetensorsSource(folder, dtype, device)
+    source = SafetensorsSource(folder, dtype, device, config.quantization_config)
     loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output))
     try:
+        if source.format is not None and (quantization != "none" or attention_output):
+            option = f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output"
+            raise StartupError(
+                f"{option}: {folder} is quantized already ({source.format.description}) and keeps its form; only dense checkpoints are quantized"
+            )
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = []
         for number in range(config.num_layers):
@@ -51,6 +56,9 @@ def load_weights(
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
         weights = ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
+        if source.format is not None:
+            kept = "; ".join(f"{count} {how}" for how, count in source.kept.most_common())
+            log.info("the checkpoint is quantized", format=source.format.description, matrices=kept or "all dense")
         loader.report()
         return weights
     finally:

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,12 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from services.compute.backends.matrix import Dense, Matrix
+from services.compute.weights.formats import Format, StoredLayer, read_format
 from shared.errors import StartupError
 
 Tensor = torch.Tensor
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 TEXT_PREFIXES = ("language_model.model.", "model.language_model.")  # of a multimodal checkpoint's text part, in older files and newer ones
@@ -21,13 +25,16 @@ TEXT_PREFIXES = ("language_model.model.", "model.language_model.")  # of a multi
 class SafetensorsSource:
     """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a multimodal checkpoint has the names of a text model."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, quantization_config: dict[str, Any] | None = None) -> None:
+        """quantization_config: config.json's, of a format of weights/formats/. Raises StartupError."""
         self.folder = folder
         self.dtype = dtype
         self.device = device
         files = self._index()
         self.file_by_name = {_text_name(name): file for name, file in files.items()}
         self._name_in_file = {_text_name(name): name for name in files}
+        self.format: Format | None = read_format(config) if (config := quantization_config or self._older_config()) else None
+        self.kept: Counter[str] = Counter()  # quantized matrices, by how they are kept
         self._bar = tqdm(total=len(self.file_by_name), desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
         self._open: dict[Path, Any] = {}
 
@@ -35,47 +42,98 @@ class SafetensorsSource:
         index = self.folder / "model.safetensors.index.json"
         try:
             if index.is_file():
-                return {name: self.folder / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-            files = sorted(self.folder.glob("*.safetensors"))
-            names = {}
-            for file in files:
-                with safe_open(file, framework="pt") as tensors:
-                    names.update(dict.fromkeys(tensors.keys(), file))
-        except (SafetensorError, OSError, ValueError, KeyError) as error:
+                names = self._indexed(json.loads(index.read_text(encoding="utf-8")))
+            else:
+                names = {}
+                for file in sorted(self.folder.glob("*.safetensors")):
+                    with safe_open(file, framework="pt") as tensors:
+                        names.update(dict.fromkeys(tensors.keys(), file))
+        except (SafetensorError, OSError, ValueError, KeyError, RecursionError) as error:
             raise StartupError(f"{self.folder}: the weights can't be read: {error}") from None
         if not names:
-            raise StartupError(f"{self.folder} holds no *.safetensors; other formats are not read")
+            pickles = sorted(file.name for suffix in PICKLES for file in self.folder.glob("*" + suffix))
+            why = f"; {pickles[0]} is a pickle, which may run code when it is read: convert it to safetensors" if pickles else "; other formats are not read"
+            raise StartupError(f"{self.folder} holds no *.safetensors{why}")
         return names
 
-    def _get(self, name: str) -> Tensor:
-        """The tensor as it is in its file. Raises StartupError."""
+    def _indexed(self, index: Any) -> dict[str, Path]:
+        """The index's weight_map. Raises ValueError for one that is not of this folder's files."""
+        files = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(files, dict):
+            raise ValueError("model.safetensors.index.json has no weight_map")
+        for file in files.values():
+            if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).is_absolute() or ".." in Path(file).parts:
+                raise ValueError(f"model.safetensors.index.json names {str(file)[:80]!r}, which is not a safetensors file in the folder")
+        return {name: self.folder / file for name, file in files.items()}
+
+    def _older_config(self) -> dict[str, Any] | None:
+        """The quantize_config.json that AutoGPTQ wrote before config.json said the same."""
+        if not any(name.endswith(".qweight") for name in self.file_by_name):
+            return None
+        file = self.folder / "quantize_config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise StartupError(f"{self.folder} is quantized, and config.json has no quantization_config that says how") from None
+        except (OSError, ValueError, RecursionError) as error:
+            raise StartupError(f"{file}: {error}") from None
+        if not isinstance(config, dict):
+            raise StartupError(f"{file}: expected an object")
+        return {"quant_method": "gptq"} | config
+
+    def _file(self, name: str) -> Any:
+        """The open file that holds the tensor. Raises StartupError."""
         file = self.file_by_name.get(name)
         if file is None:
             raise StartupError(f"{self.folder}: the checkpoint has no tensor {name}")
         try:
             if file not in self._open:
                 self._open[file] = safe_open(file, framework="pt")
-            tensor: Tensor = self._open[file].get_tensor(self._name_in_file[name])
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{file}: {error}") from None
+        return self._open[file]
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor as it is in its file, mapped. Raises StartupError."""
+        file = self._file(name)
+        try:
+            tensor: Tensor = file.get_tensor(self._name_in_file[name])
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{self.file_by_name[name]}: {error}") from None
         self._bar.update()
         return tensor
 
+    def stored_dtype(self, name: str) -> str:
+        """As the file's header has it: BF16, I8, F8_E4M3. Raises StartupError."""
+        file = self._file(name)
+        try:
+            return str(file.get_slice(self._name_in_file[name]).get_dtype())
+        except (SafetensorError, OSError) as error:
+            raise StartupError(f"{self.file_by_name[name]}: {error}") from None
+
     def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        tensor = self._get(name)
+        tensor = self.tensor(name)
         if tuple(tensor.shape) != shape:
             raise StartupError(f"{self.file_by_name[name]}: {name} has the shape {tuple(tensor.shape)}, config.json says {shape}")
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise StartupError(f"{self.file_by_name[name]}: {name} is {kind}, and config.json has no quantization_config that says how to read it")
         return tensor.to(device=self.device, dtype=self.dtype, copy=True)
 
     def has(self, name: str) -> bool:
         return name in self.file_by_name
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
-        return Dense(self.dense(name + "weight", shape))
+        layer = StoredLayer(self, name, *shape)
+        if self.format is None or not self.format.holds(layer):
+            return Dense(self.dense(name + "weight", shape))
+        kept = self.format.matrix(layer)
+        self.kept[kept.how] += 1
+        return kept.matrix
 
     def parts(self, prefix: str) -> dict[str, Tensor]:
         """A packed layer's parts, as they are."""
-        return {name.removeprefix(prefix): self._get(name) for name in self.file_by_name if name.startswith(prefix)}
+        return {name.removeprefix(prefix): self.tensor(name) for name in self.file_by_name if name.startswith(prefix)}
 
     def close(self) -> None:
         self._bar.close()

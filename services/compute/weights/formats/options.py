@@ -1,0 +1,102 @@
+"""The fields of a quantization_config, checked as they are read."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shared.errors import StartupError
+
+LARGEST = 2**31 - 1
+
+
+class Options:
+    """An object of config.json. A field that is missing without a default, of another type, or not among what is supported raises StartupError."""
+
+    def __init__(self, values: Mapping[str, Any], where: str = "quantization_config") -> None:
+        self.values = values
+        self.where = where
+
+    def integer(self, *names: str, default: int | None = None) -> int:
+        """The first of these names that is there: writers differ in them."""
+        name, value = self._first(names, default)
+        if type(value) is not int or abs(value) > LARGEST:
+            raise self._refuse(name, value, "an integer of 32 bits")
+        return value
+
+    def flag(self, name: str, *, default: bool) -> bool:
+        name, value = self._first((name,), default)
+        if not isinstance(value, bool):
+            raise self._refuse(name, value, "true or false")
+        return value
+
+    def choice(self, names: tuple[str, ...], allowed: tuple[str, ...], default: str | None = None) -> str:
+        """The value in lower case."""
+        name, value = self._first(names, default)
+        if not isinstance(value, str) or value.lower() not in allowed:
+            raise self._refuse(name, value, " or ".join(allowed))
+        return value.lower()
+
+    def bits(self, *names: str, allowed: tuple[int, ...], default: int | None = None) -> int:
+        value = self.integer(*names, default=default)
+        if value not in allowed:
+            raise self._refuse(names[0], value, " or ".join(map(str, allowed)))
+        return value
+
+    def group(self, *names: str, default: int | None = None) -> int | None:
+        """Inputs that share a scale; None is a whole row, which files write as -1."""
+        value = self.integer(*names, default=default)
+        if value == -1:
+            return None
+        if value < 1:
+            raise self._refuse(names[0], value, "a positive integer, or -1 for the whole row")
+        return value
+
+    def strings(self, name: str) -> tuple[str, ...]:
+        value = self.values.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
+            raise self._refuse(name, value, "a list of strings")
+        return tuple(value)
+
+    def integers(self, name: str, count: int) -> tuple[int, ...] | None:
+        """That many positive integers, or None where there is no such field."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or not all(type(each) is int and 0 < each <= LARGEST for each in value):
+            raise self._refuse(name, value, f"{count} positive integers")
+        return tuple(value)
+
+    def section(self, name: str) -> "Options | None":
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            raise self._refuse(name, value, "an object")
+        return Options(value, f"{self.where}: {name}")
+
+    def sections(self) -> Iterator[tuple[str, "Options"]]:
+        for name in self.values:
+            section = self.section(name)
+            if section is not None:
+                yield name, section
+
+    def pattern(self, text: str) -> str:
+        """A regular expression that compiles."""
+        try:
+            re.compile(text)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise StartupError(f"{self.where}: {text[:80]!r} is not a regular expression: {error}") from None
+        return text
+
+    def _first(self, names: tuple[str, ...], default: Any) -> tuple[str, Any]:
+        found = ((name, self.values[name]) for name in names if self.values.get(name) is not None)
+        name, value = next(found, (names[0], default))
+        if value is None:
+            raise StartupError(f"{self.where} has no {names[0]}")
+        return name, value
+
+    def _refuse(self, name: str, value: object, expected: str) -> StartupError:
+        text = repr(value)
+        return StartupError(f"{self.where}: {name} {text if len(text) < 80 else text[:76] + '...'} is not supported; it must be {expected}")

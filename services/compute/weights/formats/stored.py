@@ -1,0 +1,179 @@
+"""What all formats share: a layer's tensors, checked as they are read, and the forms in which its weight is kept."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from services.compute.backends.matrix import Dense, Grouped, Matrix
+from shared.errors import StartupError
+
+Tensor = torch.Tensor
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+PACKED_GROUPS = (128, 64, 32)  # inputs: what the kernels can read
+SIGNED = tuple(range(-8, 8))  # the values of four-bit codes
+AS_THEY_ARE = "kept as they are"
+ACT_ORDER = "dense, for their groups are not of neighbouring inputs (act-order)"
+SLICE = 1 << 22  # weights that are widened at a time: their float32 is 16 MiB
+
+
+class Reader(Protocol):
+    """A checkpoint's tensors by name; a name that is missing raises StartupError."""
+
+    dtype: torch.dtype
+    device: torch.device
+    file_by_name: dict[str, Path]
+
+    def tensor(self, name: str) -> Tensor: ...
+
+    def stored_dtype(self, name: str) -> str:
+        """As a safetensors header has it: BF16, I8, F8_E4M3."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """A layer's weight, and how it and others like it are kept."""
+
+    matrix: Matrix
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoredLayer:
+    """The tensors of one linear layer [n, k] in its file."""
+
+    reader: Reader
+    name: str  # ends in a dot
+    n: int
+    k: int
+
+    def has(self, part: str) -> bool:
+        return self.name + part in self.reader.file_by_name
+
+    def is_plain(self) -> bool:
+        """Whether `weight` is there as floats of 16 bits or more, or not at all."""
+        return not self.has("weight") or self.reader.stored_dtype(self.name + "weight") in ("F16", "BF16", "F32", "F64")
+
+    def read(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...]) -> Tensor:
+        """A tensor of one of these shapes (any, if there are none) and dtypes, as it is in the file. Raises StartupError."""
+        tensor = self.reader.tensor(self.name + part)
+        if shapes and tuple(tensor.shape) not in shapes:
+            raise self.refuse(part, f"has the shape {tuple(tensor.shape)}; expected: {' or '.join(map(str, shapes))}")
+        if tensor.dtype not in dtypes:
+            raise self.refuse(part, f"is {_plain(tensor.dtype)}; expected: {' or '.join(map(_plain, dtypes))}")
+        return tensor.to(self.reader.device)
+
+    def read_scales(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...] = FLOATS) -> Tensor:
+        """Floats that must be finite."""
+        scales = self.read(part, shapes, dtypes)
+        if not bool(scales.float().isfinite().all()):
+            raise self.refuse(part, "holds a number that is not finite")
+        return scales
+
+    def refuse(self, part: str, problem: str) -> StartupError:
+        name = self.name + part
+        return StartupError(f"{self.reader.file_by_name.get(name, 'the checkpoint')}: {name} {problem}")
+
+
+class Format(Protocol):
+    """How a checkpoint's linear layers are quantized."""
+
+    @property
+    def description(self) -> str:
+        """`AWQ, 4 bits in groups of 128`."""
+        ...
+
+    def holds(self, layer: StoredLayer) -> bool:
+        """Whether the layer is in this format; else it is dense. The file decides: writers' lists of what they left out differ in their rules."""
+        ...
+
+    def matrix(self, layer: StoredLayer) -> Kept:
+        """Raises StartupError, naming the tensor that is missing or wrong."""
+        ...
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """The codes of 2, 4 or 8 bits in int32 [..., w], the first in the lowest bits. Returns [..., 32 / bits * w] uint8."""
+    each = words.contiguous().view(torch.uint8)
+    return torch.stack([(each >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], dim=-1).flatten(-2)
+
+
+def signed(codes: Tensor) -> Tensor:
+    """uint8 0..255 as int8 -128..127."""
+    return (codes ^ 128).view(torch.int8)
+
+
+def num_groups(k: int, group: int | None) -> int:
+    return 1 if group is None else -(-k // group)
+
+
+def describe(bits: int, group: int | None) -> str:
+    return f"{bits} bits by column" if group is None else f"{bits} bits in groups of {group}"
+
+
+def widen(layer: StoredLayer, rows: Callable[[slice], Tensor]) -> Dense:
+    """A dense matrix in the model's dtype of `rows`, which gives some rows [m, k] in any dtype. An even number at a time, so that temporaries stay small."""
+    weight = torch.empty((layer.n, layer.k), dtype=layer.reader.dtype, device=layer.reader.device)
+    step = max(SLICE // layer.k & ~1, 2)
+    for start in range(0, layer.n, step):
+        some = slice(start, min(start + step, layer.n))
+        weight[some] = rows(some)
+    return Dense(weight)
+
+
+def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int | None) -> Kept:
+    """(value - zero) * scale by groups of inputs, as it is, unless float16 would round the scales.
+
+    codes: [n, k] uint8 below 16, whose values are -8..7, or int8; scales: [n, groups] float; zeros: [n, groups] int8; group: None is the whole row.
+    """
+    table = torch.tensor(SIGNED, dtype=torch.int8, device=codes.device) if codes.dtype == torch.uint8 else None
+    size = min(group or layer.k, layer.k)
+    half = scales.to(torch.float16)
+    if not torch.equal(half.float(), scales.float()):
+
+        def rows(some: slice) -> Tensor:
+            part = Grouped(codes[some], scales[some], size, table, None if zeros is None else zeros[some])
+            return part.dequantize(layer.reader.dtype)
+
+        return Kept(widen(layer, rows), "dense, for float16 would round their scales")
+    fitting = next((each for each in PACKED_GROUPS if size % each == 0), 32 if size == layer.k else size)
+
+    def divide(each: Tensor) -> Tensor:
+        """The same for groups that the kernels read: a larger one is several with the same scale."""
+        repeats = -(-size // fitting)
+        return (each.repeat_interleave(repeats, 1) if repeats > 1 else each)[:, : num_groups(layer.k, fitting)].contiguous()
+
+    return Kept(Grouped(codes, divide(half), fitting, table, None if zeros is None else divide(zeros)), AS_THEY_ARE)
+
+
+def read_order(layer: StoredLayer, part: str, group: int | None) -> Tensor | None:
+    """The group of each input, [k] int64, or None where groups are of neighbours."""
+    if not layer.has(part):
+        return None
+    order = layer.read(part, [(layer.k,)], (torch.int32, torch.int64)).long()
+    groups = num_groups(layer.k, group)
+    if not 0 <= int(order.min()) <= int(order.max()) < groups:
+        raise layer.refuse(part, f"names a group that is not among the {groups}")
+    return None if torch.equal(order, torch.arange(layer.k, device=order.device) // (group or layer.k)) else order
+
+
+def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor) -> Kept:
+    """(value - zero) * scale with codes, scales and zeros as keep_groups has them, where order [k] int64 is the group of each input."""
+    first = SIGNED[0] if codes.dtype == torch.uint8 else 0
+
+    def rows(some: slice) -> Tensor:
+        values = codes[some].float() + first
+        if zeros is not None:
+            values -= zeros[some].float().index_select(1, order)  # ten times as fast as [:, order]
+        return values * scales[some].float().index_select(1, order)
+
+    return Kept(widen(layer, rows), ACT_ORDER)
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
