@@ -92,7 +92,7 @@ class Launcher:
             self.redis = Child("redis", lambda: start_server(settings.data_dir, port=settings.redis_port))
             environment["PENSTOCK_REDIS_URL"] = f"unix://{socket_path(settings.data_dir)}"
         for files in self.models:
-            own = environment | {"PENSTOCK_MODEL": str(files.folder), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
+            own = environment | {"PENSTOCK_MODEL": str(files.weights), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
             suffix = f" of {files.name}" if len(self.models) > 1 else ""
             for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1)):
                 self.stages += [self._child(stage, number, own, suffix) for number in range(count)]

@@ -62,7 +62,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     dtype = choose_dtype(settings.dtype, files)
     config = read_config(files.config)
     weights = load_weights(
-        files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
+        files.weights, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
         attention_output=settings.quantize_attention_output,
     )  # fmt: skip
     model = Decoder(config, weights)

@@ -101,7 +101,7 @@ def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[torch.Ten
     """inv_freq [head_dim / 2] and the scale of cos and sin.
 
     RoPE: Su et al., "RoFormer" (2021), equation 15. Scalings: linear (position interpolation, Chen et al. 2023), llama3 (Llama 3.1's
-    model code: long wavelengths are stretched, short ones kept, a ramp between), yarn (Peng et al. 2023, section 3.4).
+    model code: long wavelengths are stretched, short ones kept, a ramp between), yarn (Peng et al. 2023, section 3.4), longrope.
     """
     rope = dict(config.get("rope_scaling") or {}) | dict(config.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -115,7 +115,9 @@ def rotary_frequencies(config: dict[str, Any], head_dim: int) -> tuple[torch.Ten
         return _llama3(inv_freq, rope), 1.0
     if kind == "yarn":
         return _yarn(inv_freq, rope, theta, head_dim, config)
-    raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn")
+    if kind == "longrope":
+        return _longrope(inv_freq, rope, config)
+    raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, linear, llama3, yarn, longrope")
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
@@ -124,6 +126,16 @@ def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     turns = original * inv_freq / (2 * math.pi)  # of each frequency over the original length
     kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: short wavelength, as it was; 0: long, stretched
     return inv_freq * (kept + (1 - kept) / factor)
+
+
+def _longrope(inv_freq: torch.Tensor, rope: dict[str, Any], config: dict[str, Any]) -> tuple[torch.Tensor, float]:
+    """Ding et al., "LongRoPE" (2024): a divisor for each frequency, of the length that the model is configured for."""
+    longest, original = config["max_position_embeddings"], rope["original_max_position_embeddings"]
+    factors = torch.tensor(rope["long_factor" if longest > original else "short_factor"])
+    scale = rope.get("attention_factor")
+    if scale is None:
+        scale = math.sqrt(1 + math.log(longest / original) / math.log(original)) if longest > original else 1.0
+    return inv_freq / factors, float(scale)
 
 
 def _yarn(inv_freq: torch.Tensor, rope: dict[str, Any], theta: float, head_dim: int, config: dict[str, Any]) -> tuple[torch.Tensor, float]:

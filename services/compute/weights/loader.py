@@ -10,20 +10,26 @@ from pathlib import Path
 import torch
 
 from services.compute.backends.dispatch import Linear, is_native, make_linear, make_mlp, restore_linear
-from services.compute.backends.matrix import Dense, concatenate
+from services.compute.backends.matrix import concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights
+from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
 
 Tensor = torch.Tensor
 
 
+def open_source(location: Path, dtype: torch.dtype, device: torch.device) -> SafetensorsSource | GgufSource:
+    """The tensors of a folder, or of a GGUF file. Raises StartupError."""
+    return GgufSource(location, dtype, device) if location.is_file() else SafetensorsSource(location, dtype, device)
+
+
 def load_weights(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64, attention_output: bool = False
 ) -> ModelWeights:
-    """All of the model's weights, quantized layer by layer as they are read, or packed as `penstock quantize` left them.
+    """All of the model's weights, of a folder or a GGUF file: quantized layer by layer as they are read, or packed as `penstock quantize` left them.
 
     Raises StartupError, naming the tensor that is missing or wrong.
     """
@@ -36,7 +42,7 @@ def load_weights(
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
         if attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
-    source = SafetensorsSource(folder, dtype, device)
+    source = open_source(folder, dtype, device)
     loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output))
     try:
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -55,7 +61,7 @@ def load_weights(
 class Loader:
     """Makes a model's layers from a checkpoint's tensors, or restores them from packed ones."""
 
-    source: SafetensorsSource
+    source: SafetensorsSource | GgufSource
     config: ModelConfig
     dtype: torch.dtype
     packing: Packed
@@ -89,7 +95,7 @@ class Loader:
         """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.is_tied and self.config.packed is None:
-            return make_linear(Dense(embedding), self.dtype, quantization=self.packing.quantization, group=self.packing.group)
+            return make_linear(self.source.tied_head(embedding), self.dtype, quantization=self.packing.quantization, group=self.packing.group)
         return self.linear("lm_head.", ["lm_head."], [shape], False)
 
     def linear(
@@ -98,6 +104,7 @@ class Loader:
         """A layer of several matrices with the same inputs."""
         quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
         if self.config.packed is not None:
+            assert isinstance(self.source, SafetensorsSource)
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
             parts = self.source.parts(name)
             try:

@@ -65,6 +65,9 @@ class SafetensorsSource:
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         return Dense(self.dense(name + "weight", shape))
 
+    def tied_head(self, embedding: Tensor) -> Matrix:
+        return Dense(embedding)
+
     def parts(self, prefix: str) -> dict[str, Tensor]:
         """A packed layer's parts, as they are."""
         return {name.removeprefix(prefix): self._get(name) for name in self.file_by_name if name.startswith(prefix)}
