@@ -89,14 +89,18 @@ def _only_gguf(folder: Path) -> Path | None:
 
 def _download(model: str, weights: bool) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise StartupError(f"no folder {model!r}, and it is not a hub id (owner/name) either")
+        raise StartupError(f"no folder {model!r} and no file, penstock pull has brought no such model, and it is not a hub id (owner/name) either")
     from huggingface_hub import snapshot_download  # 0.4 s that a local model need not pay
 
     try:
         return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else [])))
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {reason}") from None
+        raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {download_error(error)}") from None
+
+
+def download_error(error: Exception) -> str:
+    """What went wrong with the hub, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
