@@ -27,7 +27,7 @@ from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
-from shared.model_files import DEMO_MODEL
+from shared.model_files import DEMO_MODEL, ModelFiles
 from shared.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -72,7 +72,7 @@ class Engine:
 
     def __init__(
         self,
-        folder: Path,
+        model: Path | ModelFiles,
         *,
         block_size: int = 16,
         num_blocks: int = 256,
@@ -84,11 +84,12 @@ class Engine:
         attention_output: bool = False,
         kv_group: int = 0,
     ) -> None:
-        config = read_config(json.loads((folder / "config.json").read_text()))
+        config = read_config(model.config if isinstance(model, ModelFiles) else json.loads((model / "config.json").read_text()))
+        weights = model.weights if isinstance(model, ModelFiles) else model
         device = torch.device("cpu")
-        model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
+        decoder = Decoder(config, load_weights(weights, config, dtype, device, quantization=quantization, attention_output=attention_output))
         cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
-        self.runner = ModelRunner(model, cache, device)
+        self.runner = ModelRunner(decoder, cache, device)
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self.logits: dict[int, list[torch.Tensor]] = {}

@@ -55,7 +55,8 @@ class GgufSource:
         self._describe()
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._bar = tqdm(total=len(self._kinds), desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
+        num_reads = len(self._kinds) + ("output.weight" not in self._kinds)  # a tied embedding is read twice
+        self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
         """The tensor's type, once it is clear that all of it is in the file. Raises StartupError."""
