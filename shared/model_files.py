@@ -72,7 +72,7 @@ def _find(model: str, weights: bool) -> tuple[Path, str]:
         return path.resolve(), path.resolve().name
     if path.is_file():
         return path.resolve(), path.resolve().stem
-    if model and (PULLED_MODELS / model).is_dir():
+    if model and not model.startswith((".", "/", "~")) and (PULLED_MODELS / model).is_dir():
         return PULLED_MODELS / model, model
     return _download(model, weights), model
 
