@@ -99,11 +99,9 @@ def _vocab_size(head: GgufHead) -> int:
 
 
 def _token_id(head: GgufHead, kind: str) -> int | None:
-    """A special token's id. Raises StartupError for one outside the vocabulary."""
+    """A special token's id; None where the file has none, which some say by a number outside the vocabulary."""
     value = head.metadata.get(f"tokenizer.ggml.{kind}_token_id")
-    if value is not None and not (isinstance(value, int) and 0 <= value < _vocab_size(head)):
-        raise StartupError(f"{head.path}: tokenizer.ggml.{kind}_token_id is {value!r}, outside the vocabulary")
-    return value
+    return value if isinstance(value, int) and 0 <= value < _vocab_size(head) else None
 
 
 def _rope(head: GgufHead, prefix: str, head_dim: int) -> dict[str, Any]:

@@ -87,7 +87,7 @@ def _byte_level(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
         first.append({"type": "Digits", "individual_digits": True})
     if split.pattern is not None:
         first.append({"type": "Split", "pattern": {"Regex": split.pattern}, "behavior": "Isolated", "invert": False})
-    merges = [_halves(merge) for merge in head.items("tokenizer.ggml.merges", str)]
+    merges = _read_merges(head, tokens)
     return _assemble(
         head,
         tokens,
@@ -105,11 +105,8 @@ def _sentencepiece(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
     tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     add_prefix = bool(head.metadata.get("tokenizer.ggml.add_space_prefix", True))
     unknown = head.metadata.get("tokenizer.ggml.unknown_token_id", 0)
-    unk_token = tokens[unknown] if isinstance(unknown, int) and unknown < len(tokens) else None
-    if "tokenizer.ggml.merges" in head.metadata:
-        merges = [_halves(merge) for merge in head.items("tokenizer.ggml.merges", str)]
-    else:
-        merges = _merges_by_score(head, tokens)
+    unk_token = tokens[unknown] if isinstance(unknown, int) and 0 <= unknown < len(tokens) else None
+    merges = _read_merges(head, tokens) if "tokenizer.ggml.merges" in head.metadata else _merges_by_score(head, tokens)
     to_space: dict[str, Any] = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     decoders: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
@@ -150,7 +147,7 @@ def _template(head: GgufHead, tokens: list[str], adds_bos: bool) -> dict[str, An
     around: dict[str, str] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
         number = head.metadata.get(f"tokenizer.ggml.{name}_token_id")
-        if head.metadata.get(f"tokenizer.ggml.add_{name}_token", default) and isinstance(number, int) and number < len(tokens):
+        if head.metadata.get(f"tokenizer.ggml.add_{name}_token", default) and isinstance(number, int) and 0 <= number < len(tokens):
             around[name] = tokens[number]
     if not around:
         return None
@@ -205,6 +202,16 @@ def _unique(tokens: list[str]) -> list[str]:
         names.append(token if token and token not in seen else f"<|unused {number}|>")
         seen.add(token)
     return names
+
+
+def _read_merges(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]:
+    """The file's merges. Raises StartupError for one of what is no token, or to what is none."""
+    known = set(tokens)
+    merges = [_halves(merge) for merge in head.items("tokenizer.ggml.merges", str)]
+    for left, right in merges:
+        if not {left, right, left + right} <= known:
+            raise StartupError(f"{head.path}: the merge {left!r} {right!r} is not of tokens, or makes none")
+    return merges
 
 
 def _halves(merge: str) -> tuple[str, str]:

@@ -45,11 +45,12 @@ class Writer:
         self.architecture = ARCHITECTURES[self.config.model_type]
         self.writer = GGUFWriter(self.path, self.architecture)
 
-    def write(self, kind: Kind, *, tokenizer: bool = True) -> Path:
+    def write(self, kind: Kind, *, chat_template: str = "") -> Path:
         """All of the model, its matrices in blocks of that type, and its parameters set to what the blocks mean."""
         self.metadata()
-        if tokenizer:
-            add_tokenizer(self.writer, self.config.vocab_size)
+        add_tokenizer(self.writer, self.config.vocab_size)
+        if chat_template:
+            self.writer.add_chat_template(chat_template)
         self.rope_factors()
         for number, (name, parameter) in enumerate(list(self.model.named_parameters())):
             self.tensor(name, parameter, kind if parameter.dim() == 2 else Kind.F32, seed=number)
@@ -150,7 +151,7 @@ def random_blocks(n: int, k: int, kind: Kind, seed: int) -> np.ndarray:
 def add_tokenizer(writer: GGUFWriter, vocab_size: int) -> None:
     """A byte-level vocabulary of bytes and made-up words."""
     alphabet = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    tokens = ["<|bos|>", "<|eos|>", *(chr(each) for each in alphabet), *(chr(256 + number) for number in range(256 - len(alphabet)))]
+    tokens = ["<|bos|>", "<|eos|>", *(chr(each) for each in alphabet), *(chr(256 + number) for number in range(256 - len(alphabet))), "he", "ll"]
     tokens += [f"w{number}" for number in range(vocab_size - len(tokens))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")

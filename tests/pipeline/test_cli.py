@@ -92,7 +92,16 @@ def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
 
 
 def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
+    (tmp_path / "several").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "several" / f"{name}.gguf").write_bytes(b"GGUF")
     cases = [
+        (["up", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
+        (["serve", "compute", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
+        (["up", "--model", __file__], "is not a GGUF file"),
+        (["up", "--model", str(tmp_path / "several")], "holds 2 GGUF files: name one of them"),
+        (["pull", "nope"], "no model 'nope'"),
         (["up", "--model", "./nope"], "no folder './nope'"),
         (["up", "--port", "99999"], "--port"),
         (["up", "--max-num-seqs", "many"], "--max-num-seqs"),

@@ -186,6 +186,7 @@ def test_added_tokens_are_found_whole_and_bos_is_where_the_file_wants_it(tmp_pat
         ("tokenizer.ggml.tokens", "one text", "not the list that it should be"),
         ("tokenizer.ggml.token_type", [1], "but types of 1"),
         ("tokenizer.ggml.merges", [3], "not the list"),
+        ("tokenizer.ggml.merges", ["a unheard-of"], "is not of tokens"),
     ],
 )
 def test_what_can_not_be_a_tokenizer_is_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
