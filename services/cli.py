@@ -13,7 +13,7 @@ STAGES = ("gateway", "tokenizer", "compute", "sampler")
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "smollm2-135m", "tiny")
 
 EXAMPLES = """examples:
-  penstock up                                   the demo model on http://127.0.0.1:8000
+  penstock up                                   a small model, fetched once, on http://127.0.0.1:8000
   penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2
   penstock chat                                 talk to it
   penstock status                               replicas, queues, tokens/s
@@ -38,6 +38,10 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", help="default: the first that the gateway serves")
     chat.add_argument("--system", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
+    pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name")
+    pull.add_argument("name", help="smollm2-135m, or a hub id, owner/name")
+    pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
+    commands.add_parser("models", help="the models that were pulled: name, size, form")
     commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
     quantize = commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds")
     quantize.add_argument("source", help="a checkpoint folder, a hub id, or demo")
@@ -57,7 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Errors are one line on standard error and exit code 2."""
     args, rest = build_parser().parse_known_args(argv)
-    if rest and args.command in ("chat", "make-model", "quantize", "build-kernels"):
+    if rest and args.command in ("chat", "pull", "models", "make-model", "quantize", "build-kernels"):
         print(f"penstock: unknown arguments: {' '.join(rest)}", file=sys.stderr)
         return 2
     try:
@@ -94,6 +98,22 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.compute.simulation.__main__ import simulate
 
             simulate(rest)
+        case _:
+            run_tool(args)
+    return 0
+
+
+def run_tool(args: argparse.Namespace) -> None:
+    """The commands about models and this package, which no server takes part in."""
+    match args.command:
+        case "pull":
+            from services.model_store import pull
+
+            print(f"{args.name} is in {pull(args.name, args.file)}")
+        case "models":
+            from services.model_store import list_models
+
+            print(list_models())
         case "quantize":
             from services.compute.tools.quantize import quantize
 
@@ -108,7 +128,6 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.compute.tools.make_model import make_model
 
             make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed)
-    return 0
 
 
 def default_redis(settings: StageSettings) -> StageSettings:

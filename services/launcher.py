@@ -16,6 +16,7 @@ from typing import IO
 
 import httpx
 
+from services.model_store import DEFAULT_MODEL, pull
 from services.redis_server import socket_path, start_server
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
@@ -73,7 +74,8 @@ class Launcher:
     def _prepare(self) -> IO[str]:
         """Check what can be checked before anything starts; then list the processes. Returns the data folder's lock, held while open."""
         settings = self.settings
-        self.models = [open_model(model, settings.names_of(number), weights=True) for number, model in enumerate(settings.model)]  # fails here, once
+        models = settings.model or [default_model()]
+        self.models = [open_model(model, settings.names_of(number), weights=True) for number, model in enumerate(models)]  # fails here, once
         names = [name for each in self.models for name in (each.name, *each.aliases)]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
@@ -92,7 +94,7 @@ class Launcher:
             self.redis = Child("redis", lambda: start_server(settings.data_dir, port=settings.redis_port))
             environment["PENSTOCK_REDIS_URL"] = f"unix://{socket_path(settings.data_dir)}"
         for files in self.models:
-            own = environment | {"PENSTOCK_MODEL": str(files.folder), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
+            own = environment | {"PENSTOCK_MODEL": str(files.weights), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
             suffix = f" of {files.name}" if len(self.models) > 1 else ""
             for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1)):
                 self.stages += [self._child(stage, number, own, suffix) for number in range(count)]
@@ -153,7 +155,8 @@ class Launcher:
         print(
             f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True
         )
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is Penstock?"}}]}}'
+        question = "What is Penstock?" if name == "penstock-demo" else "What is the capital of France?"
+        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
         print(f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
 
     def _ask_to_stop(self) -> None:
@@ -166,6 +169,16 @@ class Launcher:
         terminate([child for child in self.stages if child.process is not None])
         if self.redis is not None and self.redis.process is not None:
             terminate([self.redis])
+
+
+def default_model() -> str:
+    """A real model, fetched once; where it can't be had, the demo, and a line that says so."""
+    try:
+        pull(DEFAULT_MODEL)
+    except StartupError as error:
+        print(f"penstock: {error}. Serving the demo model instead", file=sys.stderr, flush=True)
+        return "demo"
+    return DEFAULT_MODEL
 
 
 def check_port(host: str, port: int) -> None:

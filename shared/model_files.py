@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from shared.errors import StartupError
+from shared.gguf.checkpoint import unpack_metadata
 
 DEMO_MODEL = Path(__file__).parent.parent / "services" / "demo" / "model"
+PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
@@ -21,9 +23,10 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """A checkpoint folder and what its JSON files say."""
+    """A checkpoint and what its JSON files say."""
 
-    folder: Path
+    folder: Path  # the JSON files, the tokenizer's among them
+    weights: Path  # the same folder, or a GGUF file
     name: str  # as clients call it
     config: dict[str, Any]
     generation_config: dict[str, Any]
@@ -53,23 +56,22 @@ class ModelFiles:
 
 
 def open_model(model: str, served_name: str = "", *, weights: bool = False) -> ModelFiles:
-    """The model's files: `demo`, a folder, or a hub id, which is downloaded (the weights only if asked). Raises StartupError.
+    """The model's files: `demo`, a folder, a GGUF file or a folder with one, a model that was pulled, or a hub id, which is downloaded (the weights only
+    if asked). Raises StartupError.
 
     served_name: the names that clients use, joined by commas; the first stands in streams, metrics and lists.
     """
-    if model == "demo":
-        folder, name = DEMO_MODEL, "penstock-demo"
-    elif Path(model).is_dir():
-        folder, name = Path(model).resolve(), Path(model).resolve().name
-    else:
-        folder, name = _download(model, weights), model
+    folder, name = _find(model, weights)
+    file = folder if folder.is_file() else _only_gguf(folder)
+    folder, location = (unpack_metadata(file), file) if file is not None else (folder, folder)
     config = _read_json(folder / "config.json")
     if config is None:
         raise StartupError(f"{folder} holds no config.json: is it a Hugging Face checkpoint folder?")
     if not (folder / "tokenizer.json").is_file():
         raise StartupError(f"{folder} holds no tokenizer.json, the fast tokenizer's file")
     names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
-    return ModelFiles(folder, names[0], text_config(config), _read_json(folder / "generation_config.json") or {}, tuple(names[1:]))
+    generation = _read_json(folder / "generation_config.json") or {}
+    return ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]))
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -81,16 +83,44 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return TEXT_DEFAULTS.get(text.get("model_type", ""), {}) | text | whole
 
 
+def _find(model: str, weights: bool) -> tuple[Path, str]:
+    """Where the model is, a folder or a file, and what it is called."""
+    path = Path(model).expanduser()
+    if model == "demo":
+        return DEMO_MODEL, "penstock-demo"
+    if path.is_dir():
+        return path.resolve(), path.resolve().name
+    if path.is_file():
+        return path.resolve(), path.resolve().stem
+    if model and not model.startswith((".", "/", "~")) and (PULLED_MODELS / model).is_dir():
+        return PULLED_MODELS / model, model
+    return _download(model, weights), model
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The folder's GGUF file, if it is that which the folder is about. Raises StartupError for several."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise StartupError(f"{folder} holds {len(files)} GGUF files: name one of them, as {files[0].name}")
+    return files[0] if files else None
+
+
 def _download(model: str, weights: bool) -> Path:
     if model.startswith((".", "/", "~")) or model.count("/") != 1:
-        raise StartupError(f"no folder {model!r}, and it is not a hub id (owner/name) either")
+        raise StartupError(f"no folder {model!r} and no file, penstock pull has brought no such model, and it is not a hub id (owner/name) either")
     from huggingface_hub import snapshot_download  # 0.4 s that a local model need not pay
 
     try:
         return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else [])))
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {reason}") from None
+        raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {download_error(error)}") from None
+
+
+def download_error(error: Exception) -> str:
+    """What went wrong with the hub, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:

@@ -26,7 +26,7 @@ class StageSettings(BaseSettings):
 class ModelSettings(StageSettings):
     """What the stages that read the model's files take."""
 
-    model: str = Field("demo", description="a Hugging Face checkpoint folder, a hub id when online, or demo")
+    model: str = Field("demo", description="a Hugging Face checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo")
     served_model_name: str = Field("", description="the name clients use, or several joined by commas; the folder's name by default")
 
 
@@ -101,7 +101,10 @@ class ComputeSettings(ModelSettings, EngineSettings):
 class UpSettings(GatewaySettings, EngineSettings):
     """`penstock up`: everything on this machine."""
 
-    model: Annotated[list[str], NoDecode] = Field(["demo"], description="a checkpoint folder, a hub id when online, or demo; may be given several times")
+    model: Annotated[list[str], NoDecode] = Field(
+        [], description="a checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo; may be given several times. "
+        "By default SmolLM2-135M-Instruct, which is fetched once, or the demo where it can't be had",
+    )  # fmt: skip
     served_model_name: Annotated[list[str], NoDecode] = Field(
         [], description="the name clients use, by default the folder's; may be given several times: further names of one model, or one for each of several"
     )

@@ -66,13 +66,15 @@ def load_model(settings: ComputeSettings, files: ModelFiles, dtype: torch.dtype,
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         weights = load_weights(
-            files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
+            files.weights, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
             attention_output=settings.quantize_attention_output,
         )  # fmt: skip
         return Decoder(config, weights)
     if settings.quantization != "none" or settings.quantize_attention_output:
         option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
         raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
+    if files.weights.is_file():
+        raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only (--model-impl), which does not have this architecture")
     try:
         from services.compute.models.transformers_model import load_transformers_model  # seconds that a native model need not wait
     except ImportError as error:

@@ -29,6 +29,7 @@ def main() -> None:
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name)
     encoder = Encoder(load_tokenizer(files), files)
+    encoder.chat_template.start()
     stage = Stage("tokenizer", settings, model=files.name, aliases=files.aliases)
     TokenizerService(stage, settings, encoder, files.max_model_len).run()
 

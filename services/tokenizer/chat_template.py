@@ -1,27 +1,123 @@
-"""Messages to text, by the model's own chat template."""
+"""Messages to text, by the model's own chat template, within bounds of time and memory."""
 
+import json
+import select
+import subprocess
+import sys
+import time
+import weakref
 from typing import Any
 
+from services.tokenizer.template_worker import read_frame, write_frame
 from shared.errors import Invalid
 from shared.messages import ChatMessage
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.tokenizer")
+
+START_TIMEOUT_S = 60.0  # until the worker has imported what it needs, on a machine that is busy
+RENDER_TIMEOUT_S = 2.0  # of one conversation; 8 MiB, the longest, take a tenth of it
+BATCH_TIMEOUT_S = 4.0  # of all that are rendered together: a template that is slow with each of them must not stop the loop
 
 
-def render(tokenizer: Any, messages: tuple[ChatMessage, ...]) -> str:
-    """The conversation as the model was trained to read it, up to where the assistant speaks. Raises Invalid with the template's word.
+class ChatTemplate:
+    """Owns the worker that renders. One that takes too long is killed, and the next begins anew."""
 
-    `tokenizer` is a transformers tokenizer. A template is a program that came with the model and runs sandboxed; whatever it raises
-    is about this conversation (or a broken template), and fails this request alone.
-    """
-    if not getattr(tokenizer, "chat_template", None):
-        raise Invalid("this model has no chat template: use /v1/completions", param="messages", code="no_chat_template")
-    conversation = []
-    for message in messages:
-        entry = {"role": message.role, "content": message.content}
-        if message.name is not None:
-            entry["name"] = message.name
-        conversation.append(entry)
-    try:
-        text = tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
-    except Exception as error:
-        raise Invalid(f"the model's chat template refuses these messages: {error}", param="messages", code="chat_template_error") from error
-    return str(text)
+    def __init__(self, tokenizer: Any) -> None:
+        """tokenizer: of transformers."""
+        self._template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
+        self._special_tokens = dict(tokenizer.special_tokens_map) if self._template else {}
+        self._worker: _Worker | None = None
+
+    def start(self) -> None:
+        """Start the worker, so that the first conversation need not wait for it."""
+        if self._template is not None and self._worker is None:
+            self._worker = _Worker(self._template, self._special_tokens)
+
+    def render(self, conversations: list[tuple[ChatMessage, ...]]) -> list[str | Invalid]:
+        """Each conversation as the model was trained to read it, up to where the assistant speaks; or the template's word against it.
+
+        Whatever a template raises is about this conversation (or a broken template), and fails this request alone.
+        """
+        if self._template is None:
+            return [Invalid("this model has no chat template: use /v1/completions", param="messages", code="no_chat_template") for _ in conversations]
+        left, texts = BATCH_TIMEOUT_S, []
+        for messages in conversations:
+            text, seconds = self._render(messages, min(left, RENDER_TIMEOUT_S))
+            left -= seconds
+            texts.append(text)
+        return texts
+
+    def _render(self, messages: tuple[ChatMessage, ...], timeout_s: float) -> tuple[str | Invalid, float]:
+        """A conversation's text, and the seconds that it took."""
+        conversation = []
+        for message in messages:
+            entry = {"role": message.role, "content": message.content}
+            if message.name is not None:
+                entry["name"] = message.name
+            conversation.append(entry)
+        if timeout_s <= 0:
+            return _refused("it takes too long"), 0.0
+        for _ in range(2):  # a worker that was killed costs nobody a request
+            self.start()
+            assert self._worker is not None
+            rendered, seconds = self._worker.render(conversation, timeout_s)
+            if rendered is not None:
+                return rendered["text"] if "text" in rendered else _refused(rendered["error"]), seconds
+            self._worker = None
+            if seconds >= timeout_s:
+                log.warning("a chat template takes too long and was stopped", seconds=seconds)
+                return _refused(f"it takes more than {RENDER_TIMEOUT_S:g} s"), seconds
+            log.warning("the worker that renders chat templates died, starting another")
+        return _refused("it ends the process that renders it"), 0.0
+
+
+class _Worker:
+    """The process, which ends when this object does."""
+
+    def __init__(self, template: str, special_tokens: dict[str, Any]) -> None:
+        command = [sys.executable, "-m", "services.tokenizer.template_worker"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        self._stop = weakref.finalize(self, _end, self._process)
+        self._is_ready = False
+        self._first = (template, special_tokens)
+
+    def render(self, conversation: list[dict[str, Any]], timeout_s: float) -> tuple[dict[str, str] | None, float]:
+        """What the worker answers, and after how many seconds. None: nothing, and it has been ended."""
+        seconds = 0.0
+        rendered = None
+        if self._is_ready or self._exchange(self._first, START_TIMEOUT_S) is not None:
+            self._is_ready = True
+            started_at = time.monotonic()
+            rendered = self._exchange(conversation, timeout_s)
+            seconds = time.monotonic() - started_at
+        if rendered is None:
+            self._stop()
+        return rendered, seconds
+
+    def _exchange(self, value: object, timeout_s: float) -> dict[str, str] | None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        try:
+            write_frame(self._process.stdin, value)
+            if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+                return None
+            answer: dict[str, str] | None = read_frame(self._process.stdout)
+        except (OSError, json.JSONDecodeError):  # it died, in the middle of something
+            return None
+        return answer
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill it, wait for it, and close its pipes."""
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            try:
+                pipe.close()
+            except BrokenPipeError:  # what was still to be written has no reader any more
+                continue
+
+
+def _refused(reason: str) -> Invalid:
+    return Invalid(f"the model's chat template refuses these messages: {reason}", param="messages", code="chat_template_error")

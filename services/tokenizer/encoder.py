@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from services.tokenizer.chat_template import render
+from services.tokenizer.chat_template import ChatTemplate
 from shared.errors import Invalid
 from shared.messages import GenerateRequest, TokenizedRequest
 from shared.model_files import ModelFiles
@@ -16,25 +16,24 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, files: ModelFiles) -> None:
         self.tokenizer = tokenizer
+        self.chat_template = ChatTemplate(tokenizer)
         self.model = files.name
         self.vocab_size = int(files.config["vocab_size"])
         self.eos_token_ids = files.eos_token_ids
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Invalid]:
         """For each request its tokens, or why there are none."""
-        texts = [self._text_or_error(request) for request in requests]
+        texts = self._texts(requests)
         token_ids = self._encode_texts(requests, texts)
         return [
             text if isinstance(text, Invalid) else ids if isinstance(ids, Invalid) else self._finish(request, text, ids, max_model_len)
             for request, text, ids in zip(requests, texts, token_ids, strict=True)
         ]
 
-    def _text_or_error(self, request: GenerateRequest) -> str | None | Invalid:
-        """The text to encode; None: the request brought token ids."""
-        try:
-            return render(self.tokenizer, request.messages) if request.messages is not None else request.prompt
-        except Invalid as error:
-            return error
+    def _texts(self, requests: list[GenerateRequest]) -> list[str | None | Invalid]:
+        """The texts to encode; None: the request brought token ids."""
+        rendered = iter(self.chat_template.render([request.messages for request in requests if request.messages is not None]))
+        return [request.prompt if request.messages is None else next(rendered) for request in requests]
 
     def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any] | Invalid]:
         """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""

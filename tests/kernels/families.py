@@ -43,7 +43,7 @@ from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
-from shared.model_files import DEMO_MODEL, text_config
+from shared.model_files import DEMO_MODEL, ModelFiles, text_config
 from shared.sampling_params import SamplingParams
 
 SIZES: dict[str, Any] = {
@@ -126,7 +126,7 @@ class Engine:
 
     def __init__(
         self,
-        folder: Path,
+        model: Path | ModelFiles,
         *,
         block_size: int = 16,
         num_blocks: int = 256,
@@ -141,14 +141,15 @@ class Engine:
         model_impl: str = "native",
     ) -> None:
         device = torch.device("cpu")
-        model: Model
+        executor: Model
+        location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
         if model_impl == "native":
-            config = read_config(text_config(json.loads((folder / "config.json").read_text())), max_model_len)
-            model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
+            config = read_config(text_config(found), max_model_len)
+            executor = Decoder(config, load_weights(location, config, dtype, device, quantization=quantization, attention_output=attention_output))
         else:
-            model = load_transformers_model(folder, dtype, device, max_model_len or SIZES["max_position_embeddings"])
-        cache = KVCache(model.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
-        self.runner = ModelRunner(model, cache, device)
+            executor = load_transformers_model(location, dtype, device, max_model_len or SIZES["max_position_embeddings"])
+        cache = KVCache(executor.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
+        self.runner = ModelRunner(executor, cache, device)
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self.logits: dict[int, list[torch.Tensor]] = {}

@@ -28,7 +28,7 @@ class Up:
         self.url = f"http://127.0.0.1:{self.port}"
         self.data_dir = folder / "data"
         self.log = folder / "up.log"
-        command = [*COMMAND, "up", "--port", str(self.port), "--data-dir", str(self.data_dir), "--samplers", "2", "--tokenizers", "2"]
+        command = [*COMMAND, "up", "--model", "demo", "--port", str(self.port), "--data-dir", str(self.data_dir), "--samplers", "2", "--tokenizers", "2"]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=60)
@@ -70,7 +70,7 @@ def test_chat_answers_and_remembers_nothing_wrong(up: Up) -> None:
 
 
 def test_a_second_up_on_the_same_data_is_one_line(up: Up) -> None:
-    second = run("up", "--port", str(free_port()), "--data-dir", str(up.data_dir))
+    second = run("up", "--model", "demo", "--port", str(free_port()), "--data-dir", str(up.data_dir))
     assert second.returncode == 2
     assert second.stderr.startswith("penstock: another penstock up uses") and len(second.stderr.splitlines()) == 1
 
@@ -92,7 +92,16 @@ def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
 
 
 def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
+    (tmp_path / "several").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "several" / f"{name}.gguf").write_bytes(b"GGUF")
     cases = [
+        (["up", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
+        (["serve", "compute", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
+        (["up", "--model", __file__], "is not a GGUF file"),
+        (["up", "--model", str(tmp_path / "several")], "holds 2 GGUF files: name one of them"),
+        (["pull", "nope"], "no model 'nope'"),
         (["up", "--model", "./nope"], "no folder './nope'"),
         (["up", "--port", "99999"], "--port"),
         (["up", "--max-num-seqs", "many"], "--max-num-seqs"),

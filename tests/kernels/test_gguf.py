@@ -1,0 +1,202 @@
+"""GGUF files against transformers on what their blocks mean: token for token, and logits to 1e-4; and what is wrong with a file, in one line."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, PreTrainedModel
+
+from services.compute.backends.matrix import Dense, Grouped
+from services.compute.models.config import read_config
+from services.compute.weights.gguf_blocks import FORMATS, to_grouped
+from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.loader import load_weights
+from shared.errors import StartupError
+from shared.model_files import open_model
+from tests.kernels.families import CONFIGS, SIZES, Engine
+from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks
+from tests.kernels.test_models import expected_tokens, prompts
+
+CPU = torch.device("cpu")
+WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # rows that blocks of 256 fill
+KINDS = [*FLOATS, *HALVES, Kind.MXFP4]
+NUM_TOKENS = 40
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for name, parameter in model.named_parameters():
+        torch.nn.init.normal_(parameter, mean=1.0 if "norm" in name else 0.0, std=0.1 if "norm" in name else 0.12)
+    return model.eval()
+
+
+def check_against(reference: PreTrainedModel, path: Path, *, num_prompts: int = 3) -> None:
+    some = prompts(num_prompts, SIZES["vocab_size"])
+    engine = Engine(open_model(str(path)))
+    for number, (prompt, tokens) in enumerate(zip(some, engine.generate(some, NUM_TOKENS), strict=True)):
+        assert tokens == expected_tokens(reference, prompt)
+        with torch.inference_mode():
+            logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_every_type_means_what_the_gguf_package_says(kind: Kind, tmp_path: Path) -> None:
+    model = random_model(LlamaConfig(**WIDE, tie_word_embeddings=kind != Kind.Q4_1))
+    check_against(model, Writer(model, tmp_path / "model.gguf").write(kind))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_is_read_as_it_was(name: str, tmp_path: Path) -> None:
+    model = random_model(CONFIGS[name])
+    check_against(model, Writer(model, tmp_path / "model.gguf").write(Kind.F32), num_prompts=5)
+
+
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+def test_blocks_are_kept_as_they_are(kind: Kind) -> None:
+    """Exactly, but for scales that are products: these lose less than a weight in bfloat16 would."""
+    data = random_blocks(24, 512, kind, seed=1)
+    exact = torch.from_numpy(gguf.dequantize(data, kind))
+    grouped = to_grouped(torch.from_numpy(data), kind, GGML_QUANT_SIZES[kind][1])
+    assert grouped is not None and grouped.codes.shape == (24, 512) and grouped.scales.shape == (24, 16)
+    error = (grouped.dequantize(torch.float32) - exact).norm() / exact.norm()
+    rounding = (exact.bfloat16().float() - exact).norm() / exact.norm()
+    assert error == 0 if not FORMATS[kind].has_products else error < 0.6 * rounding
+
+
+def test_scales_that_float16_can_not_hold_are_not_rounded() -> None:
+    data = random_blocks(4, 256, Kind.Q4_K, seed=1)
+    data[:, :4] = np.array([2000, 2000], np.float16).view(np.uint8)  # times up to 63, beyond float16's range
+    assert to_grouped(torch.from_numpy(data), Kind.Q4_K, GGML_QUANT_SIZES[Kind.Q4_K][1]) is None
+
+
+def test_the_form_of_a_matrix_follows_the_type_and_the_dtype(tmp_path: Path) -> None:
+    model = random_model(LlamaConfig(**WIDE, tie_word_embeddings=True))
+    shape = (WIDE["intermediate_size"], WIDE["hidden_size"])
+    for kind, dtype, expected in ((Kind.Q4_1, torch.float32, Grouped), (Kind.Q4_K, torch.float32, Dense), (Kind.Q4_K, torch.bfloat16, Grouped),
+                                  (Kind.Q6_K, torch.bfloat16, Dense), (Kind.F16, torch.bfloat16, Dense)):  # fmt: skip
+        source = GgufSource(Writer(model, tmp_path / f"{kind.name}.gguf").write(kind), dtype, CPU)
+        assert isinstance(source.matrix("model.layers.0.mlp.up_proj.", shape), expected)
+        embedding = source.dense("model.embed_tokens.weight", (WIDE["vocab_size"], WIDE["hidden_size"]))
+        assert embedding.dtype == dtype and isinstance(source.tied_head(embedding), expected)
+        source.close()
+
+
+SPECIAL = SIZES | {"num_hidden_layers": 7, "max_position_embeddings": 512}
+FACTORS = [1.0 + number / 4 for number in range(6)]
+OTHERS: dict[str, PretrainedConfig] = {
+    "phi3": Phi3Config(**SPECIAL, sliding_window=24, original_max_position_embeddings=128, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": FACTORS, "short_factor": FACTORS[::-1], "partial_rotary_factor": 0.75,
+        "original_max_position_embeddings": 128,
+    }),
+    "gemma2": Gemma2Config(**SPECIAL, head_dim=32, query_pre_attn_scalar=32, sliding_window=24, tie_word_embeddings=True),
+    "gemma3": Gemma3TextConfig(**SPECIAL, head_dim=32, query_pre_attn_scalar=32, sliding_window=24, tie_word_embeddings=True, rope_parameters={
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *OTHERS])
+def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path) -> None:
+    """All fields of transformers' own config.json, but for Llama 3's rope, which the file has as numbers: there the frequencies are the same."""
+    config = (CONFIGS | OTHERS)[name]
+    path = Writer(random_model(config), tmp_path / "model.gguf").write(Kind.F32)
+    found, expected = open_model(str(path)).config, config.to_dict()
+    ours = {"architectures", "dtype", "bos_token_id", "pad_token_id", "rope_parameters", "mlp_bias", "hidden_act", "attention_bias", "head_dim"}
+    ours |= {"partial_rotary_factor"}  # which transformers keeps among the rope parameters
+    ours |= {"model_type"} if name == "mistral" else set()  # without a window it is a Llama
+    assert {key: value for key, value in found.items() if key not in ours} == {key: expected[key] for key in found if key not in ours}
+    for key in ("hidden_act", "attention_bias", "mlp_bias", "head_dim"):
+        assert found.get(key) == expected.get(key, found.get(key))
+    assert found["eos_token_id"] == 1 and found["dtype"] == "float32"
+    if name == "llama3":
+        architecture = {"architectures": found["architectures"]}
+        torch.testing.assert_close(read_config(found).inv_freq, read_config(expected | architecture).inv_freq, rtol=1e-5, atol=0)
+        assert read_config(found).rotary_scale == 1.0
+    else:
+        assert_rope(found["rope_parameters"], expected["rope_parameters"])
+
+
+def assert_rope(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for key, value in expected.items():
+        if isinstance(value, dict):
+            assert_rope(found[key], value)
+        else:
+            assert found[key] == pytest.approx(value), key
+
+
+def test_bfloat16_is_close(tmp_path: Path) -> None:
+    """What a CPU serves: the same likeliest tokens but for near ties, and logits within 5% of their spread."""
+    model = random_model(LlamaConfig(**WIDE))
+    path = Writer(model, tmp_path / "model.gguf").write(Kind.Q4_1)
+    [prompt] = prompts(1, SIZES["vocab_size"], seed=3)
+    engine = Engine(open_model(str(path)), dtype=torch.bfloat16)
+    [tokens] = engine.generate([prompt], NUM_TOKENS)
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+    assert (torch.stack(engine.logits[0]) - logits).pow(2).mean().sqrt() < 0.05 * logits.std()
+
+
+@pytest.fixture(scope="module")
+def small_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    model = random_model(CONFIGS["llama3"])
+    return Writer(model, tmp_path_factory.mktemp("gguf") / "model.gguf").write(Kind.F16).read_bytes()
+
+
+def load(path: Path) -> None:
+    files = open_model(str(path))
+    load_weights(files.weights, read_config(files.config), torch.float32, CPU)
+
+
+@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_a_broken_file_is_one_line(data: st.DataObject, small_file: bytes, tmp_path: Path) -> None:
+    """Bytes of the head changed, a length that lies, a tail cut off: it loads, or it is refused in one line."""
+    changed = bytearray(small_file)
+    head = small_file.index(b"blk.0.") + 3000
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.integers(0, head))
+        new = data.draw(st.binary(min_size=1, max_size=8) | st.sampled_from([b"\xff" * 8, b"\0" * 8, (2**62).to_bytes(8, "little")]))
+        changed[at : at + len(new)] = new
+    cut = data.draw(st.just(len(changed)) | st.integers(0, len(changed)))
+    path = tmp_path / "model.gguf"
+    path.write_bytes(changed[:cut])
+    try:
+        load(path)
+    except StartupError as error:
+        assert len(str(error).splitlines()) == 1 and len(str(error)) < 800
+
+
+def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
+    def refused(content: bytes, message: str) -> None:
+        path = tmp_path / "model.gguf"
+        path.write_bytes(content)
+        with pytest.raises(StartupError, match=message):
+            load(path)
+
+    refused(b"", "model.gguf")
+    refused(b"hello, this is no model at all", "not a GGUF file")
+    refused(small_file[:-1000], "is it complete")
+    refused(small_file[:2000], "middle of its metadata")
+    refused(small_file.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"), "no tensor blk.1.attn_q.weight")
+    refused(small_file.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba' is not supported")
+    refused(small_file.replace(b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), "big-endian")
+    refused(small_file.replace(b"gpt-2", b"gpt-9"), "pre-tokenizer 'gpt-9'")
+    name = b"blk.1.ffn_up.weight"
+    at = small_file.index(name) + len(name) + 4 + 16
+    refused(small_file[:at] + (77).to_bytes(4, "little") + small_file[at + 4 :], "unknown type, number 77")
+    refused(small_file[: at + 4] + (2**40).to_bytes(8, "little") + small_file[at + 12 :], "beyond the end of the file")
+    refused(small_file[: at - 16] + (2**40).to_bytes(8, "little") + small_file[at - 8 :], "is it complete|has the shape")

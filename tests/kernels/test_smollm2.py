@@ -1,0 +1,90 @@
+"""The model that `penstock up` serves by default, where it was pulled: what it answers, what its file says, and what serving costs it."""
+
+import argparse
+import ast
+import json
+import unicodedata
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from services.compute.cache.kv_cache import KVCache
+from services.compute.models.config import read_config
+from services.compute.models.decoder import Decoder, ForwardBatch
+from services.compute.weights.gguf_source import GgufSource
+from services.compute.weights.loader import load_weights
+from services.model_store import DEFAULT_MODEL
+from shared.model_files import PULLED_MODELS, ModelFiles, open_model
+from tests.kernels.families import Engine
+
+pytestmark = pytest.mark.skipif(not (PULLED_MODELS / DEFAULT_MODEL).is_dir(), reason=f"penstock pull {DEFAULT_MODEL} brings the model")
+CPU = torch.device("cpu")
+WINDOW, NUM_WINDOWS = 256, 8
+
+
+@pytest.fixture(scope="module")
+def files() -> ModelFiles:
+    return open_model(DEFAULT_MODEL)
+
+
+def docstrings() -> str:
+    """English prose that every machine has: what argparse says of itself."""
+    tree = ast.parse(Path(argparse.__file__).read_text(encoding="utf-8"))
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
+    return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
+
+
+def windows(files: ModelFiles) -> torch.Tensor:
+    ids = Tokenizer.from_file(str(files.folder / "tokenizer.json")).encode(docstrings() + json.__doc__ + unicodedata.__doc__).ids
+    return torch.tensor(ids[: NUM_WINDOWS * WINDOW]).reshape(-1, WINDOW)
+
+
+def served_perplexity(files: ModelFiles, dtype: torch.dtype) -> float:
+    config = read_config(files.config)
+    model = Decoder(config, load_weights(files.weights, config, dtype, CPU))
+    cache = KVCache(config, num_blocks=WINDOW // 16, block_size=16, dtype=dtype, device=CPU)
+    places, table, losses = torch.arange(WINDOW), tuple(range(WINDOW // 16)), []
+    for row in windows(files):
+        batch = ForwardBatch(row, places, places, query_lens=[WINDOW], context_lens=[WINDOW], block_tables=[table], sampled_rows=places)
+        losses.append(torch.nn.functional.cross_entropy(model.forward(batch, cache.layers)[:-1], row[1:]))
+    return float(torch.stack(losses).mean().exp())
+
+
+@torch.inference_mode()
+def reference_perplexity(files: ModelFiles) -> float:
+    """transformers in float32, on what the file's blocks mean."""
+    model = LlamaForCausalLM(LlamaConfig.from_pretrained(files.folder))
+    source = GgufSource(files.weights, torch.float32, CPU)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(source.dense(name, tuple(parameter.shape)))
+    source.close()
+    losses = [torch.nn.functional.cross_entropy(model(row[None]).logits[0, :-1], row[1:]) for row in windows(files)]
+    return float(torch.stack(losses).mean().exp())
+
+
+def test_serving_costs_less_than_a_hundredth_of_its_perplexity(files: ModelFiles) -> None:
+    expected = reference_perplexity(files)
+    exact, served = served_perplexity(files, torch.float32), served_perplexity(files, torch.bfloat16)
+    print(f"perplexity: transformers {expected:.4f}, float32 {exact:.4f}, as served {served:.4f}")
+    assert exact == pytest.approx(expected, rel=1e-4) and served <= 1.01 * expected
+
+
+def test_it_answers_with_what_everybody_knows(files: ModelFiles) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}], tokenize=False, add_generation_prompt=True)
+    assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
+    [tokens] = Engine(files, dtype=torch.bfloat16).generate([tokenizer.encode(text, add_special_tokens=False)], 40, eos=2)
+    assert tokenizer.decode(tokens) == "The capital of France is Paris.<|im_end|>" and tokens[-1] in files.eos_token_ids
+
+
+def test_its_tokenizer_is_byte_level_with_single_digits(files: ModelFiles) -> None:
+    tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
+    assert tokenizer.encode("<|im_start|>user\n").ids[:2] == [1, tokenizer.token_to_id("user")]
+    assert tokenizer.encode("Hello").ids == [tokenizer.token_to_id("Hello")], "no BOS"
+    assert tokenizer.encode(" 2024").tokens == ["Ġ", "2", "0", "2", "4"]
+    assert not any(sum(character.isdigit() for character in token) > 1 for token in tokenizer.get_vocab() if not token.startswith("<"))
+    for text in ("naïve café 🤖 你好\n\tx = 1", "  two  spaces  "):
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text

@@ -1,0 +1,50 @@
+"""A GGUF file behind HTTP: text, chat by the template in its metadata, and a template that never ends."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.conftest import running_redis
+from tests.deployment import Deployment
+from tests.kernels.families import CONFIGS
+from tests.kernels.gguf_files import Kind, Writer
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}{% if message.content == 'loop' %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Deployment]:
+    folder = tmp_path_factory.mktemp("gguf")
+    torch.manual_seed(0)
+    path = Writer(AutoModelForCausalLM.from_config(CONFIGS["llama3"]), folder / "small.gguf").write(Kind.F16, chat_template=TEMPLATE)
+    with running_redis(folder / "redis", redis_binary) as url:
+        deployment = Deployment(url, folder, environment={"XDG_CACHE_HOME": str(folder / "cache")})
+        try:
+            yield deployment.start_all(model=str(path))
+        finally:
+            deployment.stop()
+
+
+def test_it_is_called_as_its_file_and_answers_text_and_chat(served: Deployment) -> None:
+    assert [card["id"] for card in served.get("/v1/models").json()["data"]] == ["small"]
+    body = {"model": "small", "prompt": "hello", "max_tokens": 5, "temperature": 0, "ignore_eos": True}
+    answer = served.post("/v1/completions", body).json()
+    assert answer["usage"] == answer["usage"] | {"prompt_tokens": 3, "completion_tokens": 5}, "he, ll, o"
+    chat = served.post("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": "hell"}], "max_tokens": 3})
+    assert chat.status_code == 200 and chat.json()["usage"]["prompt_tokens"] == 2
+
+
+def test_a_template_that_never_ends_is_one_error_and_the_next_request_is_answered(served: Deployment) -> None:
+    def chat(text: str) -> tuple[int, str]:
+        answer = served.post("/v1/chat/completions", {"model": "small", "messages": [{"role": "user", "content": text}], "max_tokens": 3})
+        return answer.status_code, str(answer.json().get("error"))
+
+    status, error = chat("loop")
+    assert status == 400 and "chat template" in error and "takes more than 2 s" in error
+    assert chat("hello")[0] == 200

