@@ -1,10 +1,15 @@
 """ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as logits."""
 
+from collections.abc import Iterator
+from itertools import accumulate
+
 import torch
 
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.decoder import Decoder, ForwardBatch
+
+PROMPT_ROWS = 64  # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a vocabulary of 151,936
 
 
 class ModelRunner:
@@ -19,9 +24,29 @@ class ModelRunner:
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step. Returns the logits [len(batch.sampled), vocab_size] float32, in that order."""
+        return self.logits(batch, self.run(batch))
+
+    def run(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Run one step up to the head. Returns what it makes of each token, [batch.num_tokens, hidden]."""
         if batch.block_copies:
             self._copy_blocks(batch.block_copies)
         return self.model.forward(self.prepare(batch), self.kv_cache.layers)
+
+    def logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until the head runs again. hidden: what `run` returned."""
+        ends = accumulate(row.num_tokens for row in batch.rows)
+        return self.model.logits(hidden[self._tensor([end - 1 for row, end in zip(batch.rows, ends, strict=True) if row.is_sampled])])
+
+    def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Of the rows that predict the batch's target_ids, in their order: slices of [at most PROMPT_ROWS, vocab_size] float32, each good until the next."""
+        rows: list[int] = []
+        start = 0
+        for row in batch.rows:
+            first = start + row.first_target - 1 - row.num_computed_tokens
+            rows.extend(range(first, first + len(row.target_ids)))
+            start += row.num_tokens
+        for at in range(0, len(rows), PROMPT_ROWS):
+            yield self.model.logits(hidden[self._tensor(rows[at : at + PROMPT_ROWS])])
 
     def prepare(self, batch: ScheduledBatch) -> ForwardBatch:
         """The batch's tokens in its own order: decodes, then chunks."""
@@ -29,14 +54,11 @@ class ModelRunner:
         input_ids: list[int] = []
         positions: list[int] = []
         slot_mapping: list[int] = []
-        sampled_rows: list[int] = []
         for row in batch.rows:
             table, first, last = row.block_table, row.num_computed_tokens, row.num_context_tokens
             input_ids.extend(row.token_ids)
             positions.extend(range(first, last))
             slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
-            if row.is_sampled:
-                sampled_rows.append(len(input_ids) - 1)
         return ForwardBatch(
             input_ids=self._tensor(input_ids),
             positions=self._tensor(positions),
@@ -44,7 +66,6 @@ class ModelRunner:
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
-            sampled_rows=self._tensor(sampled_rows),
         )
 
     def _copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:

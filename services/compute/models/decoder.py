@@ -23,7 +23,6 @@ class ForwardBatch:
     query_lens: list[int]  # of each sequence, in the order of their tokens
     context_lens: list[int]
     block_tables: list[tuple[int, ...]]
-    sampled_rows: Tensor  # [R] int64: the tokens whose logits are wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +54,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
-        """Write the step's K and V and return the logits of the sampled rows. kv_layers: KVCache.layers. Returns [R, vocab] float32,
-        good until the next call."""
+        """Write the step's K and V. kv_layers: KVCache.layers. Returns what the last layer makes of each token, [T, hidden]: `logits` of it is the head's."""
         config, eps = self.config, self.config.rms_norm_eps
         cos, sin = self._rotary_table(batch.positions)
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, cos, sin)
@@ -68,7 +66,12 @@ class Decoder:
             h = self.attention(qkv, kv, plan, window=window, norms=norms, eps=eps)  # type: ignore[arg-type]
             x = layer.output(h, residual=x)
             x = layer.mlp(x, norm=layer.post_norm, eps=eps)
-        return self.weights.lm_head.logits(x[batch.sampled_rows], norm=self.weights.norm, eps=eps)
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of some tokens. hidden: [R, hidden], rows of what `forward` returned. Returns [R, vocab] float32, good until the next call."""
+        return self.weights.lm_head.logits(hidden, norm=self.weights.norm, eps=self.config.rms_norm_eps)
 
     def _rotary_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the step's positions, [T, head_dim / 2] float32."""
