@@ -116,7 +116,8 @@ class SamplerService:
         return self.reader.take(reply)
 
     def ask(self, pipe: Pipeline) -> None:
-        """Leave a read standing."""
+        """Leave a read standing; now and then, trim what was read before."""
+        self.reader.trim_now_and_then(pipe)
         pipe.xread({self.reader.stream.key: self.reader.last_id, CONTROL.key: self.control.last_id}, block=BLOCK_MS)
 
     def write_and_ask(self, fill: Callable[[Pipeline], None]) -> list[Any]:
@@ -125,7 +126,6 @@ class SamplerService:
 
             def fill_both(pipe: Pipeline) -> None:
                 fill(pipe)
-                self.reader.trim_now_and_then(pipe)
                 self.ask(pipe)
 
             try:

@@ -127,7 +127,7 @@ class ChatCompletionBody(GenerateBody):
 class CompletionBody(GenerateBody):
     prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)]
     logprobs: int | None = None
-    echo: bool = False
+    echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")
 
     def params(self) -> SamplingParams:
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
