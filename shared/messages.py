@@ -83,6 +83,31 @@ class TokenizedRequest:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The logprobs of a prompt's P tokens at temperature 1, before penalties and bias. Row r is of token r + 1: nothing predicts the first."""
+
+    token_ids: Int32Array  # [P]
+    logprobs: Float32Array  # [P - 1]
+    ranks: Int32Array  # [P - 1] 1 + how many tokens of the vocabulary were likelier
+    top_token_ids: Int32Array  # [(P - 1) * k] the k likeliest of each row, by falling logprob, ties by token id
+    top_logprobs: Float32Array  # [(P - 1) * k]
+    spelled_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # all of the above, each once: the sampler knows their texts
+    texts: tuple[str, ...] = ()  # of the spelled tokens
+
+    def __post_init__(self) -> None:
+        num_rows, num_top = len(self.logprobs), len(self.top_token_ids)
+        if len(self.token_ids) != num_rows + 1 or len(self.ranks) != num_rows:
+            raise Invalid("PromptLogprobs: not a row for each token after the first")
+        if num_top != len(self.top_logprobs) or num_top % max(num_rows, 1) or len(self.texts) != len(self.spelled_token_ids):
+            raise Invalid("PromptLogprobs: columns of different lengths")
+
+    @property
+    def num_top(self) -> int:
+        """k, how many of the likeliest each row has."""
+        return len(self.top_token_ids) // max(len(self.logprobs), 1)
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceIntro:
     """What a sampler must know of a sequence; sent with its first candidates to that sampler."""
 
@@ -96,6 +121,7 @@ class SequenceIntro:
     echo_text: str | None = None
     num_cached_tokens: int = 0
     num_decided_tokens: int = 0  # of the output, as far as compute was told: a log with fewer has lost some
+    prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +212,7 @@ class TokenEvent:
     stop_reason: str | int | None = None  # the stop string or stop token id that matched
     error: RequestError | None = None
     withheld: TokenLogprob | None = None  # this token's own logprob while its text is held back; for replay, never for the client
+    prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from shared.errors import Invalid
 
 MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18  # values for one prompt, its tokens times 1 + prompt_logprobs: 2 MB in a message
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_LOGIT_BIAS = 1024
@@ -23,7 +24,7 @@ MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition: logits that it multipli
 class SamplingParams:
     """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding."""
 
-    max_tokens: int | None = None  # None until the tokenizer fills in what the model's length leaves
+    max_tokens: int | None = None  # None until the tokenizer fills in what the model's length leaves; 0: the request ends after its prompt
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -38,9 +39,10 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: off; 0: of the chosen token only; n: the n likeliest beside it
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens after the first
 
     def __post_init__(self) -> None:
-        _between("max_tokens", self.max_tokens, 1, MAX_TOKENS)
+        _between("max_tokens", self.max_tokens, 0, MAX_TOKENS)
         _between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else MAX_TOKENS)
         _between("temperature", self.temperature, 0.0, 100.0)
         _between("top_k", self.top_k, 0, MAX_TOKENS)
@@ -48,6 +50,7 @@ class SamplingParams:
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _between("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _between("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
         _between("seed", self.seed, 0, SEEDS - 1)
         if not 0.0 < self.top_p <= 1.0:
             raise Invalid(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")

@@ -1,6 +1,6 @@
 """The token log: one stream a request, the truth about what was decided.
 
-The entry of the token at position p has the ID `p-0`, and an end without a token (cancelled, failed) after p tokens `p-1`. The scripts here
+The entry of the token at position p has the ID `p-0`, and an end without a token (cancelled, failed, none asked) after p tokens `p-1`. The scripts here
 are the only writers, and they keep three rules: a token follows the one before it (no gap), a position is decided once (whoever comes
 second is told what the log holds), and nothing follows an end. An entry that ends its request carries the field `e`.
 
@@ -8,13 +8,13 @@ A step is written by one script, in this order: the logs, then the events, then 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgpack
 
 from shared.errors import Invalid, Lost
-from shared.messages import RequestError, StepEvents, TokenEvent, decode, encode
+from shared.messages import FinishReason, RequestError, StepEvents, TokenEvent, decode, encode
 from shared.streams import (
     LOG_TTL_S,
     MESSAGE,
@@ -116,7 +116,7 @@ return last
 )
 _BIN8 = encode(StepEvents((b"",)))  # ends with the two bytes of an empty event: the script puts a longer one's five in their place
 _EVENTS_HEAD = _BIN8[:-2]
-_POSITION = 0x7FFFFFFF  # stands for the position until the script knows it; its bytes are in no text
+_POSITION = 0x7FFFFFFF  # stands for the position until the script knows it; its bytes are in no request id
 _POSITION_BYTES = b"\xce\x7f\xff\xff\xff"
 
 
@@ -144,9 +144,14 @@ def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages
 
 def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | None, *, error: RequestError | None = None, num_prompt_tokens: int = 0) -> None:
     """End a request that will get no more tokens: with `error`, or as cancelled without one. A log that has an end keeps it. Safe to repeat."""
-    reason = "error" if error else "cancelled"
-    event = TokenEvent(request_id, _POSITION, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error)  # type: ignore[arg-type]
-    head, tail = encode(event).split(_POSITION_BYTES, 1)
+    reason: FinishReason = "error" if error else "cancelled"
+    write_end(pipe, model, TokenEvent(request_id, 0, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error), gateway_id)
+
+
+def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None) -> None:
+    """Queue an end without a token. Its position is the log's, whatever the event says. A log that has an end keeps it. Safe to repeat."""
+    request_id = event.request_id
+    head, tail = encode(replace(event, position=_POSITION)).split(_POSITION_BYTES, 1)  # the first occurrence: before it, there is only the request id
     stream = events(gateway_id).key if gateway_id else ""
     keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
     pipe.eval(WRITE_END, 0, *keys, head, tail, _EVENTS_HEAD)

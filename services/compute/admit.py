@@ -1,6 +1,7 @@
 """Admitting prompts: a claimed message becomes a sequence, or is refused, or is a second copy of one that is here."""
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 from services.compute.exchange.active import ActiveRequest
@@ -116,13 +117,14 @@ class Admitter:
 
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
         prompt = request.prompt_token_ids.tolist()
+        params = replace(request.params, prompt_logprobs=None) if logged else request.params  # the first token's entry holds them
         scheduling = request.scheduling
         return Sequence(
             next(self._handles),
             request.request_id,
             prompt + [event.token_id for event in logged if event.token_id is not None],
             len(prompt),
-            request.params,
+            params,
             request.eos_token_ids,
             priority=scheduling.priority,
             arrived_at=request.created_at,

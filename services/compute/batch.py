@@ -12,6 +12,8 @@ class BatchRow:
     num_computed_tokens: int  # of the sequence, before the step: where the first of token_ids stands
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
     is_sampled: bool  # the last of token_ids is the sequence's last: its logits decide the next token
+    first_target: int = 0  # where the first of target_ids stands in the sequence
+    target_ids: tuple[int, ...] = ()  # tokens of its prompt whose logprobs the step computes, each from the row of the token before it
 
     @property
     def num_tokens(self) -> int:
@@ -39,6 +41,11 @@ class ScheduledBatch:
     def num_context_tokens(self) -> int:
         """Tokens whose KV the step's attention reads."""
         return sum([row.num_context_tokens for row in self.rows])
+
+    @property
+    def has_targets(self) -> bool:
+        """Whether logprobs of prompts are computed."""
+        return any(row.target_ids for row in self.rows)
 
     @property
     def sampled(self) -> list[int]:

@@ -1,5 +1,7 @@
 """ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as logits."""
 
+from collections.abc import Iterator
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -26,8 +28,15 @@ class Model(Protocol):
         ...
 
     def forward(self, batch: ForwardBatch, kv_layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Write the step's K and V to KVCache.layers, and return the logits of the sampled rows, [R, vocab] float32, good until the next call."""
+        """Write the step's K and V to KVCache.layers. Returns what `logits` makes logits of."""
         ...
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of some of the batch's logit_rows, [R, vocab] float32, good until the next call. hidden: what `forward` returned."""
+        ...
+
+
+PROMPT_ROWS = 64  # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a vocabulary of 151,936
 
 
 class ModelRunner:
@@ -42,9 +51,23 @@ class ModelRunner:
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
         """Run one step. Returns the logits [len(batch.sampled), vocab_size] float32, in that order."""
+        return self.logits(batch, self.run(batch))
+
+    def run(self, batch: ScheduledBatch) -> torch.Tensor:
+        """Run one step up to the head. Returns what `logits` and `prompt_logits` take."""
         if batch.block_copies:
             self._copy_blocks(batch.block_copies)
         return self.model.forward(self.prepare(batch), self.kv_cache.layers)
+
+    def logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until the head runs again. hidden: what `run` returned."""
+        return self.model.logits(hidden, self._tensor(_sampled_rows(batch)))
+
+    def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Of the rows that predict the batch's target_ids, in their order: slices of [at most PROMPT_ROWS, vocab_size] float32, each good until the next."""
+        rows = _prompt_rows(batch)
+        for at in range(0, len(rows), PROMPT_ROWS):
+            yield self.model.logits(hidden, self._tensor(rows[at : at + PROMPT_ROWS]))
 
     def prepare(self, batch: ScheduledBatch) -> ForwardBatch:
         """The batch's tokens in its own order: decodes, then chunks."""
@@ -52,14 +75,11 @@ class ModelRunner:
         input_ids: list[int] = []
         positions: list[int] = []
         slot_mapping: list[int] = []
-        sampled_rows: list[int] = []
         for row in batch.rows:
             table, first, last = row.block_table, row.num_computed_tokens, row.num_context_tokens
             input_ids.extend(row.token_ids)
             positions.extend(range(first, last))
             slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
-            if row.is_sampled:
-                sampled_rows.append(len(input_ids) - 1)
         return ForwardBatch(
             input_ids=self._tensor(input_ids),
             positions=self._tensor(positions),
@@ -67,7 +87,7 @@ class ModelRunner:
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
-            sampled_rows=self._tensor(sampled_rows),
+            logit_rows=self._tensor(sorted({*_sampled_rows(batch), *_prompt_rows(batch)})),
         )
 
     def _copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
@@ -77,3 +97,20 @@ class ModelRunner:
 
     def _tensor(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _sampled_rows(batch: ScheduledBatch) -> list[int]:
+    """The last token of each sequence that gets one."""
+    ends = accumulate(row.num_tokens for row in batch.rows)
+    return [end - 1 for row, end in zip(batch.rows, ends, strict=True) if row.is_sampled]
+
+
+def _prompt_rows(batch: ScheduledBatch) -> list[int]:
+    """The tokens before the batch's target_ids."""
+    rows: list[int] = []
+    start = 0
+    for row in batch.rows:
+        first = start + row.first_target - 1 - row.num_computed_tokens
+        rows.extend(range(first, first + len(row.target_ids)))
+        start += row.num_tokens
+    return rows

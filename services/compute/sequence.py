@@ -2,8 +2,23 @@
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from shared.sampling_params import SamplingParams
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredTokens:
+    """The logprobs of some consecutive tokens of a prompt, and of the k likeliest in their places."""
+
+    logprobs: Array  # [n] float32
+    ranks: Array  # [n] int32, from 1
+    top_token_ids: Array  # [n, k] int32
+    top_logprobs: Array  # [n, k] float32
 
 
 @dataclass(slots=True, eq=False)
@@ -32,6 +47,8 @@ class Sequence:
     num_committed_blocks: int = 0  # its first blocks, which the prefix cache has been offered
     num_shared_blocks: int = 0  # blocks that others held already when it began
     has_shared_tail: bool = False  # the block it writes next may be another's as well
+    num_scored_tokens: int = 0  # of the prompt, after its first: those whose logprobs are computed, or will be by the step that was scheduled last
+    scored: list[ScoredTokens] = field(default_factory=list)  # their logprobs, step by step
     has_begun: bool = False
     is_finished: bool = False
     _counts: Counter[int] = field(default_factory=Counter)
@@ -57,6 +74,17 @@ class Sequence:
     def max_num_tokens(self) -> int:
         """The longest it can become."""
         return self.num_prompt_tokens + (self.params.max_tokens or 0)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether no logprobs of its prompt are missing."""
+        return self.params.prompt_logprobs is None or self.num_scored_tokens == self.num_prompt_tokens - 1
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Its first tokens whose KV may be another's: at least its last token is left over, what is only foreseen, and what logprobs are still asked of."""
+        decided = min(self.num_tokens - 1, self.num_decided_tokens)
+        return decided if self.is_scored else min(decided, self.num_scored_tokens)
 
     @property
     def next_position(self) -> int:

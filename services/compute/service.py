@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
+from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.candidates.reduction import CandidateRows, reduce
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
@@ -76,19 +77,26 @@ class ComputeService:
 
     def compute(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step, and send its candidates on their way."""
-        logits = self.runner.forward(batch)
+        hidden = self.runner.run(batch)
+        failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get)
+        logits = self.runner.logits(batch, hidden)
         self.meter.lap("forward")
-        sequences = [self.scheduler.get(handle) for handle in batch.sampled]
+        if failures:
+            logits = logits[[row for row, handle in enumerate(batch.sampled) if handle not in failures]]
+        sequences = [self.scheduler.get(handle) for handle in batch.sampled if handle not in failures]
         if sequences:
             rows = reduce(logits, sequences)
             is_urgent = self.foresee(rows)
             self.meter.lap("reduce")
             self.exchange.send(rows, is_urgent=is_urgent)
-            for handle, reason in rows.failures.items():
-                self.cancel(self.active[handle], RequestError(reason))
+            failures |= rows.failures
+        for handle, reason in failures.items():
+            self.cancel(self.active[handle], RequestError(reason))
+        if sequences:
             self.meter.lap("publish")
         seconds = self.meter.end(batch.num_tokens)
-        self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, seconds)
+        if not batch.has_targets:  # the head's work for a prompt is no part of what tokens cost
+            self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, seconds)
         self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
 
     def foresee(self, rows: CandidateRows) -> bool:

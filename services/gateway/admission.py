@@ -113,7 +113,7 @@ def estimate_tokens(request: GenerateRequest) -> int:
     else:
         texts = [request.prompt] if request.prompt is not None else [message.content for message in request.messages or ()]
         prompt = sum(map(num_bytes, texts)) // BYTES_PER_TOKEN + 1
-    return prompt + (request.params.max_tokens or UNBOUNDED_TOKENS)
+    return prompt + (UNBOUNDED_TOKENS if request.params.max_tokens is None else request.params.max_tokens)
 
 
 def num_bytes(text: str) -> int:

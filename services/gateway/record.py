@@ -22,14 +22,18 @@ class ResponseRecord:
     n: int
     has_usage: bool  # stream_options.include_usage
     served_model: str  # the model's own name, of which streams and keys are made
+    num_echo_logprobs: int | None = None  # of each token that `echo` repeats; None: not asked
+    num_prompt_logprobs: int | None = None  # prompt_logprobs, as the client asked
 
     @property
     def request_ids(self) -> list[str]:
         return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
 
 
-def make_record(kind: str, prefix: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool) -> ResponseRecord:
-    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model)
+def make_record(kind: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool, **logprobs: int | None) -> ResponseRecord:
+    """The record of a new response; `logprobs`: those of the prompt that were asked for, by field."""
+    prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
+    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **logprobs)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

@@ -161,4 +161,4 @@ def read(replies: list[Any], position: int) -> Look:
 
 def end_alone(event: TokenEvent) -> TokenEvent:
     """The end that an event brings, without its token: its reader has that, or more."""
-    return replace(event, token_id=None, text="", logprobs=None, withheld=None)
+    return replace(event, token_id=None, text="", logprobs=None, withheld=None, prompt_logprobs=None)

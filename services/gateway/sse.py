@@ -22,8 +22,9 @@ def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:
     return head + b"data: " + orjson.dumps(payload) + b"\n\n"
 
 
-def format_id(positions: list[int]) -> str:
-    return ",".join(map(str, positions))
+def format_id(positions: list[int]) -> str | None:
+    """None before the first token: whoever comes back from there begins anew."""
+    return ",".join(map(str, positions)) if any(positions) else None
 
 
 def parse_id(text: str, num_sequences: int) -> list[int]:

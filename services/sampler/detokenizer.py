@@ -1,14 +1,17 @@
 """Token ids to text as they come, never half a character."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from shared.errors import StartupError
+from shared.messages import PromptLogprobs
 
 MAX_PENDING = 8  # tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one: decode them as they are
 
@@ -59,6 +62,11 @@ class TokenTable:
         self._tokenizer = tokenizer
         self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
         self.describe = cache(self._describe)  # bounded by the vocabulary
+
+    def spell(self, prompt: PromptLogprobs) -> PromptLogprobs:
+        """The same with the texts of the tokens in it."""
+        token_ids = np.unique(np.concatenate((prompt.token_ids, prompt.top_token_ids)))
+        return replace(prompt, spelled_token_ids=token_ids, texts=tuple(self.describe(token_id)[0] for token_id in token_ids.tolist()))
 
     def _describe(self, token_id: int) -> tuple[str, bytes]:
         """A token as text, and its bytes, which may be a part of a character only."""

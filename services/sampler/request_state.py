@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import Detokenizer
 from services.sampler.stop import StopMatcher
-from shared.messages import FinishReason, SequenceIntro, TokenEvent, TokenLogprob
+from shared.messages import FinishReason, PromptLogprobs, RequestError, SequenceIntro, TokenEvent, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -39,8 +39,8 @@ class RequestState:
     def is_finished(self) -> bool:
         return self.last_event is not None and self.last_event.finish_reason is not None
 
-    def append(self, token_id: int, logprob: TokenLogprob | None) -> TokenEvent:
-        """The next token was decided: its event, with the text that may go to the client."""
+    def append(self, token_id: int, logprob: TokenLogprob | None, prompt_logprobs: PromptLogprobs | None = None) -> TokenEvent:
+        """The next token was decided: its event, with the text that may go to the client; the first one's, with what was asked of the prompt."""
         self.position += 1
         self.last_token_id = token_id
         params = self.intro.params
@@ -80,9 +80,30 @@ class RequestState:
             finish_reason=finish_reason,
             stop_reason=stop_reason,
             withheld=logprob if self.unreleased else None,
+            prompt_logprobs=prompt_logprobs,
         )
         self.last_event = event
         return event
+
+    def end_after_prompt(self, prompt_logprobs: PromptLogprobs | None) -> TokenEvent:
+        """No token was asked for: the event of the end."""
+        event = TokenEvent(
+            request_id=self.intro.request_id,
+            position=0,
+            token_id=None,
+            text=self.intro.echo_text or "",
+            num_prompt_tokens=self.intro.num_prompt_tokens,
+            num_cached_tokens=self.intro.num_cached_tokens,
+            finish_reason="length",
+            prompt_logprobs=prompt_logprobs,
+        )
+        self.last_event = event
+        return event
+
+    def failure(self, reason: str) -> TokenEvent:
+        """The event of the end of a request that can't go on."""
+        error = RequestError(reason)
+        return TokenEvent(self.intro.request_id, self.position, None, "", self.intro.num_prompt_tokens, finish_reason="error", error=error)
 
     def replay(self, event: TokenEvent) -> None:
         """Catch up with one entry of the log."""

@@ -21,12 +21,12 @@ from services.sampler.request_state import RequestState
 from shared.decision import decide, pad, pick, uniform
 from shared.errors import Lost, Recoverable
 from shared.line import Line
-from shared.messages import Control, RequestError, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, TokenLogprob, TopLogprob, encode
+from shared.messages import Control, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, TokenLogprob, TopLogprob, encode
 from shared.settings import SamplerSettings
 from shared.stage import Stage
 from shared.streams import CONTROL, MESSAGE, DirectStream, candidates, decisions, events
 from shared.telemetry import get_logger
-from shared.token_log import LogEntry, decode_entry, end_request, log_entry, parse_log, queue_entry, queue_read, write_step
+from shared.token_log import LogEntry, decode_entry, log_entry, parse_log, queue_entry, queue_read, write_end, write_step
 from shared.transport import DirectReader, Pipeline, write_dead_letter
 
 log = get_logger("penstock.sampler")
@@ -51,12 +51,12 @@ class Decided:
     entry: LogEntry | None = None
     event: TokenEvent | None = None
     code: int = FAILED
-    error: RequestError | None = None  # with which the request ends now
+    end: TokenEvent | None = None  # without a token, with which the request ends now
 
     @property
     def is_over(self) -> bool:
         """Whether nothing follows it in its sequence."""
-        return self.state is None or self.error is not None or self.state.is_finished
+        return self.state is None or self.end is not None or self.state.is_finished
 
     @property
     def outcome(self) -> TokenEvent | None:
@@ -116,7 +116,8 @@ class SamplerService:
         return self.reader.take(reply)
 
     def ask(self, pipe: Pipeline) -> None:
-        """Leave a read standing."""
+        """Leave a read standing; now and then, trim what was read before."""
+        self.reader.trim_now_and_then(pipe)
         pipe.xread({self.reader.stream.key: self.reader.last_id, CONTROL.key: self.control.last_id}, block=BLOCK_MS)
 
     def write_and_ask(self, fill: Callable[[Pipeline], None]) -> list[Any]:
@@ -125,7 +126,6 @@ class SamplerService:
 
             def fill_both(pipe: Pipeline) -> None:
                 fill(pipe)
-                self.reader.trim_now_and_then(pipe)
                 self.ask(pipe)
 
             try:
@@ -223,7 +223,7 @@ class SamplerService:
             if state is None:
                 decided.append(Decided(handle, position, None, code=UNKNOWN))
             elif state.lost:
-                decided.append(Decided(handle, position, state, error=RequestError(state.lost)))
+                decided.append(Decided(handle, position, state, end=state.failure(state.lost)))
             elif position <= state.position or state.is_finished:
                 decided.append(self.logged(state, handle, position))
             elif position == state.position + 1 and (previous[row] is None or previous[row] == state.last_token_id):
@@ -250,10 +250,15 @@ class SamplerService:
         handle, position = int(step.handles[row]), int(step.positions[row])
         state.touched_at = time.monotonic()
         try:
-            entry = log_entry(state.append(token_id, self.logprob(step, row, state, token_id, logit)))
+            prompt = self.tokens.spell(state.intro.prompt_logprobs) if position == 1 and state.intro.prompt_logprobs is not None else None
+            if state.intro.params.max_tokens == 0:
+                return Decided(handle, position, state, end=state.end_after_prompt(prompt))
+            entry = log_entry(state.append(token_id, self.logprob(step, row, state, token_id, logit), prompt))
         except Exception as error:  # a tokenizer's own failure on these tokens
             log.exception("request failed", request_id=state.intro.request_id)
-            return Decided(handle, position, state, error=RequestError(f"{NO_TEXT}: {error}"))
+            return Decided(handle, position, state, end=state.failure(f"{NO_TEXT}: {error}"))
+        if prompt is not None:
+            state.intro = replace(state.intro, prompt_logprobs=None)  # from now on the log holds them
         return Decided(handle, position, state, entry=entry)
 
     def logprob(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> TokenLogprob | None:
@@ -288,7 +293,7 @@ class SamplerService:
         self._send(step, settled, [])
         for state in {id(row.state): row.state for row in new if (row.handle, row.position) in cut and row.state is not None}.values():
             self.renew(state)
-        over = {row.handle for row in settled if row.state is None or row.error is not None}
+        over = {row.handle for row in settled if row.state is None or row.end is not None}
         keys = zip(step.handles.tolist(), step.positions.tolist(), strict=True)
         for part in select(step, [index for index, key in enumerate(keys) if key in cut and key[0] not in over]):
             settled += self.write(part, self.decide(part))
@@ -301,9 +306,9 @@ class SamplerService:
         try:
             logged = decode_entry(payload) if payload is not None else None
         except Lost as error:
-            return replace(row, entry=None, error=RequestError(str(error)))
+            return replace(row, entry=None, end=row.state.failure(str(error)))
         if logged is None:
-            return replace(row, entry=None, error=RequestError(LOST_LOG))
+            return replace(row, entry=None, end=row.state.failure(LOST_LOG))
         if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (event.position, event.token_id, event.text, event.finish_reason):
             row.state.last_event = logged  # by a try that seemed to fail, or by a replica that decided the same
             return replace(row, entry=None, event=logged)
@@ -338,9 +343,8 @@ class SamplerService:
         def fill(pipe: Pipeline) -> None:
             write_step(pipe, self.model, entries, messages)
             for row in decided:
-                if row.error is not None and row.state is not None:
-                    intro = row.state.intro
-                    end_request(pipe, self.model, intro.request_id, row.state.gateway_id, error=row.error, num_prompt_tokens=intro.num_prompt_tokens)
+                if row.end is not None and row.state is not None:
+                    write_end(pipe, self.model, row.end, row.state.gateway_id)
 
         refused: list[tuple[int, bytes | None]] = self.write_and_ask(fill)[0]
         return refused

@@ -9,6 +9,7 @@ from services.tokenizer.chat_template import ChatTemplate
 from shared.errors import Invalid
 from shared.messages import GenerateRequest, TokenizedRequest
 from shared.model_files import ModelFiles
+from shared.sampling_params import MAX_PROMPT_LOGPROBS
 
 
 class Encoder:
@@ -92,14 +93,17 @@ class Encoder:
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
             if any(token >= self.vocab_size for token in ids):
                 raise Invalid(f"{name} names a token outside the vocabulary, [0, {self.vocab_size})", param=name)
+        if params.prompt_logprobs is not None and (n - 1) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+            reason = f"the prompt has {n} tokens, and a request takes at most {MAX_PROMPT_LOGPROBS} logprobs of its prompt: ask for fewer of each token"
+            raise Invalid(reason, param="prompt_logprobs")
         room = max_model_len - n
-        if room < 1 or (params.max_tokens is not None and params.max_tokens > room):
+        if (1 if params.max_tokens is None else params.max_tokens) > room:
             asked = f" and max_tokens is {params.max_tokens}" if params.max_tokens is not None else ""
             raise Invalid(
                 f"the prompt has {n} tokens{asked}; this model takes {max_model_len} in all: shorten one of them",
                 param=field,
                 code="context_length_exceeded",
             )
-        if params.min_tokens > (max_tokens := params.max_tokens or room):
+        if params.min_tokens > (max_tokens := room if params.max_tokens is None else params.max_tokens):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens

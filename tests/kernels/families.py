@@ -34,6 +34,8 @@ from transformers import (
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
+from services.compute.candidates.prompt_logprobs import prompt_logprobs as prompt_logprobs_of
+from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.model_runner import Model, ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
@@ -43,6 +45,7 @@ from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
+from shared.messages import PromptLogprobs
 from shared.model_files import DEMO_MODEL, ModelFiles, text_config
 from shared.sampling_params import SamplingParams
 
@@ -153,20 +156,29 @@ class Engine:
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self.logits: dict[int, list[torch.Tensor]] = {}
+        self.prompts: dict[int, PromptLogprobs | None] = {}
+        self.num_scored = 0  # rows of prompts that were reduced
 
-    def generate(self, prompts: list[list[int]], num_tokens: int, *, eos: int | None = None, group_id: str | None = None) -> list[list[int]]:
-        """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number.
+    def generate(
+        self, prompts: list[list[int]], num_tokens: int, *, eos: int | None = None, group_id: str | None = None, prompt_logprobs: int | None = None
+    ) -> list[list[int]]:
+        """Greedy continuations; keeps each sequence's rows of logits in `self.logits`, by its number, and its prompt's logprobs in `self.prompts`.
 
         With a group_id the prompts are one prompt's choices; the first token of the i-th is the i-th best.
         """
-        params = SamplingParams(max_tokens=num_tokens)
+        params = SamplingParams(max_tokens=num_tokens, prompt_logprobs=prompt_logprobs)
         sequences = [Sequence(number, str(number), list(prompt), len(prompt), params, group_id=group_id) for number, prompt in enumerate(prompts)]
         self.logits = {sequence.handle: [] for sequence in sequences}
         for sequence in sequences:
             self.scheduler.add(sequence)
 
         def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
-            for sequence, row in zip(sampled, self.runner.forward(batch), strict=True):
+            hidden = self.runner.run(batch)
+            assert score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get) == {}
+            self.num_scored += sum(len(row.target_ids) for row in batch.rows)
+            for sequence, row in zip(sampled, self.runner.logits(batch, hidden), strict=True):
+                if sequence.num_output_tokens == 0:
+                    self.prompts[sequence.handle] = prompt_logprobs_of(sequence)
                 self.logits[sequence.handle].append(row.clone())
                 is_first_choice = group_id is None or sequence.num_output_tokens > 0
                 yield int(row.argmax() if is_first_choice else row.argsort(descending=True)[sequence.handle])

@@ -48,8 +48,8 @@ def served_perplexity(files: ModelFiles, dtype: torch.dtype) -> float:
     cache = KVCache(config, num_blocks=WINDOW // 16, block_size=16, dtype=dtype, device=CPU)
     places, table, losses = torch.arange(WINDOW), tuple(range(WINDOW // 16)), []
     for row in windows(files):
-        batch = ForwardBatch(row, places, places, query_lens=[WINDOW], context_lens=[WINDOW], block_tables=[table], sampled_rows=places)
-        losses.append(torch.nn.functional.cross_entropy(model.forward(batch, cache.layers)[:-1], row[1:]))
+        batch = ForwardBatch(row, places, places, query_lens=[WINDOW], context_lens=[WINDOW], block_tables=[table], logit_rows=places)
+        losses.append(torch.nn.functional.cross_entropy(model.logits(model.forward(batch, cache.layers), places)[:-1], row[1:]))
     return float(torch.stack(losses).mean().exp())
 
 

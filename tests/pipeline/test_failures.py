@@ -223,7 +223,6 @@ def test_validation_names_the_field(demo: Deployment) -> None:
         assert reply.json()["error"]["type"] == "invalid_request_error"
     assert demo.post("/v1/completions", {"model": MODEL, "prompt": []}).json()["error"]["param"] == "prompt"
     assert demo.post("/v1/completions", {"model": MODEL, "prompt": [99999]}).json()["error"]["param"] == "prompt"
-    assert demo.post("/v1/completions", {"model": MODEL, "prompt": "x", "logprobs": 1, "echo": True}).json()["error"]["param"] == "echo"
 
 
 def test_odd_http_gets_the_error_shape(demo: Deployment) -> None:

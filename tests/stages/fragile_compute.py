@@ -17,18 +17,18 @@ from shared.stage import run_stage
 
 TOKEN = int(os.environ.get("FRAGILE_TOKEN", "-1"))
 STEP_S = float(os.environ.get("FRAGILE_STEP_S", "0"))
-forward = ModelRunner.forward
+run = ModelRunner.run
 
 
 def fragile(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
     if any(row.num_computed_tokens == 0 and TOKEN in row.token_ids[:4] for row in batch.rows):
         os._exit(9)
     time.sleep(STEP_S)
-    return forward(runner, batch)
+    return run(runner, batch)
 
 
 if __name__ == "__main__":
-    setattr(ModelRunner, "forward", fragile)  # noqa: B010 - a method of a class, in the types' eyes not to be set
+    setattr(ModelRunner, "run", fragile)  # noqa: B010 - a method of a class, in the types' eyes not to be set
     registry.RENEW_EVERY_S = 0.25
     admit.CLAIM_IDLE_MS = 1250
     run_stage(main)

@@ -43,7 +43,7 @@ def pool(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
                 process.wait()
 
 
-def start_fragile(deployment: Deployment, replica_id: str) -> str:
+def start_fragile(deployment: Deployment, replica_id: str, **settings: str) -> str:
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PENSTOCK_REDIS_URL": deployment.redis_url,
@@ -52,6 +52,7 @@ def start_fragile(deployment: Deployment, replica_id: str) -> str:
         "PENSTOCK_NUM_THREADS": "1",
         "FRAGILE_TOKEN": str(POISON_TOKEN),
         "FRAGILE_STEP_S": "0.01",
+        **settings,
     }
     with (deployment.folder / f"{replica_id}.log").open("ab") as log:
         deployment.processes[replica_id] = subprocess.Popen(

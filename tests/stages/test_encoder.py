@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import redis
 
@@ -22,6 +23,19 @@ from tests.conftest import running_redis
 from tests.stages.line_of_stages import FILES, MODEL, LocalStage, ask, ids, text_tokenizer
 
 SURROGATE = "half a character: \ud83d"
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_top", "fits"), [(12_000, 20, True), (20_000, 20, False), (200_000, 0, True), (300_000, 0, False), (300_000, None, True)]
+)
+def test_the_logprobs_of_a_prompt_are_bounded(num_tokens: int, num_top: int | None, fits: bool) -> None:
+    params = SamplingParams(max_tokens=0, prompt_logprobs=num_top)
+    request = GenerateRequest("r.0", None, MODEL, params, prompt_token_ids=np.full(num_tokens, 7, np.int32))
+    [found] = Encoder(text_tokenizer(), FILES).encode([request], 300_000)
+    if fits:
+        assert isinstance(found, TokenizedRequest) and found.params == params
+    else:
+        assert isinstance(found, Invalid) and found.param == "prompt_logprobs" and "at most 262144 logprobs" in str(found)
 
 
 class Fragile:

@@ -6,13 +6,14 @@ PENSTOCK_TEST_EVERY_WRITE=1 disturbs every write with every fault, in a minute; 
 
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.redis_server import socket_path
+from shared.messages import TokenEvent
 from shared.streams import inflight_key, requests
 from shared.token_log import parse_log
 from tests.conftest import running_redis
@@ -25,6 +26,8 @@ REQUESTS = (
     ask("greedy.0", "The quick brown fox", max_tokens=10, temperature=0.0, ignore_eos=True),
     ask("seeded.0", "Once upon a time", max_tokens=8, seed=7, logprobs=2, ignore_eos=True),
     ask("stopped.0", "Tell me about the weather", max_tokens=12, temperature=0.0, stop=("er owns",), ignore_eos=True),
+    ask("scored.0", "The sampler decides each token", max_tokens=2, temperature=0.0, prompt_logprobs=3, ignore_eos=True),
+    replace(ask("echoed.0", "Compute owns what needs the whole vocabulary", max_tokens=0, prompt_logprobs=1), echo=True),
 )
 STRIDES = {"cut": 2, "lost": 2}  # of the other faults every 7th write
 
@@ -58,12 +61,23 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
 
 
 def test_the_requests_are_what_the_other_tests_need(disturbed: Disturbed) -> None:
-    """One ends by its length, one with its logprobs, one by a stop string that lies across tokens."""
-    greedy, seeded, stopped = (parse_log(disturbed.logs[each.request_id]) for each in REQUESTS)
+    """One ends by its length, one with its logprobs, one by a stop string that lies across tokens, one begins with its prompt's logprobs, one is no more."""
+    greedy, seeded, stopped, scored, echoed = (parse_log(disturbed.logs[each.request_id]) for each in REQUESTS)
     assert len(greedy) == 10 and greedy[-1].finish_reason == "length"
     assert [len(event.logprobs or ()) for event in seeded] == [1] * 8 and len({event.token_id for event in seeded}) > 4
     assert 2 < len(stopped) < 12 and stopped[-1].stop_reason == "er owns", "".join(event.text for event in stopped)
     assert "er owns" not in "".join(event.text for event in stopped)
+    assert [event.prompt_logprobs is not None for event in scored] == [True, False]
+    assert scored[0].prompt_logprobs.num_top == 3 and "".join(spelled(scored[0])) == "The sampler decides each token"
+    [end] = echoed
+    assert (end.position, end.token_id, end.finish_reason) == (0, None, "length") and disturbed.logs["echoed.0"][0][0] == b"0-1"
+    assert end.text == "".join(spelled(end)) == "Compute owns what needs the whole vocabulary"
+
+
+def spelled(event: TokenEvent) -> list[str]:
+    """The prompt's tokens."""
+    prompt = event.prompt_logprobs
+    return [dict(zip(prompt.spelled_token_ids.tolist(), prompt.texts, strict=True))[token_id] for token_id in prompt.token_ids.tolist()]
 
 
 @pytest.mark.parametrize("fault", FAULTS)

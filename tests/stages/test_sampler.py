@@ -1,6 +1,7 @@
 """The sampler: taking sequences over costs what their logs cost and no more, and whatever is wrong with one of them is that one's error."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +14,14 @@ from services.redis_server import socket_path
 from services.sampler import service as service_module
 from services.sampler.detokenizer import Detokenizer
 from services.sampler.service import FAILED, UNKNOWN, SamplerService
-from shared.messages import SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
+from shared.messages import PromptLogprobs, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
 from shared.sampling_params import SamplingParams
 from shared.settings import SamplerSettings
 from shared.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
-from shared.token_log import parse_log
+from shared.token_log import end_request, parse_log
 from tests.conftest import running_redis
 from tests.faulty_redis import FaultyRedis
-from tests.stages.line_of_stages import LocalStage, ids, sampler_tokenizer
+from tests.stages.line_of_stages import MODEL, LocalStage, ids, sampler_tokenizer
 
 PARAMS = SamplingParams(max_tokens=100, temperature=0.0)
 BREAKS = 777  # a token whose text can't be made
@@ -230,6 +231,32 @@ def test_a_text_that_can_not_be_made_is_its_requests_error_alone(bench: Bench, m
     bench.fill(4, 300, BREAKS)
     told = bench.answer((4, 3, 303, BREAKS), (1, 2, 301, 300), intros=(intro(4),))
     assert told == {(4, 3): (FAILED, 1), (1, 2): (301, 0)}, "and nor can it be made again from the log"
+
+
+def test_the_logprobs_of_a_prompt_are_in_the_log_with_its_first_token_and_nowhere_else(bench: Bench) -> None:
+    asked = PromptLogprobs(ids(40, 41), np.array([-1.5], "f4"), ids(2), ids(42), np.array([-0.5], "f4"))
+    bench.answer((1, 1, 300, -1), intros=(replace(intro(1), prompt_logprobs=asked),))
+    [first] = bench.log(1)
+    assert first.prompt_logprobs is not None and first.prompt_logprobs.texts == tuple(sampler_tokenizer().decode([each]) for each in (40, 41, 42))
+    assert first.prompt_logprobs.logprobs.tolist() == [-1.5] and first.prompt_logprobs.top_token_ids.tolist() == [42]
+    assert all(state.intro.prompt_logprobs is None for state in bench.service.states.values()), "they are in memory no longer than they must be"
+    again = replace(intro(1), handle=2, prompt_logprobs=asked)  # compute was killed before it heard of the token
+    assert bench.answer((2, 1, 999, -1), (2, 2, 301, 300), intros=(again,)) == {(2, 1): (300, 0), (2, 2): (301, 0)}
+    assert [event.prompt_logprobs is not None for event in bench.log(1)] == [True, False]
+
+
+def test_a_request_for_no_token_ends_once_whoever_is_asked(bench: Bench) -> None:
+    params = SamplingParams(max_tokens=0, temperature=0.0)
+    asked = replace(intro(1, params), echo_text="the prompt")
+    assert bench.answer((1, 1, 300, -1), intros=(asked,)) == {(1, 1): (FAILED, 1)}
+    [end] = bench.log(1)
+    assert (end.position, end.token_id, end.text, end.finish_reason, end.error) == (0, None, "the prompt", "length", None)
+    whole = bench.client.xrange(log_key("r1.0"))
+    assert bench.answer((2, 1, 300, -1), intros=(replace(asked, handle=2),)) == {(2, 1): (FAILED, 1)}
+    assert bench.client.xrange(log_key("r1.0")) == whole and bench.errors() == [] and bench.service.states == {}
+    bench.service.stage.transport.run(lambda pipe: end_request(pipe, MODEL, "r3.0", None))
+    assert bench.answer((3, 1, 300, -1), intros=(intro(3, params),)) == {(3, 1): (FAILED, 1)}
+    assert [event.finish_reason for event in bench.log(3)] == ["cancelled"], "a cancel that came first stays"
 
 
 def test_a_takeover_of_many_long_logs_keeps_computes_patience(server: tuple[str, FaultyRedis], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,5 +16,6 @@ def make_scheduler(strategy: str = "predicted", *, blocks: BlockManager | None =
     return Scheduler(blocks, make_admission(strategy, blocks), **{"max_num_seqs": MAX_SEQS, "max_batched_tokens": MAX_TOKENS, **limits})
 
 
-def make_sequence(handle: int, prompt: list[int], max_tokens: int, **fields: Any) -> Sequence:
-    return Sequence(handle, str(handle), list(prompt), len(prompt), SamplingParams(max_tokens=max_tokens), **fields)
+def make_sequence(handle: int, prompt: list[int], max_tokens: int, *, prompt_logprobs: int | None = None, **fields: Any) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
+    return Sequence(handle, str(handle), list(prompt), len(prompt), params, **fields)

@@ -3,7 +3,8 @@
 import pytest
 
 from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.scheduling.admission import STRATEGIES
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
@@ -292,3 +293,10 @@ def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
     assert (row.token_ids, row.num_computed_tokens) == ((8,), 14)
     written, blocks = row.block_table[3], scheduler.block_manager
     assert blocks.ref_counts[written] == 1 and blocks.block_hashes[written] is None
+
+
+def test_a_prompt_that_no_token_is_asked_of_counts_with_its_blocks() -> None:
+    admission = Predicted(BlockManager(24, 4))
+    admission.survey([])
+    assert admission.admits(make_sequence(1, list(range(60)), 0), [])
+    assert not admission.admits(make_sequence(2, list(range(60)), 0), [])

@@ -11,6 +11,7 @@ from collections import Counter
 from itertools import islice
 from typing import Any
 
+import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -20,7 +21,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Draft
-from services.compute.sequence import Sequence
+from services.compute.sequence import ScoredTokens, Sequence
 from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, make_scheduler, make_sequence
 
 # What becomes of a foreseen token: it is decided; another is; it is, and ends the sequence; it is, and does not end it; the sequence ends without it.
@@ -63,11 +64,12 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         start=st.sampled_from([0, 0, 0, 50, 90]), length=st.sampled_from([5, 10]) | st.integers(1, 60), output=st.integers(1, 36),
         share=st.sampled_from([1.0, 0.5, 0.1]), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "s"]), has_own_voice=st.booleans(),
+        prompt_logprobs=st.sampled_from([None, None, 0]),
     )  # fmt: skip
-    def arrive(self, start: int, length: int, output: int, share: float, priority: int, salt: str, has_own_voice: bool) -> None:
+    def arrive(self, start: int, length: int, output: int, share: float, priority: int, salt: str, has_own_voice: bool, prompt_logprobs: int | None) -> None:
         """Prompts are runs of the natural numbers from one of three starts: many have prefixes in common."""
         voice = len(self.sequences) if has_own_voice else 0
-        self.add(list(range(start, start + length)), output, share, voice, priority=priority, cache_salt=salt)
+        self.add(list(range(start, start + length)), output, share, voice, priority=priority, cache_salt=salt, prompt_logprobs=prompt_logprobs)
 
     @rule(which=st.integers(0, 1 << 20), output=st.integers(1, 36))
     @precondition(lambda self: self.sequences)
@@ -77,11 +79,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt = earlier.token_ids[: earlier.num_prompt_tokens]
         self.add(prompt, output, 1.0, self.voices[earlier.handle], cache_salt=earlier.cache_salt)
 
-    @rule(length=st.integers(1, 40), output=st.integers(1, 20), n=st.integers(2, 4), share=st.floats(0.1, 1.0), has_own_voice=st.booleans())
-    def arrive_in_a_group(self, length: int, output: int, n: int, share: float, has_own_voice: bool) -> None:
-        for _ in range(n):
+    @rule(
+        length=st.integers(1, 40), output=st.integers(1, 20), n=st.integers(2, 4), share=st.floats(0.1, 1.0), has_own_voice=st.booleans(),
+        wanted=st.lists(st.sampled_from([None, 0]), min_size=4, max_size=4),
+    )  # fmt: skip
+    def arrive_in_a_group(self, length: int, output: int, n: int, share: float, has_own_voice: bool, wanted: list[int | None]) -> None:
+        """Those of them that were claimed with a token in their logs ask for no logprobs of the prompt any more."""
+        for prompt_logprobs in wanted[:n]:
             voice = len(self.sequences) if has_own_voice else 0
-            self.add(list(range(length)), output, share, voice, group_id=f"group {len(self.sequences) // 4}-{length}")
+            group_id = f"group {len(self.sequences) // 4}-{length}"
+            self.add(list(range(length)), output, share, voice, group_id=group_id, prompt_logprobs=prompt_logprobs)
 
     def add(self, prompt: list[int], output: int, share: float, voice: int, **fields: Any) -> None:
         handle = len(self.sequences)
@@ -136,6 +143,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Returns the next token of each sampled sequence: it depends on its voice and position."""
         self.check_batch(batch)
         self.compute(batch)
+        self.score(batch)
         for sequence in sampled:
             if sequence.handle % 2:  # has penalties
                 self.check_counts(sequence)
@@ -206,6 +214,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             for position in range(row.num_context_tokens):  # what its attention reads
                 slot = row.block_table[position // BLOCK_SIZE] * BLOCK_SIZE + position % BLOCK_SIZE
                 assert self.content[slot] == self.prefix(row.handle, position + 1)
+
+    def score(self, batch: ScheduledBatch) -> None:
+        """Each token of a prompt that asks for its logprobs is scored once, from the row before it; who gets its first token has them all."""
+        for row in batch.rows:
+            sequence, none = self.scheduler.running[row.handle], np.zeros((0, 0))
+            if row.target_ids:
+                last = row.first_target + len(row.target_ids) - 1
+                assert row.num_computed_tokens < row.first_target <= last <= min(row.num_context_tokens, sequence.num_prompt_tokens - 1)
+                sequence.scored.append(ScoredTokens(np.array(row.target_ids), none, none, none))
+            if row.is_sampled and sequence.params.prompt_logprobs is not None:
+                scored = [token_id for each in sequence.scored for token_id in each.logprobs.tolist()]
+                assert scored == sequence.token_ids[1 : sequence.num_prompt_tokens]
 
     def prefix(self, handle: int, num_tokens: int) -> tuple[Any, ...]:
         sequence = self.sequences[handle]

@@ -1,6 +1,6 @@
 """The codec: what is sent is what arrives, what is wrong is named, and the bytes of this version and the one before decode."""
 
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass, replace
 from typing import Any
 
 import msgpack
@@ -24,7 +24,7 @@ from shared.messages import (
     encode,
 )
 from shared.sampling_params import SamplingParams
-from tests.wire.golden import CANDIDATES, GOLDEN, LOGPROB, Golden
+from tests.wire.golden import CANDIDATES, GOLDEN, LOGPROB, PROMPT_LOGPROBS, Golden, f32, i32
 
 
 def plain(value: Any) -> Any:
@@ -128,6 +128,15 @@ def test_candidates_whose_columns_do_not_fit_are_refused(wrong: dict[str, list[i
         packed[2 + names.index(name)] = np.array(values, np.int32).tobytes()
     with pytest.raises(Invalid, match="StepCandidates: "):
         decode(StepCandidates, msgpack.packb(packed))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"token_ids": i32(3)}, {"ranks": i32()}, {"top_token_ids": i32(6, 7)}, {"top_logprobs": f32()}, {"texts": ("a",)}],
+)
+def test_logprobs_of_a_prompt_whose_columns_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(Invalid, match="PromptLogprobs: "):
+        replace(PROMPT_LOGPROBS, **wrong)
 
 
 @given(st.binary(max_size=200))

@@ -68,11 +68,11 @@ class BlockManager:
         sequence.has_shared_tail = False
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of the longest prefix of the sequence that is computed; at least its last token is left over, and what is only foreseen:
-        a cached block is never written, and what is foreseen may come otherwise."""
+        """The cached blocks of the longest prefix of the sequence that is computed, of its reusable tokens: a cached block is never written, and what is
+        foreseen may come otherwise."""
         found: list[int] = []
         if self.prefix_caching:
-            for number in range(min(sequence.num_tokens - 1, sequence.num_decided_tokens) // self.block_size):
+            for number in range(sequence.num_reusable_tokens // self.block_size):
                 block_id = self.cached_blocks.get(self._hash(sequence, number))
                 if block_id is None:
                     break

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
+from services.compute.candidates.prompt_logprobs import prompt_logprobs
 from services.compute.candidates.reduction import CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from shared.messages import SequenceIntro, StepCandidates
@@ -76,4 +77,5 @@ def introduction(active: ActiveRequest) -> SequenceIntro:
         echo_text=request.echo_text,
         num_cached_tokens=sequence.num_cached_tokens,
         num_decided_tokens=sequence.num_decided_tokens - sequence.num_prompt_tokens,
+        prompt_logprobs=prompt_logprobs(sequence),
     )

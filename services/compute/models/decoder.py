@@ -23,7 +23,7 @@ class ForwardBatch:
     query_lens: list[int]  # of each sequence, in the order of their tokens
     context_lens: list[int]
     block_tables: list[tuple[int, ...]]
-    sampled_rows: Tensor  # [R] int64: the tokens whose logits are wanted
+    logit_rows: Tensor  # [R] int64, rising: the tokens whose logits will be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +70,7 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
-        """Write the step's K and V and return the logits of the sampled rows. kv_layers: KVCache.layers. Returns [R, vocab] float32,
-        good until the next call."""
+        """Write the step's K and V. kv_layers: KVCache.layers. Returns what the last layer makes of each token, [T, hidden]: `logits` of it is the head's."""
         config, eps = self.config, self.config.rms_norm_eps
         ropes = self._rotary_tables(batch.positions)
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
@@ -87,7 +86,12 @@ class Decoder:
             else:
                 x = self._add(x, layer.output(h), norms.after_attention)
                 x = self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False), norms.after_mlp)
-        return self._finish(self.weights.lm_head.logits(x[batch.sampled_rows], norm=self.weights.norm, eps=eps))
+        return x
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab] float32, good until the next call."""
+        return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         x = self.weights.embedding[input_ids]

@@ -54,6 +54,7 @@ class TransformersModel:
         self.shapes = dict(sorted(shapes.items()))  # of the layers that have K and V, by the library's numbers for them
         self.is_ragged = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
+        self._logit_rows = torch.zeros(0, dtype=torch.int64)  # of the last step
         self.parameters = set(inspect.signature(model.forward).parameters)
         self.config = TransformersConfig(
             vocab_size=vocab_size,
@@ -64,26 +65,30 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
-        """As Decoder.forward."""
+        """Write the step's K and V. Returns the logits of the batch's logit_rows, [R, vocab] float32: the library's head is a part of its models."""
+        self._logit_rows = batch.logit_rows
         layers = {number: PagedLayer(kv, self.config.head_dim, shape) for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)}
         block_size = kv_layers[0].shape[3]
         if not self.is_ragged:
             return self._one_by_one(batch, layers, block_size)
         token = current_step.set(RaggedStep(batch, layers, block_size))
         try:
-            return self._call(batch.input_ids, batch.positions, PassingCache(), batch.sampled_rows)
+            return self._call(batch.input_ids, batch.positions, PassingCache(), batch.logit_rows)
         finally:
             current_step.reset(token)
 
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """As Decoder.logits."""
+        return hidden[torch.searchsorted(self._logit_rows, rows)]
+
     def _one_by_one(self, batch: ForwardBatch, layers: dict[int, PagedLayer], block_size: int) -> Tensor:
-        is_sampled = set(batch.sampled_rows.tolist())
         logits, first = [], 0
         for length, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
             rows = slice(first, first + length)
             blocks = torch.tensor(table[: -(-context // block_size)], device=batch.input_ids.device)
             cache = SequenceCache(layers, blocks, batch.slot_mapping[rows], context - length)
-            wanted = [length - 1] if first + length - 1 in is_sampled else []
-            logits.append(self._call(batch.input_ids[rows], batch.positions[rows], cache, torch.tensor(wanted, dtype=torch.int64, device=blocks.device)))
+            wanted = batch.logit_rows[(batch.logit_rows >= first) & (batch.logit_rows < first + length)] - first
+            logits.append(self._call(batch.input_ids[rows], batch.positions[rows], cache, wanted))
             first += length
         return torch.cat(logits)
 

@@ -176,7 +176,7 @@ class Predicted:
             return mean, variance, most
         now = np.array([len(each.token_ids) for each in sequences], np.int32)[:, None]
         outputs = now - np.array([each.num_prompt_tokens for each in sequences], np.int32)[:, None]
-        limits = np.array([each.params.max_tokens or 0 for each in sequences], np.int32)[:, None]
+        limits = np.array([max(each.params.max_tokens or 0, 1) for each in sequences], np.int32)[:, None]  # who asks for none holds its prompt all the same
         shared = np.array([each.num_shared_blocks for each in sequences])[:, None] if num_shared is None else num_shared
         size = int(np.searchsorted(self._horizon, (limits - outputs).max()))  # of the horizon, until the last must have ended
         horizon = self._horizon[:size]

@@ -133,11 +133,22 @@ class Scheduler:
         """The sequence's row of the step, which counts as computed from now on."""
         first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         is_sampled = last == len(sequence.token_ids)
-        row = BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), is_sampled)
+        first_target, target_ids = (0, ()) if sequence.is_scored else self._targets(sequence, last)
+        row = BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), is_sampled, first_target, target_ids)
         sequence.num_computed_tokens = last
         if num_tokens > 1 or last % self.block_manager.block_size == 0:
             self.block_manager.commit(sequence)
         return row
+
+    def _targets(self, sequence: Sequence, num_computed: int) -> tuple[int, tuple[int, ...]]:
+        """Where the first token of its prompt stands that has no logprobs yet, and that and those after it that follow one of its first num_computed tokens.
+
+        From here on they count as scored.
+        """
+        first_target = sequence.num_scored_tokens + 1
+        target_ids = tuple(sequence.token_ids[first_target : min(num_computed + 1, sequence.num_prompt_tokens)])
+        sequence.num_scored_tokens += len(target_ids)
+        return first_target, target_ids
 
     def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
         """All that are one token behind. Returns the others, which are further behind."""
@@ -232,6 +243,8 @@ class Scheduler:
         self.running[sequence.handle] = sequence
         if twin is not None:
             self.block_manager.fork(twin, sequence)
+            if not sequence.is_scored:
+                sequence.num_scored_tokens, sequence.scored = twin.num_scored_tokens, list(twin.scored)
         else:
             self.block_manager.share(sequence, matched, len(matched) * self.block_manager.block_size)
         if sequence.group_id is not None:
@@ -249,11 +262,12 @@ class Scheduler:
         return num_tokens
 
     def _twin(self, sequence: Sequence) -> Sequence | None:
-        """A running sequence of the same prompt, if there is one; rather one whose prompt is computed."""
-        members = self._groups.get(sequence.group_id) if sequence.group_id is not None else None
-        if not members:
+        """A running sequence of the same prompt, if there is one; rather one whose prompt is computed. It has the logprobs that are asked of the prompt."""
+        members = self._groups.get(sequence.group_id, {}) if sequence.group_id is not None else {}
+        able = [each for each in members.values() if sequence.is_scored or each.params.prompt_logprobs == sequence.params.prompt_logprobs]
+        if not able:
             return None
-        twin = max(members.values(), key=lambda each: each.num_computed_tokens >= each.num_prompt_tokens)
+        twin = max(able, key=lambda each: each.num_computed_tokens >= each.num_prompt_tokens)
         num_prompt = sequence.num_prompt_tokens
         is_same = twin.token_ids[: twin.num_prompt_tokens] == sequence.token_ids[:num_prompt] and twin.cache_salt == sequence.cache_salt
         return twin if is_same else None

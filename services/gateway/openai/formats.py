@@ -2,12 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Protocol
 
+from services.gateway.openai.prompt_logprobs import by_token_id, echoed, finite
 from services.gateway.record import ResponseRecord
-from shared.messages import TokenEvent, TokenLogprob
-
-LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+from shared.messages import PromptLogprobs, TokenEvent, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -17,6 +17,7 @@ class Choice:
     index: int
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: PromptLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_prompt_tokens: int = 0
@@ -27,6 +28,7 @@ class Choice:
         self.text.append(event.text)
         if event.logprobs is not None:
             self.logprobs = (self.logprobs or []) + list(event.logprobs)
+        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
         self.num_output_tokens = event.position
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
@@ -80,9 +82,11 @@ class ChatFormat:
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
         made = []
-        if event.text or event.logprobs:
+        of_prompt = self._of_prompt(choice.index, event.prompt_logprobs)
+        if event.text or event.logprobs or of_prompt:
             logprobs = chat_logprobs(event.logprobs) if event.logprobs is not None else None
-            made.append(self._chunk([{"index": choice.index, "delta": {"content": event.text}, "logprobs": logprobs, "finish_reason": None}]))
+            own = {"index": choice.index, "delta": {"content": event.text}, "logprobs": logprobs, "finish_reason": None}
+            made.append(self._chunk([own]) | of_prompt)
         if event.finish_reason is not None:
             end = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
             made.append(self._chunk([end]))
@@ -105,7 +109,12 @@ class ChatFormat:
                 for choice in choices
             ],
             "usage": usage(choices, self.record.n),
+            **self._of_prompt(0, choices[0].prompt_logprobs),
         }
+
+    def _of_prompt(self, index: int, prompt: PromptLogprobs | None) -> dict[str, Any]:
+        """The field of the answer, for all of its choices have one prompt: the first brings it."""
+        return prompt_field(self.record, prompt) if index == 0 else {}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return make_chunk(self._head("chat.completion.chunk"), choices, self.record)
@@ -123,14 +132,17 @@ class CompletionFormat:
         """None: completions begin with their first token."""
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
-        if not event.text and not event.logprobs and event.finish_reason is None:
+        prompt = event.prompt_logprobs
+        if not event.text and not event.logprobs and event.finish_reason is None and prompt is None:
             return []
-        logprobs = self._logprobs(choice.index, event.logprobs) if event.logprobs is not None else None
-        return [
-            self._chunk(
-                [{"index": choice.index, "text": event.text, "logprobs": logprobs, "finish_reason": event.finish_reason, "stop_reason": event.stop_reason}]
-            )
-        ]
+        own = {
+            "index": choice.index,
+            "text": event.text,
+            "logprobs": self._logprobs(choice.index, event.logprobs, prompt),
+            "finish_reason": event.finish_reason,
+            "stop_reason": event.stop_reason,
+        }
+        return [self._chunk([own | prompt_field(self.record, prompt)])]
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
         return self._chunk([]) | {"usage": usage(choices, self.record.n)}
@@ -142,29 +154,28 @@ class CompletionFormat:
                 {
                     "index": choice.index,
                     "text": "".join(choice.text),
-                    "logprobs": self._logprobs(choice.index, choice.logprobs) if choice.logprobs is not None else None,
+                    "logprobs": self._logprobs(choice.index, choice.logprobs, choice.prompt_logprobs),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
+                    **prompt_field(self.record, choice.prompt_logprobs),
                 }
                 for choice in choices
             ],
             "usage": usage(choices, self.record.n),
         }
 
-    def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-        """OpenAI's old form: four lists in step."""
-        entries = list(logprobs)
-        offsets, at = [], self._offsets.get(index, 0)
-        for entry in entries:
-            offsets.append(at)
-            at += len(entry.token)
-        self._offsets[index] = at
-        return {
-            "tokens": [entry.token for entry in entries],
-            "token_logprobs": [finite(entry.logprob) for entry in entries],
-            "top_logprobs": [{top.token: finite(top.logprob) for top in entry.top} for entry in entries],
-            "text_offset": offsets,
-        }
+    def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
+        """OpenAI's old form: four lists in step, over what is echoed of the prompt and the answer."""
+        num_echoed = self.record.num_echo_logprobs if prompt is not None else None
+        if logprobs is None and num_echoed is None:
+            return None
+        tokens, token_logprobs, top_logprobs = echoed(prompt, num_echoed) if prompt is not None and num_echoed is not None else ([], [], [])
+        for entry in logprobs or ():
+            tokens.append(entry.token)
+            token_logprobs.append(finite(entry.logprob))
+            top_logprobs.append({top.token: finite(top.logprob) for top in entry.top})
+        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets.get(index, 0))
+        return {"tokens": tokens, "token_logprobs": token_logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return make_chunk(self._head(), choices, self.record)
@@ -188,8 +199,11 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
     }
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, LOWEST_LOGPROB)
+def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[str, Any]:
+    """The field prompt_logprobs, where the client asked for it and the prompt's are here."""
+    if prompt is None or record.num_prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": by_token_id(prompt, record.num_prompt_logprobs)}
 
 
 def format_for(record: ResponseRecord) -> Format:

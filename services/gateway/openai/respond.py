@@ -2,6 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import TypeVar
 
 import orjson
 from fastapi import Request, Response
@@ -17,6 +19,8 @@ from shared.messages import RequestError, TokenEvent
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
+
+T = TypeVar("T")
 
 
 class EventStream(Response):
@@ -80,7 +84,8 @@ class Responder:
             if not collecting.done():
                 return Response(status_code=CLIENT_CLOSED)
             collecting.result()
-            return Response(orjson.dumps(self.format.whole(self.choices)), media_type="application/json")
+            is_long = any(choice.prompt_logprobs is not None for choice in self.choices)
+            return Response(await aside(lambda: orjson.dumps(self.format.whole(self.choices)), is_long=is_long), media_type="application/json")
         finally:
             for task in (collecting, gone):
                 task.cancel()
@@ -127,7 +132,8 @@ class Responder:
                 yield encode_event(opening)
         failure: RequestError | None = None
         while True:
-            encoded, failure = self._encode(batch, positions) if batch else (PING, None)
+            is_long = any(event.prompt_logprobs is not None for _, event in batch)
+            encoded, failure = await aside(partial(self._encode, batch, positions), is_long=is_long) if batch else (PING, None)
             yield encoded
             if failure is not None or self._is_over:
                 break
@@ -155,6 +161,11 @@ class Responder:
             for chunk in self.format.chunks(self.choices[index], event):
                 encoded += encode_event(chunk, format_id(positions))
         return bytes(encoded), None
+
+
+async def aside(work: Callable[[], T], *, is_long: bool) -> T:
+    """What `work` returns. What takes long runs in a thread, beside which the others' streams go on."""
+    return await asyncio.to_thread(work) if is_long else work()
 
 
 def check(event: TokenEvent) -> None:

@@ -27,7 +27,7 @@ async def chat_completions(request: Request) -> Response:
     body = await context.bodies.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
     params, model = body.params(), check(context, body)  # what is wrong, before what is missing
-    record = make_record("chat.completion", "chatcmpl", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage)
+    record = make_record("chat.completion", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs)
     messages = tuple(ChatMessage(message.role, message.content, message.name) for message in body.messages)
     now = time.time()
     scheduling = body.scheduling(now, record.response_id)
@@ -47,7 +47,10 @@ async def completions(request: Request) -> Response:
     params, prompts, model = body.params(), body.prompt, check(context, body)
     if len(prompts) * body.n > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n in one request, got {len(prompts) * body.n}", param="n")
-    record = make_record("text_completion", "cmpl", body.model, model, num_prompts=len(prompts), n=body.n, has_usage=body.has_usage)
+    record = make_record(
+        "text_completion", body.model, model, num_prompts=len(prompts), n=body.n, has_usage=body.has_usage,
+        num_echo_logprobs=body.num_echo_logprobs, num_prompt_logprobs=body.prompt_logprobs,
+    )  # fmt: skip
     now = time.time()
     requests = []
     for index, (request_id, own) in enumerate(zip(record.request_ids, each_params(body, params, len(prompts)), strict=True)):

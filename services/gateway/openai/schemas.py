@@ -61,12 +61,13 @@ class GenerateBody(Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = None
+    prompt_logprobs: int | None = Field(None, description="logprobs of the prompt's tokens; of so many of the likeliest, too")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
     cache_salt: str = Field("", max_length=256, description="only requests of one salt share cached prefixes")
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, for whoever looks for abuse")
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The parameters, checked. Fields left out or null take their defaults. The seed is set for each choice later."""
         if self.stream_options is not None and not self.stream:
             raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
@@ -85,6 +86,7 @@ class GenerateBody(Body):
             "repetition_penalty": self.repetition_penalty,
             "logit_bias": self._token_bias(),
             "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
@@ -116,15 +118,25 @@ class ChatCompletionBody(GenerateBody):
         if self.top_logprobs is not None and not self.logprobs:
             raise Invalid("top_logprobs needs logprobs to be true", param="top_logprobs")
         max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return self.sampling_params(max_tokens=max_tokens, logprobs=(self.top_logprobs or 0) if self.logprobs else None)
+        if max_tokens == 0:
+            raise Invalid("max_tokens must be at least 1, got 0", param="max_tokens")
+        logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
 class CompletionBody(GenerateBody):
     prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)]
     logprobs: int | None = None
-    echo: bool = False
+    echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")
 
     def params(self) -> SamplingParams:
-        if self.echo and self.logprobs is not None:
-            raise Invalid("logprobs of the prompt are not computed: echo and logprobs can't be asked together", param="echo")
-        return self.sampling_params(max_tokens=16 if self.max_tokens is None else self.max_tokens, logprobs=self.logprobs)
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise Invalid("max_tokens may be 0 only with echo or prompt_logprobs: else there is nothing to answer", param="max_tokens")
+        of_prompt = max((each for each in (self.prompt_logprobs, self.num_echo_logprobs) if each is not None), default=None)
+        max_tokens = 16 if self.max_tokens is None else self.max_tokens
+        return self.sampling_params(max_tokens=max_tokens, logprobs=self.logprobs, prompt_logprobs=of_prompt)
+
+    @property
+    def num_echo_logprobs(self) -> int | None:
+        """Of each token that is repeated, beside its own."""
+        return self.logprobs if self.echo else None

@@ -1,0 +1,87 @@
+"""The logprobs of a prompt's tokens: what the model's own logits say of the token that stands there, and of the likeliest.
+
+A prompt's rows come slice by slice, and each slice is reduced at once, so that the logits of a long prompt are never in memory together. A row's
+result depends on nothing but the row.
+"""
+
+from collections.abc import Callable, Iterable
+from itertools import accumulate
+
+import numpy as np
+import torch
+
+from services.compute.batch import ScheduledBatch
+from services.compute.candidates.row_search import find_largest, total_masses
+from services.compute.sequence import Array, ScoredTokens, Sequence
+from shared.messages import PromptLogprobs
+
+NOT_FINITE = "the model's numbers for this request's prompt are not finite"
+
+
+def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence]) -> dict[int, str]:
+    """Score the batch's target_ids, for the sequences that `get` finds by handle.
+
+    slices: [n, vocab] float32 each, edited in place, the rows that predict the targets, in their order. Returns by handle which prompts failed, and why.
+    """
+    asked = [(get(row.handle), row.target_ids) for row in batch.rows if row.target_ids]
+    if not asked:
+        return {}
+    targets = np.array([token_id for _, target_ids in asked for token_id in target_ids], np.int64)
+    k = max(sequence.params.prompt_logprobs or 0 for sequence, _ in asked)
+    parts, at = [], 0
+    for logits in slices:
+        parts.append(score_rows(logits, targets[at : at + len(logits)], k))
+        at += len(logits)
+    whole = join_scored(parts)
+    failures: dict[int, str] = {}
+    for (sequence, target_ids), end in zip(asked, accumulate(len(target_ids) for _, target_ids in asked), strict=True):
+        rows, own = slice(end - len(target_ids), end), slice(sequence.params.prompt_logprobs)
+        sequence.scored.append(ScoredTokens(whole.logprobs[rows], whole.ranks[rows], whole.top_token_ids[rows, own], whole.top_logprobs[rows, own]))
+        if np.isnan(whole.logprobs[rows]).any():
+            failures[sequence.handle] = NOT_FINITE
+    return failures
+
+
+@torch.inference_mode()
+def score_rows(logits: torch.Tensor, targets: Array, k: int) -> ScoredTokens:
+    """logits: [n, vocab] float32, edited in place; targets: [n] int64, the token whose logprob each row gives; k: how many of the likeliest to list.
+
+    A row without finite numbers has NaN for its logprobs.
+    """
+    is_bad = ~logits.amax(dim=1).isfinite()  # the largest of a row with NaN is NaN
+    if is_bad.any():
+        logits[is_bad] = 0.0
+    num_rows, vocab_size = logits.shape
+    k = min(k, vocab_size)
+    values, ids = find_largest(logits, max(k, 1))
+    own = logits.gather(1, torch.from_numpy(targets).to(logits.device)[:, None])
+    masses = total_masses(logits, np.arange(num_rows), np.ascontiguousarray(values[:, 0]), np.ones(num_rows, np.float32))
+    logsumexp = (values[:, 0] + np.log(masses)).astype(np.float32)
+    logsumexp[is_bad.cpu().numpy()] = np.nan
+    logprobs = own[:, 0].cpu().numpy() - logsumexp
+    return ScoredTokens(logprobs, 1 + num_larger(logits, own), ids[:, :k].astype(np.int32), values[:, :k] - logsumexp[:, None])
+
+
+def num_larger(logits: torch.Tensor, values: torch.Tensor) -> Array:
+    """How many of each row are larger than its value. logits: [n, vocab], values: [n, 1]. Returns [n] int32."""
+    is_host = logits.device.type == "cpu"  # there numpy counts eight times as fast as torch sums
+    counts = np.count_nonzero(logits.numpy() > values.numpy(), axis=1) if is_host else (logits > values).sum(dim=1).cpu().numpy()
+    larger: Array = counts.astype(np.int32)
+    return larger
+
+
+def join_scored(parts: list[ScoredTokens]) -> ScoredTokens:
+    """Parts that follow one another as one; of none, no rows."""
+    if not parts:
+        return ScoredTokens(np.zeros(0, np.float32), np.zeros(0, np.int32), np.zeros((0, 0), np.int32), np.zeros((0, 0), np.float32))
+    names = ("logprobs", "ranks", "top_token_ids", "top_logprobs")
+    return ScoredTokens(*(np.concatenate([getattr(each, name) for each in parts]) for name in names))
+
+
+def prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:
+    """What the sampler is told of the sequence's prompt, all of which is scored; None, if nothing was asked or its first token's entry holds it already."""
+    if sequence.params.prompt_logprobs is None or sequence.num_decided_tokens > sequence.num_prompt_tokens:
+        return None
+    whole = join_scored(sequence.scored)
+    token_ids = np.array(sequence.token_ids[: sequence.num_prompt_tokens], np.int32)
+    return PromptLogprobs(token_ids, whole.logprobs, whole.ranks, whole.top_token_ids.ravel(), whole.top_logprobs.ravel())

@@ -1,0 +1,43 @@
+"""The logprobs of a prompt as clients know them: as OpenAI's completions echo them, and as vLLM's field `prompt_logprobs` has them."""
+
+from typing import Any
+
+from shared.messages import PromptLogprobs
+
+LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+def finite(logprob: float) -> float:
+    return max(logprob, LOWEST_LOGPROB)
+
+
+def echoed(prompt: PromptLogprobs, num_top: int) -> tuple[list[str], list[float | None], list[dict[str, float] | None]]:
+    """Tokens, their logprobs, and the num_top likeliest in the place of each: lists in step. Nothing predicts the first token."""
+    text_of = texts(prompt)
+    tokens = [text_of[token_id] for token_id in prompt.token_ids.tolist()]
+    tops = [{text_of[token_id]: finite(logprob) for token_id, logprob in row} for row in top_rows(prompt, num_top)]
+    return tokens, [None, *map(finite, prompt.logprobs.tolist())], [None, *tops]
+
+
+def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
+    """For each token of the prompt a map from token ids, its own first, then the num_top likeliest; null for the first token."""
+    text_of = texts(prompt)
+    own = zip(prompt.token_ids[1:].tolist(), prompt.logprobs.tolist(), prompt.ranks.tolist(), strict=True)
+    found: list[dict[str, dict[str, Any]] | None] = [None]
+    for (token_id, logprob, rank), row in zip(own, top_rows(prompt, num_top), strict=True):
+        entry = {str(token_id): {"logprob": finite(logprob), "rank": rank, "decoded_token": text_of[token_id]}}
+        for place, (top_id, top_logprob) in enumerate(row, 1):
+            entry.setdefault(str(top_id), {"logprob": finite(top_logprob), "rank": place, "decoded_token": text_of[top_id]})
+        found.append(entry)
+    return found
+
+
+def texts(prompt: PromptLogprobs) -> dict[int, str]:
+    return dict(zip(prompt.spelled_token_ids.tolist(), prompt.texts, strict=True))
+
+
+def top_rows(prompt: PromptLogprobs, num_top: int) -> list[list[tuple[int, float]]]:
+    """Token ids and logprobs of each row's first num_top."""
+    shape = len(prompt.logprobs), prompt.num_top
+    token_ids, logprobs = (each.reshape(shape)[:, :num_top].tolist() for each in (prompt.top_token_ids, prompt.top_logprobs))
+    return [list(zip(*row, strict=True)) for row in zip(token_ids, logprobs, strict=True)]

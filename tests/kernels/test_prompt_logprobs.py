@@ -1,0 +1,183 @@
+"""The logprobs of a prompt: as transformers has them, and the same bits alone, in chunks, in a batch, after a preemption, and beside a prefix cache."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from services.compute import model_runner
+from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logprobs, score_prompts, score_rows
+from services.compute.sequence import Sequence
+from shared.messages import PromptLogprobs
+from shared.model_files import DEMO_MODEL
+from shared.sampling_params import SamplingParams
+from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
+
+LENGTHS = (1, 2, 15, 16, 17, 33, 90, 64, 65, 100)
+
+
+def random_prompts() -> list[list[int]]:
+    """Some of them with a beginning in common."""
+    generator = torch.Generator().manual_seed(5)
+    some = [torch.randint(2, SIZES["vocab_size"], (length,), generator=generator).tolist() for length in LENGTHS]
+    return [*some, some[9][:70] + some[6][:20], some[9][:50], some[9]]
+
+
+def bits(found: PromptLogprobs | None) -> list[bytes]:
+    """Everything in it, exactly."""
+    assert found is not None
+    return [each.tobytes() for each in (found.token_ids, found.logprobs, found.ranks, found.top_token_ids, found.top_logprobs)]
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, "demo"])
+def test_they_are_log_softmax_of_transformers_logits(name: str, tmp_path: Path) -> None:
+    reference = reference_model(name, tmp_path)
+    prompts = random_prompts()
+    engine = Engine(DEMO_MODEL if name == "demo" else tmp_path, max_batched_tokens=70)
+    engine.generate(prompts, 2, prompt_logprobs=5)
+    for number, prompt in enumerate(prompts):
+        found = engine.prompts[number]
+        assert found is not None and found.token_ids.tolist() == prompt
+        if len(prompt) == 1:
+            assert found.num_top == len(found.logprobs) == 0
+            continue
+        with torch.inference_mode():
+            expected = reference(torch.tensor([prompt])).logits[0, :-1].float().log_softmax(dim=-1)
+        rows, targets = torch.arange(len(prompt) - 1), torch.tensor(prompt[1:])
+        torch.testing.assert_close(torch.from_numpy(found.logprobs), expected[rows, targets], atol=1e-4, rtol=1e-4)
+        top, top_ids = expected.topk(5, dim=-1)
+        torch.testing.assert_close(torch.from_numpy(found.top_logprobs.reshape(-1, 5)), top, atol=1e-4, rtol=1e-4)
+        clear = (top[:, :-1] - top[:, 1:]).amin(dim=1) > 1e-3  # no two are so near that rounding decides
+        assert clear.any()
+        assert found.top_token_ids.reshape(-1, 5)[clear.numpy()].tolist() == top_ids[clear].tolist()
+        own = expected[rows, targets]
+        near = ((expected - own[:, None]).abs() < 1e-3).sum(dim=1) > 1
+        ranks = 1 + (expected > own[:, None]).sum(dim=1)
+        assert found.ranks[~near.numpy()].tolist() == ranks[~near].tolist()
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize(("name", "quantization", "kv_group"), [("mistral-window", "none", 0), ("qwen3", "w4", 0), ("demo", "w8a8", 32)])
+def test_they_are_the_same_bits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference_model(name, tmp_path)
+    folder = DEMO_MODEL if name == "demo" else tmp_path
+    prompts = random_prompts()
+
+    def engine(**options: Any) -> Engine:
+        return Engine(folder, dtype=torch.bfloat16, quantization=quantization, kv_group=kv_group, **options)
+
+    def run(some: list[list[int]], num_out: int = 3, num_top: int = 4, **options: Any) -> list[list[bytes]]:
+        made = engine(**options)
+        made.generate(some, num_out, prompt_logprobs=num_top)
+        assert made.num_scored == sum(len(prompt) - 1 for prompt in some), "each row once, also of who was preempted"
+        return [bits(made.prompts[number]) for number in range(len(some))]
+
+    alone = [run([prompt])[0] for prompt in prompts]
+    assert run(prompts) == alone
+    for options in ({"max_batched_tokens": 13}, {"max_batched_tokens": 50, "block_size": 8, "max_num_seqs": 4}, {"num_blocks": 18, "strategy": "paged"}):
+        assert run(prompts, **options) == alone, options
+    for chunk in (1, 32, 64, 100):
+        assert run([prompts[9]], max_batched_tokens=chunk) == [alone[9]]
+    monkeypatch.setattr(model_runner, "PROMPT_ROWS", 7)
+    assert run(prompts) == alone, "in other slices"
+    fewer = run([prompts[9]], num_top=0)[0]
+    assert fewer[:3] == alone[9][:3] and fewer[3:] == [b"", b""]
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("is_cached", [False, True])
+def test_who_is_preempted_within_its_prompt_goes_on_where_it_was(is_cached: bool) -> None:
+    """Its blocks are gone, its logprobs are not; and what it finds in the prefix cache it skips as far as those reach."""
+    prompt = random_prompts()[9]
+    alone = Engine(DEMO_MODEL, dtype=torch.bfloat16)
+    alone.generate([prompt], 2, prompt_logprobs=3)
+    engine = Engine(DEMO_MODEL, dtype=torch.bfloat16, max_num_seqs=2, max_batched_tokens=40)
+    engine.scheduler.block_manager.prefix_caching = is_cached
+    sequence = Sequence(1, "1", list(prompt), len(prompt), SamplingParams(max_tokens=2, prompt_logprobs=3))
+    engine.scheduler.add(sequence)
+    starts: list[int] = []
+    targets: list[int] = []
+    while sequence.num_computed_tokens < len(prompt):
+        batch = engine.scheduler.schedule()
+        assert batch is not None
+        starts.append(batch.rows[0].num_computed_tokens)
+        targets += batch.rows[0].target_ids
+        hidden = engine.runner.run(batch)
+        assert score_prompts(engine.runner.prompt_logits(batch, hidden), batch, engine.scheduler.get) == {}
+        if len(starts) == 2:
+            engine.scheduler.only = frozenset({2})
+            engine.scheduler.max_num_seqs = 1
+            intruder = Sequence(2, "2", [9] * 20, 20, SamplingParams(max_tokens=1))
+            engine.scheduler.add(intruder)
+            assert engine.scheduler.schedule() is not None and sequence.num_computed_tokens == 0
+            engine.scheduler.finish(intruder)
+            engine.scheduler.only = None
+    assert starts == ([0, 40, 80] if is_cached else [0, 40, 0, 40, 80])
+    assert targets == prompt[1:], "each once"
+    assert bits(prompt_logprobs(sequence)) == bits(alone.prompts[0])
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_a_cached_prompt_is_computed_again_for_its_logprobs_and_serves_others() -> None:
+    prompt = random_prompts()[9]
+    engine = Engine(DEMO_MODEL, dtype=torch.bfloat16)
+    engine.generate([prompt], 2)
+    engine.generate([prompt], 2, prompt_logprobs=2)
+    assert engine.scheduler.num_prefix_hits == 0
+    first = bits(engine.prompts[0])
+    engine.generate([prompt], 2, prompt_logprobs=2)
+    assert bits(engine.prompts[0]) == first and engine.num_scored == 2 * (len(prompt) - 1)
+    engine.generate([prompt], 2)
+    assert engine.scheduler.num_prefix_hits == 96
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_choices_of_one_prompt_have_it_computed_once() -> None:
+    prompt = random_prompts()[9]
+    engine = Engine(DEMO_MODEL, dtype=torch.bfloat16, max_batched_tokens=33)
+    engine.generate([prompt] * 4, 5, group_id="choices", prompt_logprobs=2)
+    assert engine.num_scored == len(prompt) - 1
+    assert len({tuple(bits(engine.prompts[number])) for number in range(4)}) == 1
+    cramped = Engine(DEMO_MODEL, dtype=torch.bfloat16, num_blocks=9, strategy="paged")
+    cramped.generate([prompt] * 4, 5, group_id="choices", prompt_logprobs=2)
+    assert all(bits(cramped.prompts[number]) == bits(engine.prompts[0]) for number in range(4))
+
+
+def test_a_token_has_the_same_logprob_as_an_answer_and_as_a_prompt() -> None:
+    """Decoded one by one, and in a chunk."""
+    prompt = random_prompts()[5]
+    engine = Engine(DEMO_MODEL, dtype=torch.bfloat16)
+    [tokens] = engine.generate([prompt], 12)
+    logits = torch.stack(engine.logits[0])
+    decoded = score_rows(logits, np.array(tokens), 2)
+    engine.generate([prompt + tokens], 1, prompt_logprobs=2)
+    found = engine.prompts[0]
+    assert found is not None
+    assert found.logprobs[-12:].tobytes() == decoded.logprobs.tobytes()
+    assert found.top_token_ids[-24:].tolist() == decoded.top_token_ids.ravel().tolist()
+
+
+def test_ties_and_minus_infinity() -> None:
+    logits = torch.full((2, 200), -torch.inf)
+    logits[:, 10:14] = 1.0
+    logits[1, 12] = 2.0
+    found = score_rows(logits.clone(), np.array([13, 0]), 3)
+    assert found.ranks.tolist() == [1, 5]
+    assert found.logprobs[0] == pytest.approx(-np.log(4)) and found.logprobs[1] == -np.inf
+    assert found.top_token_ids.tolist() == [[10, 11, 12], [12, 10, 11]]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float) -> None:
+    sequences = {handle: Sequence(handle, str(handle), [1, 2, 3], 3, SamplingParams(max_tokens=1, prompt_logprobs=handle)) for handle in (0, 1, 2)}
+    batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), True, 1, (2, 3)) for handle in sequences), 0)
+    logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
+    logits[3, 100] = wrong
+    assert score_prompts([logits[:4].clone(), logits[4:].clone()], batch, sequences.__getitem__) == {1: NOT_FINITE}
+    for handle, rows in ((0, slice(0, 2)), (2, slice(4, 6))):
+        [found] = sequences[handle].scored
+        assert found.logprobs == pytest.approx(logits[rows].log_softmax(dim=1)[[0, 1], [2, 3]].numpy(), abs=1e-5)
+        assert found.top_token_ids.shape == (2, handle)
