@@ -154,6 +154,7 @@ def unpackable() -> dict[str, Matrix]:
         "scales that are no float16": replace(four, scales=four.scales.float() + 1e-7),
         "minima that are no float16": replace(eight, minima=torch.full((40, 4), 1e9)),
         "int8 codes with zeros": replace(eight, zeros=four.zeros),
+        "a table in floating point": replace(four, table=torch.arange(16) / 15),
         "values beyond int8": replace(four, table=torch.arange(-128, 128, 16).to(torch.int8)),
     }
 
@@ -187,7 +188,13 @@ def test_scales_in_float32_that_float16_holds_are_packed() -> None:
 
 @pytest.mark.parametrize(
     ("part", "other"),
-    [("scales", torch.ones(4, 3).half()), ("zeros", torch.ones(4, 1, dtype=torch.int8)), ("minima", torch.ones(3, 2).half()), ("codes", torch.ones(4, 128))],
+    [
+        ("scales", torch.ones(4, 3).half()),
+        ("zeros", torch.ones(4, 1, dtype=torch.int8)),
+        ("minima", torch.ones(3, 2).half()),
+        ("codes", torch.ones(4, 128)),
+        ("table", torch.ones(8)),
+    ],
 )
 def test_parts_that_do_not_fit_are_refused(part: str, other: torch.Tensor) -> None:
     """A kernel would read beyond their ends."""

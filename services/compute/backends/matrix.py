@@ -79,6 +79,8 @@ class Grouped:
     def __post_init__(self) -> None:
         n, k = self.codes.shape
         wrong = {name: each for name, each in self.by_group().items() if each.shape != (n, -(-k // self.group))}
+        if self.table is not None and self.table.shape != (16,):
+            wrong["table"] = self.table
         if wrong or self.codes.dtype != (torch.int8 if self.table is None else torch.uint8):
             named = ", ".join(f"{name} {describe(each)}" for name, each in (wrong or {"scales": self.scales}).items())
             raise ValueError(f"codes {describe(self.codes)}, {named}: not {self}")

@@ -54,8 +54,14 @@ def is_packable(matrix: Matrix) -> bool:
     if matrix.group not in GROUPS or not all(_is_half(each) for each in (matrix.scales, matrix.minima) if each is not None):
         return False
     if table is None or zeros is None:
-        return zeros is None
-    return int(table.min()) - int(zeros.max()) >= -128 and int(table.max()) - int(zeros.min()) <= 127  # unpacked values are int8
+        return zeros is None and (table is None or _is_int8(table))
+    return (
+        _is_int8(table) and _is_int8(zeros) and int(table.min()) - int(zeros.max()) >= -128 and int(table.max()) - int(zeros.min()) <= 127
+    )  # unpacked values are int8
+
+
+def _is_int8(numbers: Tensor) -> bool:
+    return numbers.dtype == torch.int8
 
 
 def _is_half(numbers: Tensor) -> bool:
@@ -70,7 +76,7 @@ def pack_linear(
     if not is_packable(matrix):
         matrix = Dense(matrix.dequantize(torch.bfloat16))
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
-        matrix = quantize_four_bit(matrix.weight, quantization, group)
+        matrix = quantize_four_bit(matrix.dequantize(torch.bfloat16), quantization, group)
     if isinstance(matrix, Grouped):
         kind = Kind.INT8_GROUPS if matrix.table is None else Kind.FOUR_BIT
         form = Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None)
