@@ -219,7 +219,21 @@ def test_compute_refuses_files_with_one_line_and_exit_code_2(broken: str, tmp_pa
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("files", ["../model.safetensors", "/etc/passwd", "sub/../../model.safetensors", 7, None, "model.bin", "absent.safetensors"])
+@pytest.mark.parametrize(
+    "files",
+    [
+        "../model.safetensors",
+        "/etc/passwd",
+        "sub/../../model.safetensors",
+        7,
+        None,
+        "model.bin",
+        "absent.safetensors",
+        "\0.safetensors",
+        "\ud800.safetensors",
+        "\n.safetensors",
+    ],
+)
 def test_an_index_stays_in_its_folder(files: object, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write_checkpoint(folder, layers_only(awq(64)), awq_config(64))

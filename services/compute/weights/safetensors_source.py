@@ -65,7 +65,8 @@ class SafetensorsSource:
         if not isinstance(files, dict):
             raise ValueError("model.safetensors.index.json has no weight_map")
         for file in files.values():
-            if not isinstance(file, str) or not file.endswith(".safetensors") or Path(file).is_absolute() or ".." in Path(file).parts:
+            is_here = isinstance(file, str) and file.isprintable() and not Path(file).is_absolute() and ".." not in Path(file).parts
+            if not is_here or not file.endswith(".safetensors"):
                 raise ValueError(f"model.safetensors.index.json names {str(file)[:80]!r}, which is not a safetensors file in the folder")
         return {name: self.folder / file for name, file in files.items()}
 
