@@ -117,7 +117,8 @@ def _rope(head: GgufHead, prefix: str, head_dim: int) -> dict[str, Any]:
         return rope | _longrope(factors, factors, original, 1.0)
     if "rope_factors_long.weight" in head.tensors and "rope_factors_short.weight" in head.tensors:
         long, short = read_floats(head, "rope_factors_long.weight"), read_floats(head, "rope_factors_short.weight")
-        return rope | _longrope(long, short, original, head.real(prefix + "rope.scaling.attn_factor", 1.0))
+        key = prefix + "rope.scaling.attn_factor"
+        return rope | _longrope(long, short, original, head.real(key) if key in head.metadata else None)
     if kind == "none":
         return rope
     if kind not in ("linear", "yarn"):
@@ -131,11 +132,10 @@ def _rope(head: GgufHead, prefix: str, head_dim: int) -> dict[str, Any]:
     return rope
 
 
-def _longrope(long: list[float], short: list[float], original: int, attention_factor: float) -> dict[str, Any]:
-    return {
-        "rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original,
-        "attention_factor": attention_factor,
-    }  # fmt: skip
+def _longrope(long: list[float], short: list[float], original: int, attention_factor: float | None) -> dict[str, Any]:
+    """attention_factor: None: it follows from the lengths."""
+    rope = {"rope_type": "longrope", "long_factor": long, "short_factor": short, "original_max_position_embeddings": original}
+    return rope if attention_factor is None else rope | {"attention_factor": attention_factor}
 
 
 def _llama(head: GgufHead, prefix: str) -> dict[str, Any]:

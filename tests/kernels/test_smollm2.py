@@ -3,8 +3,11 @@
 import argparse
 import ast
 import json
+import logging
+import subprocess
 import unicodedata
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -30,16 +33,18 @@ def files() -> ModelFiles:
     return open_model(DEFAULT_MODEL)
 
 
-def docstrings() -> str:
-    """English prose that every machine has: what argparse says of itself."""
-    tree = ast.parse(Path(argparse.__file__).read_text(encoding="utf-8"))
+def docstrings(module: ModuleType) -> str:
+    """English prose that every machine has: what a module of the standard library says of itself."""
+    tree = ast.parse(Path(str(module.__file__)).read_text(encoding="utf-8"))
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef)]
     return "\n\n".join(text for node in nodes if (text := ast.get_docstring(node)))
 
 
 def windows(files: ModelFiles) -> torch.Tensor:
-    ids = Tokenizer.from_file(str(files.folder / "tokenizer.json")).encode(docstrings() + json.__doc__ + unicodedata.__doc__).ids
-    return torch.tensor(ids[: NUM_WINDOWS * WINDOW]).reshape(-1, WINDOW)
+    """[NUM_WINDOWS, WINDOW]"""
+    text = docstrings(argparse) + str(json.__doc__) + str(unicodedata.__doc__) + docstrings(logging) + docstrings(subprocess)
+    ids = Tokenizer.from_file(str(files.folder / "tokenizer.json")).encode(text).ids
+    return torch.tensor(ids[: NUM_WINDOWS * WINDOW]).reshape(NUM_WINDOWS, WINDOW)
 
 
 def served_perplexity(files: ModelFiles, dtype: torch.dtype) -> float:
