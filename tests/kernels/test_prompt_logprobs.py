@@ -32,7 +32,7 @@ def bits(found: PromptLogprobs | None) -> list[bytes]:
     return [each.tobytes() for each in (found.token_ids, found.logprobs, found.ranks, found.top_token_ids, found.top_logprobs)]
 
 
-@pytest.mark.parametrize("name", [*CONFIGS, "demo"])
+@pytest.mark.parametrize("name", [*sorted(CONFIGS.keys() - {"phi3-longrope"}), "demo"])  # whose prompts here are on both sides of its length
 def test_they_are_log_softmax_of_transformers_logits(name: str, tmp_path: Path) -> None:
     reference = reference_model(name, tmp_path)
     prompts = random_prompts()
