@@ -91,7 +91,7 @@ class Writer:
         """Llama 3's scaling as a divisor for each frequency; Phi-3's two lists."""
         rope: dict[str, Any] = self.config.rope_parameters
         if rope.get("rope_type") == "llama3":
-            scaled = read_config(self.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).inv_freq.numpy()
+            scaled = read_config(self.config.to_dict() | {"architectures": ["LlamaForCausalLM"]}).ropes[0].inv_freq.numpy()
             plain = rope["rope_theta"] ** -(np.arange(0, 2 * len(scaled), 2) / (2 * len(scaled)))
             self.writer.add_tensor("rope_freqs.weight", (plain / scaled).astype(np.float32))
         if rope.get("rope_type") == "longrope":
