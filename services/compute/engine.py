@@ -63,7 +63,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     config = read_config(files.config)
     weights = load_weights(
         files.folder, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
-        attention_output=settings.quantize_attention_output,
+        attention_output=settings.quantize_attention_output, lm_head=settings.quantize_lm_head,
     )  # fmt: skip
     model = Decoder(config, weights)
     longest = min(settings.max_model_len or files.max_model_len, files.max_model_len)

@@ -20,6 +20,17 @@ class Packed:
     quantization: str
     group: int
     attention_output: bool = False  # whether attention's output projection is quantized too
+    lm_head: bool = False  # whether the LM head has four bits, too, where the layers have; else it has eight
+
+    @property
+    def of_output(self) -> str:
+        """The quantization of attention's output projection."""
+        return self.quantization if self.attention_output else "none"
+
+    @property
+    def of_head(self) -> str:
+        """The quantization of the LM head. In four bits it costs more than any other layer."""
+        return self.quantization if self.lm_head or self.quantization == "none" else "w8a8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +88,15 @@ def read_config(config: dict[str, Any]) -> ModelConfig:
             sliding_windows=sliding_windows(config, architecture),
             inv_freq=inv_freq,
             rotary_scale=rotary_scale,
-            packed=Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if quantized else None,
+            packed=_packed(quantized) if quantized else None,
         )
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
+
+
+def _packed(quantized: dict[str, Any]) -> Packed:
+    """quantization_config as penstock quantize wrote it; at first it packed the LM head like the layers, and did not say so."""
+    return Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False), quantized.get("lm_head", True))
 
 
 def sliding_windows(config: dict[str, Any], architecture: str) -> tuple[int | None, ...]:

@@ -25,7 +25,15 @@ log = get_logger("penstock.compute")
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64, attention_output: bool = False
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantization: str = "none",
+    group: int = 64,
+    attention_output: bool = False,
+    lm_head: bool = False,
 ) -> ModelWeights:
     """All of the model's weights, quantized layer by layer as they are read, or packed as `penstock quantize` left them.
 
@@ -40,8 +48,10 @@ def load_weights(
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
         if attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
+        if lm_head and not config.packed.lm_head:
+            raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = SafetensorsSource(folder, dtype, device)
-    loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output))
+    loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output, lm_head))
     try:
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = []
@@ -91,9 +101,7 @@ class Loader:
             qkv=self.linear(prefix + "qkv.", qkv_names, qkv_shapes, config.has_qkv_bias),
             q_norm=read(attention + "q_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
             k_norm=read(attention + "k_norm.weight", (config.head_dim,)) if config.has_qk_norm else None,
-            output=self.linear(
-                prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, is_quantized=self.packing.attention_output
-            ),
+            output=self.linear(prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, quantization=self.packing.of_output),
             post_norm=read(prefix + "post_attention_layernorm.weight", (hidden,)),
             mlp=make_mlp(gate_up, down),
         )
@@ -102,13 +110,13 @@ class Loader:
         """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.is_tied and self.config.packed is None:
-            return make_linear(Dense(embedding), self.dtype, quantization=self.packing.quantization, group=self.packing.group)
-        return self.linear("lm_head.", ["lm_head."], [shape], False)
+            return make_linear(Dense(embedding), self.dtype, quantization=self.packing.of_head, group=self.packing.group)
+        return self.linear("lm_head.", ["lm_head."], [shape], False, quantization=self.packing.of_head)
 
     def linear(
-        self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, is_quantized: bool = True
+        self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, quantization: str | None = None
     ) -> Linear:
-        """A layer of several matrices with the same inputs."""
+        """A layer of several matrices with the same inputs, quantized like most of them unless it says how."""
         if self.config.packed is not None:
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
             parts = self.source.parts(name)
@@ -116,7 +124,7 @@ class Loader:
                 return restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias)
             except ValueError as error:
                 raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
-        quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
+        quantization, group = quantization or self.packing.quantization, self.packing.group
         matrices = [self.source.matrix(source, shape) for source, shape in zip(sources, shapes, strict=True)]
         biases = [self.source.dense(source + "bias", shape[:1]) for source, shape in zip(sources, shapes, strict=True)] if has_bias else []
         bias = torch.cat(biases) if biases else None
