@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.compute.backends.dispatch import AttentionInputs, Heads, Linear, Mlp, make_attention
+from services.compute.backends.dispatch import AttentionInputs, Heads, Linear, Mlp, Plan, make_attention
 from services.compute.models.config import ModelConfig
 
 Tensor = torch.Tensor
@@ -57,18 +57,30 @@ class Decoder:
     def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
         """Write the step's K and V and return the logits of the sampled rows. kv_layers: KVCache.layers. Returns [R, vocab] float32,
         good until the next call."""
-        config, eps = self.config, self.config.rms_norm_eps
+        plan = self.plan(batch, kv_layers[0].shape[3])
+        x = self.embed(batch.input_ids)
+        for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
+            x = self.run_layer(number, layer, x, kv, plan)
+        return self.weights.lm_head.logits(x[batch.sampled_rows], norm=self.weights.norm, eps=self.config.rms_norm_eps)
+
+    def plan(self, batch: ForwardBatch, block_size: int) -> Plan:
+        """What attention needs to know of the batch, the same for every layer."""
         cos, sin = self._rotary_table(batch.positions)
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, cos, sin)
-        plan = self.attention.plan(inputs, kv_layers[0].shape[3])
-        x = self.weights.embedding[batch.input_ids]
-        for layer, kv, window in zip(self.weights.layers, kv_layers, config.sliding_windows, strict=True):
-            qkv = layer.qkv(x, norm=layer.input_norm, eps=eps)
-            norms = (layer.q_norm, layer.k_norm)
-            h = self.attention(qkv, kv, plan, window=window, norms=norms, eps=eps)  # type: ignore[arg-type]
-            x = layer.output(h, residual=x)
-            x = layer.mlp(x, norm=layer.post_norm, eps=eps)
-        return self.weights.lm_head.logits(x[batch.sampled_rows], norm=self.weights.norm, eps=eps)
+        return self.attention.plan(inputs, block_size)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [T]. Returns [T, hidden]."""
+        return self.weights.embedding[input_ids]
+
+    def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Plan) -> Tensor:
+        """One layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
+        eps = self.config.rms_norm_eps
+        qkv = layer.qkv(x, norm=layer.input_norm, eps=eps)
+        norms = (layer.q_norm, layer.k_norm)
+        h = self.attention(qkv, kv, plan, window=self.config.sliding_windows[number], norms=norms, eps=eps)  # type: ignore[arg-type]
+        x = layer.output(h, residual=x)
+        return layer.mlp(x, norm=layer.post_norm, eps=eps)
 
     def _rotary_table(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin of the step's positions, [T, head_dim / 2] float32."""
