@@ -82,11 +82,12 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         quantization: str = "none",
         attention_output: bool = False,
+        lm_head: bool = False,
         kv_group: int = 0,
     ) -> None:
         config = read_config(json.loads((folder / "config.json").read_text()))
         device = torch.device("cpu")
-        model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output))
+        model = Decoder(config, load_weights(folder, config, dtype, device, quantization=quantization, attention_output=attention_output, lm_head=lm_head))
         cache = KVCache(config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
         self.runner = ModelRunner(model, cache, device)
         blocks = BlockManager(num_blocks, block_size)
