@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 from services.compute.backends.matrix import Grouped, Int8Columns, Matrix
 from services.compute.backends.torch.linear import TorchLinear
-from services.compute.backends.torch.reference import quantize_four_bit, quantize_rows, quantize_weight
+from services.compute.backends.torch.reference import quantize_groups, quantize_weight
 
 Tensor = torch.Tensor
 
@@ -24,14 +24,14 @@ class Form:
 
 def quantize_matrix(weight: Tensor, form: Form) -> Int8Columns | Grouped:
     """weight: [n, k], rounded to nearest."""
-    return Int8Columns(*quantize_weight(weight)) if form.kind == "w8a8" else quantize_four_bit(weight, form.kind, form.group)
+    return quantize_weight(weight, form.kind, form.group)
 
 
 def quantize_inputs(x: Tensor, form: Form) -> Tensor:
     """x [T, k] rounded as the layer rounds it, in float32: with a scale for each row, and for each group where the weights have groups."""
     size = x.shape[1] if form.kind == "w8a8" else form.group
-    codes, scales = quantize_rows(F.pad(x, (0, -x.shape[1] % size)).view(-1, size))
-    return (codes.float() * scales[:, None]).view(len(x), -1)[:, : x.shape[1]]
+    codes, scales = quantize_groups(x, size)
+    return codes.float() * scales.repeat_interleave(size, 1)[:, : x.shape[1]]
 
 
 class ObservedLinear(TorchLinear):
