@@ -100,12 +100,12 @@ def measure(files: ModelFiles, mode: Mode, windows: torch.Tensor, reference: lis
     return Quality(math.exp(loss / count), agreeing / count, divergence / count)
 
 
-def compare_modes(files: ModelFiles, quantized: list[Path], windows: torch.Tensor) -> dict[str, Quality]:
+def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], windows: torch.Tensor) -> dict[str, Quality]:
     print(f"\n{windows[:, 1:].numel()} tokens\n{'':34}{'perplexity':>12}{'':>10}{'agreement':>12}{'KL, nats':>10}")
     reference: list[torch.Tensor] = []
     found: dict[str, Quality] = {}
     head_dim = read_config(files.config).head_dim
-    candidates = [(files, mode) for mode in MODES if mode.kv_group == 0 or head_dim % mode.kv_group == 0]
+    candidates = [(files, mode) for mode in modes if mode.kv_group == 0 or head_dim % mode.kv_group == 0]
     candidates += [(open_model(str(folder)), Mode(folder.name)) for folder in quantized]
     for of, mode in candidates:
         quality = found[mode.name] = measure(of, mode, windows, reference)
@@ -175,17 +175,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Perplexity, agreement and number formats' errors.")
     parser.add_argument("--model", help=f"a checkpoint folder or a model's name (default: {DEFAULT_MODEL} if it is there, else the demo)")
     parser.add_argument("--quantized", type=Path, nargs="*", default=[], help="checkpoints of the same model, of penstock quantize")
+    parser.add_argument("--only", nargs="*", choices=[mode.name for mode in MODES], help="these modes, and bf16 (default: all)")
     parser.add_argument("--tokens", type=int, default=3584, help="of prose (default: %(default)s)")
-    parser.add_argument("--format-tokens", type=int, default=1024, help="on which formats are compared (default: %(default)s)")
+    parser.add_argument("--format-tokens", type=int, default=1024, help="on which formats are compared; 0: they are not (default: %(default)s)")
     args = parser.parse_args()
     files = choose_model(args.model)
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
     windows = split(docstrings()[: args.tokens * 10], tokenizer, WINDOW)[: args.tokens // WINDOW]
+    modes = [mode for mode in MODES if args.only is None or mode.name in ("bf16", *args.only)]
     with fast_products(), torch.inference_mode():
-        qualities = compare_modes(files, args.quantized, windows)
-        ratios = compare_formats(files, windows[: max(args.format_tokens // WINDOW, 1)])
-    modes = {name: asdict(quality) for name, quality in qualities.items()}
-    print(json.dumps({"model": files.name, "tokens": windows[:, 1:].numel(), "modes": modes, "fp8_over_int8": ratios}))
+        qualities = compare_modes(files, modes, args.quantized, windows)
+        ratios = compare_formats(files, windows[: args.format_tokens // WINDOW]) if args.format_tokens >= WINDOW else {}
+    measured = {name: asdict(quality) for name, quality in qualities.items()}
+    print(json.dumps({"model": files.name, "tokens": windows[:, 1:].numel(), "modes": measured, "fp8_over_int8": ratios}))
 
 
 if __name__ == "__main__":

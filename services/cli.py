@@ -49,6 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--calibrate", metavar="TEXT", help="a text file, or default: round by what the layers see of it. Takes minutes, and keeps more of what the model knows"
     )
+    quantize.add_argument("--calibration-tokens", type=int, default=16_384, help="of the text, at most (default: %(default)s)")
     commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)")
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
     make.add_argument("out", type=Path, help="folder to write")
@@ -118,7 +119,7 @@ def run_quantize(args: argparse.Namespace) -> None:
     from services.compute.tools.quantize import quantize
 
     packing = Packed(args.quantization, args.group, args.attention_output, args.lm_head)
-    result = quantize(args.source, args.out, packing, calibration=args.calibrate)
+    result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens)
     texts = ["", ""]
     if result.perplexities is not None:
         before, after = result.perplexities

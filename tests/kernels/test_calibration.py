@@ -206,6 +206,11 @@ def test_a_bad_text_is_one_line(content: bytes | str | None, message: str, tmp_p
     assert not (tmp_path / "out").exists()
 
 
+def test_too_few_tokens_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "-1"]) == 2
+    assert capsys.readouterr().err == "penstock: --calibration-tokens -1: at least 2,560 are needed\n"
+
+
 def test_the_default_text_is_long_and_the_same_each_time() -> None:
     text = default_text()
     assert text == default_text()

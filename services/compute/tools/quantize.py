@@ -19,7 +19,7 @@ from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, r
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.tools.calibration.calibrate import calibrate
 from services.compute.tools.calibration.perplexity import perplexity
-from services.compute.tools.calibration.texts import Windows, read_windows
+from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
@@ -36,10 +36,10 @@ class Result:
     perplexities: tuple[float, float] | None  # of text that calibration did not see; None without calibration
 
 
-def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None = None) -> Result:
+def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS) -> Result:
     """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError.
 
-    calibration: a text's path, or default; None: weights are rounded to nearest, whatever the layers' inputs are.
+    calibration: a text's path, or default, of which so many tokens are used; None: weights are rounded to nearest, whatever the layers' inputs are.
     """
     files = open_model(source, weights=True)
     if out.resolve() == files.folder:
@@ -49,7 +49,7 @@ def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None
     config = read_config(files.config)
     if config.packed is not None:
         raise StartupError(f"{files.folder} is quantized already")
-    windows = None if calibration is None else read_windows(calibration, files)
+    windows = None if calibration is None else read_windows(calibration, files, tokens)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

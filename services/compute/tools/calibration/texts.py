@@ -12,7 +12,8 @@ from shared.model_files import ModelFiles
 
 DEFAULT_TEXT = "default"
 WINDOW = 512  # tokens
-CALIBRATED_WINDOWS, HELD_OUT_WINDOWS = 64, 8
+DEFAULT_TOKENS = 16_384  # to calibrate with
+HELD_OUT_WINDOWS = 8
 MIN_WINDOWS = 5
 CHARACTERS_A_TOKEN = 10  # more than any tokenizer makes of one, on average
 
@@ -25,11 +26,14 @@ class Windows:
     held_out: torch.Tensor
 
 
-def read_windows(text: str, files: ModelFiles) -> Windows:
-    """text: a file's path, or default. The last windows are held out: a fifth, eight at most. Raises StartupError if the text is too short or not one."""
+def read_windows(text: str, files: ModelFiles, tokens: int) -> Windows:
+    """text: a file's path, or default; tokens: to calibrate with, at most. The last windows are held out: a fifth, eight at most. Raises StartupError if
+    the text is too short or not one."""
     length = min(WINDOW, files.max_model_len)
+    if tokens < MIN_WINDOWS * length:
+        raise StartupError(f"--calibration-tokens {tokens}: at least {MIN_WINDOWS * length:,} are needed")
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
-    wanted = CALIBRATED_WINDOWS + HELD_OUT_WINDOWS
+    wanted = tokens // length + HELD_OUT_WINDOWS
     windows = split(read_text(text)[: wanted * length * CHARACTERS_A_TOKEN], tokenizer, length)[:wanted]
     if len(windows) < MIN_WINDOWS:
         raise StartupError(f"--calibrate {text}: it has fewer than {MIN_WINDOWS * length:,} tokens, which is too little to calibrate with")
