@@ -24,6 +24,7 @@ from services.compute.tools.calibration.simulation import Form, quantize_inputs,
 from services.compute.tools.calibration.texts import default_text, split
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
+from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import CONFIGS, Engine, reference_model
 
@@ -66,6 +67,14 @@ def test_rounding_by_second_order_more_than_halves_the_error_of_correlated_input
         objectives(each.dequantize(torch.float32), weight, gram).sum() for each in (round_four_bit(weight, gram, kind, 64), quantize_four_bit(weight, kind, 64))
     ]
     assert errors[0] < 0.5 * errors[1]
+
+
+def test_inputs_that_are_not_finite_are_an_error_and_few_or_none_are_not() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(6))
+    with pytest.raises(StartupError, match="not finite"):
+        round_four_bit(weight, torch.full((64, 64), torch.nan), "w4", 32)
+    for gram in (torch.zeros(64, 64), torch.ones(64, 64), -1e-3 * torch.eye(64) + torch.ones(64, 64)):
+        assert round_four_bit(weight, gram, "w4", 32).dequantize(torch.float32).sub(weight).abs().max() < 2
 
 
 @pytest.mark.parametrize("form", [Form("w8a8"), Form("w4"), Form("nf4", 32)])

@@ -10,10 +10,11 @@ import torch
 
 from services.compute.backends.matrix import Grouped
 from services.compute.backends.torch.reference import FOUR_BIT_TABLES, quantize_four_bit
+from shared.errors import StartupError
 
 Tensor = torch.Tensor
 
-DAMPING = 0.01  # of the mean diagonal, added to it (Frantar et al. 2022, section 3.3)
+DAMPINGS = (0.01, 0.1, 1.0)  # of the mean diagonal, added to it (Frantar et al. 2022, section 3.3): the first that works
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 
 
@@ -89,13 +90,18 @@ def _round_in_order(weight: Tensor, gram: Tensor, kind: str, group: int) -> Grou
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Gram matrix's inverse, [k, k] float32."""
-    damped = gram.double()
-    diagonal = damped.diagonal()
-    diagonal += max(DAMPING * float(diagonal.mean()), 1e-8)
-    inverse = torch.cholesky_inverse(torch.linalg.cholesky(damped))
-    factor: Tensor = torch.linalg.cholesky(inverse, upper=True)
-    return factor.float()
+    """The upper Cholesky factor of the damped Gram matrix's inverse, [k, k] float32, with more damping where that is needed. Raises StartupError."""
+    mean = float(gram.diagonal().double().mean())
+    for damping in DAMPINGS:
+        damped = gram.double()
+        damped.diagonal().add_(max(damping * mean, 1e-8))
+        lower, problem = torch.linalg.cholesky_ex(damped)
+        if int(problem) == 0:
+            factor, problem = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
+        if int(problem) == 0 and bool(factor.isfinite().all()):
+            found: Tensor = factor.float()
+            return found
+    raise StartupError("the model computes numbers on this text that are not finite, so it can't be calibrated")
 
 
 def fit_grid(weights: Tensor, importance: Tensor, kind: str) -> Grid:
