@@ -1,101 +1,135 @@
-"""What does quantization cost in quality? Perplexity and agreement of the demo model in each mode, and the error of number formats.
+"""What does quantization cost in quality? Perplexity and agreement of a model in each mode, and the error of number formats on what its layers see.
 
-Method: two texts, each token given the ones before it, in single-token steps over the cache as in decoding. Conversations made from the demo's
-exchanges with wordings and orders that its training did not use: it knows their answers by heart. And a text that it never saw: there it knows
-nothing, its perplexity means little, but its broad distributions show the smallest change. Agreement is how often the likeliest next token
-is float32's, KL the distance from float32's distribution. Format errors are relative, root mean square: of the model's weights (INT8 and FP8
-by output column, four bits in groups of 64), and of made-up activations, normal and with 8 of 4,096 channels sixty times as
-large (INT8 and FP8 by row).
+Method: the docstrings of Python's standard library, in an order that mixes modules but is always the same (of one Python version), in windows, each
+token given those before it in its window. Agreement is how often the likeliest next token is bfloat16's, KL the distance from bfloat16's distribution.
+Checkpoints of `penstock quantize` can be measured beside the modes. Format errors are relative, mean square, median over the model's layers: of INT8
+and FP8 (e4m3) by row on the inputs that each kind of layer has on this text, in float32, and of their weights by output column.
 
-    python -m bench.quality [--conversations 40] [--text docs/architecture.md]
+    python -m bench.quality [--model smollm2-135m] [--quantized FOLDER ...] [--tokens 3584]
 """
 
 import argparse
+import ast
+import hashlib
 import json
-import random
-from collections.abc import Callable, Iterator
+import math
+import statistics
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer
 
-from services.compute.backends.torch.reference import quantize_four_bit, quantize_rows
-from services.compute.batch import ScheduledBatch
-from services.compute.cache.block_manager import BlockManager
-from services.compute.cache.kv_cache import KVCache
-from services.compute.model_runner import ModelRunner
-from services.compute.models.config import read_config
-from services.compute.models.decoder import Decoder
-from services.compute.scheduling.admission import make_admission
-from services.compute.scheduling.loop import run_step
-from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.backends.torch.linear import TorchMlp
+from services.compute.backends.torch.reference import quantize_rows
+from services.compute.models.config import Packed, read_config
+from services.compute.models.decoder import Decoder, ModelWeights
+from services.compute.tools.calibration.calibrate import fast_products, observe
+from services.compute.tools.calibration.perplexity import next_token_logs
+from services.compute.tools.calibration.simulation import ObservedLinear
+from services.compute.tools.calibration.texts import split
 from services.compute.weights.loader import load_weights
-from services.compute.weights.safetensors_source import SafetensorsSource
-from services.demo.train import IGNORED, conversation, read_exchanges
-from shared.model_files import DEMO_MODEL
-from shared.sampling_params import SamplingParams
+from shared.errors import StartupError
+from shared.model_files import ModelFiles, open_model
 
-WINDOW = 256
-SEED = 20_000_000  # training counts up from 0
-CONVERSATIONS = DEMO_MODEL.parent / "conversations.txt"
+DEFAULT_MODEL = "smollm2-135m"
+WINDOW = 256  # tokens
+LEAST_CHARACTERS = 300  # of a docstring that counts as prose
 FP8_LARGEST = 448.0
-
-MODES: dict[str, dict[str, object]] = {
-    "float32": {"dtype": torch.float32},
-    "bf16": {},
-    "w8a8": {"quantization": "w8a8"},
-    "w4, groups of 32": {"quantization": "w4", "group": 32},
-    "w4, groups of 64": {"quantization": "w4", "group": 64},
-    "w4, groups of 128": {"quantization": "w4", "group": 128},
-    "nf4, groups of 64": {"quantization": "nf4", "group": 64},
-    "bf16, KV int8 by 8": {"kv_group": 8},
-    "bf16, KV int8 by 32": {"kv_group": 32},
-    "bf16, KV int8 by 64": {"kv_group": 64},
-    "w8a8, KV int8 by 64": {"quantization": "w8a8", "kv_group": 64},
-}
+CPU = torch.device("cpu")
 
 
-def read(texts: list[list[int]], *, dtype: torch.dtype = torch.bfloat16, quantization: str = "none", group: int = 64, kv_group: int = 0) -> list[torch.Tensor]:
-    """Log probabilities after each token but the last of each text, [length - 1, vocab] float32."""
-    config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
-    device = torch.device("cpu")
-    model = Decoder(config, load_weights(DEMO_MODEL, config, dtype, device, quantization=quantization, group=group))
-    num_blocks = sum(len(text) // 16 + 1 for text in texts)
-    runner = ModelRunner(model, KVCache(config, num_blocks=num_blocks, block_size=16, dtype=dtype, device=device, group=kv_group), device)
-    blocks = BlockManager(num_blocks, 16, prefix_caching=False)
-    scheduler = Scheduler(blocks, make_admission("reserve", blocks), max_num_seqs=len(texts), max_batched_tokens=len(texts))
-    for number, text in enumerate(texts):
-        scheduler.add(Sequence(number, "r", text[:1], 1, SamplingParams(max_tokens=len(text) - 1)))
-    found: list[list[torch.Tensor]] = [[] for _ in texts]
+@dataclass(frozen=True, slots=True)
+class Mode:
+    name: str
+    packing: Packed = Packed("none", 64)
+    kv_group: int = 0
 
-    def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
-        """What the text says, whatever the model would say."""
-        for sequence, row in zip(sampled, runner.forward(batch), strict=True):
-            found[sequence.handle].append(row.log_softmax(-1))
-            yield texts[sequence.handle][sequence.num_tokens]
 
-    while run_step(scheduler, decide) is not None:
+MODES = [
+    Mode("bf16"),
+    Mode("bf16, KV int8 by 64", kv_group=64),
+    Mode("bf16, KV int8 by 8", kv_group=8),
+    Mode("w8a8", Packed("w8a8", 64)),
+    Mode("w8a8, KV int8 by 64", Packed("w8a8", 64), kv_group=64),
+    *(Mode(f"w4, groups of {group}", Packed("w4", group)) for group in (32, 64, 128)),
+    Mode("w4, groups of 64, LM head too", Packed("w4", 64, lm_head=True)),
+    Mode("nf4, groups of 64", Packed("nf4", 64)),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    perplexity: float
+    agreement: float  # with bfloat16's likeliest tokens
+    divergence: float  # KL from bfloat16's distribution, nats
+
+
+def docstrings() -> str:
+    """Those of the standard library's modules that lie beside each other, long enough to be prose, each once, in the order of their hashes."""
+    found = set()
+    for file in Path(sysconfig.get_path("stdlib")).glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                found.add(ast.get_docstring(node) or "")
+    prose = (text for text in found if len(text) >= LEAST_CHARACTERS)
+    return "\n\n".join(sorted(prose, key=lambda text: hashlib.sha256(text.encode()).digest()))
+
+
+def read(files: ModelFiles, mode: Mode, windows: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The log probabilities of each window's next tokens."""
+    config = read_config(files.config)
+    packing = {} if config.packed is not None else asdict(mode.packing)
+    model = Decoder(config, load_weights(files.folder, config, torch.bfloat16, CPU, **packing))
+    return next_token_logs(model, windows, kv_group=mode.kv_group)
+
+
+def measure(files: ModelFiles, mode: Mode, windows: torch.Tensor, reference: list[torch.Tensor]) -> Quality:
+    """reference: bfloat16's log probabilities, by window; filled in where it is empty."""
+    is_reference, loss, agreeing, divergence = not reference, 0.0, 0.0, 0.0
+    for number, logs in enumerate(read(files, mode, windows)):
+        if is_reference:
+            reference.append(logs)
+        expected = reference[number]
+        loss -= float(logs.gather(-1, windows[number, 1:, None]).sum())
+        agreeing += float((logs.argmax(-1) == expected.argmax(-1)).sum())
+        divergence += float((expected.exp() * (expected - logs)).sum())
+    count = windows[:, 1:].numel()
+    return Quality(math.exp(loss / count), agreeing / count, divergence / count)
+
+
+def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], windows: torch.Tensor) -> dict[str, Quality]:
+    print(f"\n{windows[:, 1:].numel()} tokens\n{'':34}{'perplexity':>12}{'':>10}{'agreement':>12}{'KL, nats':>10}")
+    reference: list[torch.Tensor] = []
+    found: dict[str, Quality] = {}
+    head_dim = read_config(files.config).head_dim
+    candidates = [(files, mode) for mode in modes if mode.kv_group == 0 or head_dim % mode.kv_group == 0]
+    candidates += [(open_model(str(folder)), Mode(folder.name)) for folder in quantized]
+    for of, mode in candidates:
+        quality = found[mode.name] = measure(of, mode, windows, reference)
+        cost = quality.perplexity / found["bf16"].perplexity - 1
+        print(f"{mode.name:34}{quality.perplexity:12.3f}{cost:+10.2%}{quality.agreement:12.2%}{quality.divergence:10.5f}", flush=True)
+    return found
+
+
+def observed_layers(files: ModelFiles, windows: torch.Tensor) -> dict[str, list[ObservedLinear]]:
+    """Each kind of layer, with rows of what it sees of the text, in float32."""
+    config = read_config(files.config)
+    weights = load_weights(files.folder, config, torch.float32, CPU)
+    layers, by_kind = [], {kind: [] for kind in ("qkv", "output", "gate and up", "down")}  # type: dict[str, list[ObservedLinear]]
+    for layer in weights.layers:
+        assert isinstance(layer.mlp, TorchMlp)
+        parts = [observe(each, windows.numel()) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
+        for kind, part in zip(by_kind.values(), parts, strict=True):
+            kind.append(part)
+        layers.append(replace(layer, qkv=parts[0], output=parts[1], mlp=TorchMlp(*parts[2:])))
+    head = observe(weights.lm_head, windows.numel())
+    model = Decoder(config, ModelWeights(embedding=weights.embedding, layers=layers, norm=weights.norm, lm_head=head))
+    for _ in next_token_logs(model, windows):
         pass
-    return [torch.stack(rows) for rows in found]
-
-
-def compare_modes(title: str, texts: list[list[int]], is_counted: torch.Tensor) -> None:
-    """is_counted: which of the tokens after each text's first, all texts in a row, count."""
-    targets = torch.cat([torch.tensor(text[1:]) for text in texts])[is_counted]
-    print(f"\n{title}, {len(targets)} tokens\n{'':22}{'perplexity':>14}{'agreement':>12}{'KL, nats':>10}")
-    reference = None
-    for name, options in MODES.items():
-        found = torch.cat(read(texts, **options))[is_counted]  # type: ignore[arg-type]
-        reference = found if reference is None else reference
-        perplexity = float(torch.exp(-found.gather(-1, targets[:, None]).mean()))
-        agreement = float((found.argmax(-1) == reference.argmax(-1)).float().mean())
-        divergence = float((reference.exp() * (reference - found)).sum(-1).mean())
-        print(f"{name:22}{perplexity:14,.4f}{agreement:12.2%}{divergence:10.5f}")
-
-
-def error(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return float((found.double() - exact.double()).norm() / exact.double().norm())
+    return by_kind | {"LM head": [head]}
 
 
 def int8(x: torch.Tensor) -> torch.Tensor:
@@ -104,45 +138,56 @@ def int8(x: torch.Tensor) -> torch.Tensor:
 
 
 def fp8(x: torch.Tensor) -> torch.Tensor:
-    scales = x.abs().amax(-1, keepdim=True) / FP8_LARGEST
+    scales = x.abs().amax(-1, keepdim=True).clamp(min=1e-12) / FP8_LARGEST
     return (x / scales).to(torch.float8_e4m3fn).float() * scales
 
 
-def four_bit(kind: str) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: quantize_four_bit(x, kind, 64).dequantize(torch.float32)
+def error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Relative, mean square."""
+    return float((found - exact).double().square().sum() / exact.double().square().sum())
 
 
-def compare_formats() -> None:
-    source = SafetensorsSource(DEMO_MODEL, torch.float32, torch.device("cpu"))
-    config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
-    shape = (config.intermediate_size, config.hidden_size)
-    weights = torch.cat(
-        [source.dense(f"model.layers.{number}.mlp.{kind}_proj.weight", shape) for number in range(config.num_layers) for kind in ("gate", "up")]
-    )
-    source.close()
-    rows = torch.randn(256, 4096, generator=torch.Generator().manual_seed(0))
-    outliers = rows.clone()
-    outliers[:, :8] *= 60
-    tensors = {"weights": weights, "normal activations": rows, "with outlier channels": outliers}
-    formats = {"INT8": int8, "FP8 e4m3": fp8, "INT4, groups of 64": four_bit("w4"), "NF4, groups of 64": four_bit("nf4")}
-    print(f"\n{'':20}" + "".join(f"{name:>24}" for name in tensors))
-    for name, quantize in formats.items():
-        print(f"{name:20}" + "".join(f"{error(quantize(each), each):>24.3%}" for each in tensors.values()))
+def compare_formats(files: ModelFiles, windows: torch.Tensor) -> dict[str, dict[str, float]]:
+    """FP8's error over INT8's, by kind of layer, of inputs and of weights: the median over layers."""
+    print(f"\n{'mean square error':20}" + "".join(f"{title:>16}" for title in ("inputs, INT8", "FP8", "ratio", "weights, INT8", "FP8", "ratio")))
+    ratios = {}
+    for kind, layers in observed_layers(files, windows).items():
+        errors = [[error(round_to(part), part) for part in (layer.rows, layer.weight) for round_to in (int8, fp8)] for layer in layers]
+        inputs, weights = ([statistics.median(row[place + 1] / row[place] for row in errors)] for place in (0, 2))
+        middle = [statistics.median(column) for column in zip(*errors, strict=True)]
+        ratios[kind] = {"inputs": inputs[0], "weights": weights[0]}
+        print(f"{kind:20}{middle[0]:16.2e}{middle[1]:16.2e}{inputs[0]:16.2f}{middle[2]:16.2e}{middle[3]:16.2e}{weights[0]:16.2f}")
+    return ratios
+
+
+def choose_model(name: str | None) -> ModelFiles:
+    """The model asked for; else the default one, or the demo where that was not pulled."""
+    if name is not None:
+        return open_model(name)
+    try:
+        return open_model(DEFAULT_MODEL)
+    except StartupError:
+        print(f"{DEFAULT_MODEL} is not here (penstock pull {DEFAULT_MODEL} brings it): the demo model, which knows no prose, stands in for it")
+        return open_model("demo")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Perplexity, agreement and number formats' errors.")
-    parser.add_argument("--conversations", type=int, default=40, help="default: %(default)s")
-    parser.add_argument("--text", type=Path, default=Path("docs/architecture.md"), help="that the model never saw (default: %(default)s)")
+    parser.add_argument("--model", help=f"a checkpoint folder or a model's name (default: {DEFAULT_MODEL} if it is there, else the demo)")
+    parser.add_argument("--quantized", type=Path, nargs="*", default=[], help="checkpoints of the same model, of penstock quantize")
+    parser.add_argument("--only", nargs="*", choices=[mode.name for mode in MODES], help="these modes, and bf16 (default: all)")
+    parser.add_argument("--tokens", type=int, default=3584, help="of prose (default: %(default)s)")
+    parser.add_argument("--format-tokens", type=int, default=1024, help="on which formats are compared; 0: they are not (default: %(default)s)")
     args = parser.parse_args()
-    tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
-    rng, exchanges = random.Random(SEED), read_exchanges(CONVERSATIONS)
-    texts, labels = zip(*(conversation(exchanges, tokenizer, rng) for _ in range(args.conversations)), strict=True)
-    compare_modes("the demo's answers", list(texts), torch.cat([torch.tensor(each[1:]) for each in labels]) != IGNORED)
-    tokens = tokenizer.encode(args.text.read_text(encoding="utf-8"))
-    windows = [tokens[start : start + WINDOW] for start in range(0, len(tokens) - WINDOW + 1, WINDOW)]
-    compare_modes("a text it never saw", windows, torch.ones(len(windows) * (WINDOW - 1), dtype=torch.bool))
-    compare_formats()
+    files = choose_model(args.model)
+    tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
+    windows = split(docstrings()[: args.tokens * 10], tokenizer, WINDOW)[: args.tokens // WINDOW]
+    modes = [mode for mode in MODES if args.only is None or mode.name in ("bf16", *args.only)]
+    with fast_products(), torch.inference_mode():
+        qualities = compare_modes(files, modes, args.quantized, windows)
+        ratios = compare_formats(files, windows[: args.format_tokens // WINDOW]) if args.format_tokens >= WINDOW else {}
+    measured = {name: asdict(quality) for name, quality in qualities.items()}
+    print(json.dumps({"model": files.name, "tokens": windows[:, 1:].numel(), "modes": measured, "fp8_over_int8": ratios}))
 
 
 if __name__ == "__main__":

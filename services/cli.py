@@ -49,6 +49,11 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument("--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s")
     quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
     quantize.add_argument("--attention-output", action="store_true", help="quantize attention's output projection too, whose inputs have outliers")
+    quantize.add_argument("--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight")
+    quantize.add_argument(
+        "--calibrate", metavar="TEXT", help="a text file, or default: round by what the layers see of it. Takes minutes, and keeps more of what the model knows"
+    )
+    quantize.add_argument("--calibration-tokens", type=int, default=16_384, help="of the text, at most (default: %(default)s)")
     commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)")
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
     make.add_argument("out", type=Path, help="folder to write")
@@ -115,9 +120,7 @@ def run_tool(args: argparse.Namespace) -> None:
 
             print(list_models())
         case "quantize":
-            from services.compute.tools.quantize import quantize
-
-            quantize(args.source, args.out, quantization=args.quantization, group=args.group, attention_output=args.attention_output)
+            run_quantize(args)
         case "build-kernels":
             from services.compute.backends.cpu.build import LIBRARY, build
 
@@ -128,6 +131,22 @@ def run_tool(args: argparse.Namespace) -> None:
             from services.compute.tools.make_model import make_model
 
             make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed)
+
+
+def run_quantize(args: argparse.Namespace) -> None:
+    from services.compute.models.config import Packed
+    from services.compute.tools.quantize import quantize
+
+    packing = Packed(args.quantization, args.group, args.attention_output, args.lm_head)
+    result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens)
+    texts = ["", ""]
+    if result.perplexities is not None:
+        before, after = result.perplexities
+        print(f"{'':12}{'size':>12}{'perplexity':>14}")
+        texts = [f"{before:14.3f}", f"{after:14.3f} ({after / before - 1:+.1%}, of text that calibration did not see)"]
+    for name, size, text in zip(("before", args.quantization), result.num_bytes, texts, strict=True):
+        print(f"{name:12}{size / 1e6:9.1f} MB{text}")
+    print(f"written to {args.out}; serve it: penstock up --model {args.out}")
 
 
 def default_redis(settings: StageSettings) -> StageSettings:

@@ -71,6 +71,7 @@ class EngineSettings(StageSettings):
     quantization: Literal["none", "w8a8", "w4", "nf4"] = Field("none", description="of weights, at load; activations then are int8: docs/kernels.md")
     quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
     quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")
+    quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")

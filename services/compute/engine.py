@@ -67,7 +67,7 @@ def load_model(settings: ComputeSettings, files: ModelFiles, dtype: torch.dtype,
         config = read_config(files.config, max_model_len)
         weights = load_weights(
             files.weights, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
-            attention_output=settings.quantize_attention_output,
+            attention_output=settings.quantize_attention_output, lm_head=settings.quantize_lm_head,
         )  # fmt: skip
         return Decoder(config, weights)
     if settings.quantization != "none" or settings.quantize_attention_output:

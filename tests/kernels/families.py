@@ -139,6 +139,7 @@ class Engine:
         dtype: torch.dtype = torch.float32,
         quantization: str = "none",
         attention_output: bool = False,
+        lm_head: bool = False,
         kv_group: int = 0,
         max_model_len: int | None = None,
         model_impl: str = "native",
@@ -148,7 +149,8 @@ class Engine:
         location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
         if model_impl == "native":
             config = read_config(text_config(found), max_model_len)
-            executor = Decoder(config, load_weights(location, config, dtype, device, quantization=quantization, attention_output=attention_output))
+            quantized: dict[str, Any] = {"quantization": quantization, "attention_output": attention_output, "lm_head": lm_head}
+            executor = Decoder(config, load_weights(location, config, dtype, device, **quantized))
         else:
             executor = load_transformers_model(location, dtype, device, max_model_len or SIZES["max_position_embeddings"])
         cache = KVCache(executor.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)

@@ -285,12 +285,12 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
     assert library_module.load_library.__wrapped__() is None
 
 
-@pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True})])
+@pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True, "lm_head": True})])
 def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: dict[str, bool], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = [[5, 6, 7], list(range(40, 90))]
     at_load = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization, **options)
     expected = at_load.generate(prompts, 12)
-    assert main(["quantize", "demo", str(tmp_path), "--quantization", quantization, *(["--attention-output"] if options else [])]) == 0
+    assert main(["quantize", "demo", str(tmp_path), "--quantization", quantization, *(["--attention-output", "--lm-head"] if options else [])]) == 0
     from_file = Engine(tmp_path, dtype=torch.bfloat16)
     assert from_file.generate(prompts, 12) == expected
     for number in range(len(prompts)):
@@ -311,6 +311,8 @@ def test_a_quantized_checkpoint_is_the_same_model(quantization: str, options: di
     if not options:
         with pytest.raises(StartupError, match="quantized already, without it"):
             Engine(tmp_path, dtype=torch.bfloat16, attention_output=True)
+        with pytest.raises(StartupError, match="--quantize-lm-head: .* quantized already, without it"):
+            Engine(tmp_path, dtype=torch.bfloat16, lm_head=True)
     config = json.loads((tmp_path / "config.json").read_text())
     config["intermediate_size"] += 64
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from services.compute.backends.cpu.attention import NativeAttention
+from services.compute.models.config import Packed
 from services.compute.tools.quantize import quantize
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import SIZES, Engine, reference_model
@@ -55,7 +56,7 @@ def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
 def test_a_packed_checkpoint_is_the_same_model(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path / "source")
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path / "source")
-    quantize(str(tmp_path / "source"), tmp_path / "packed", quantization="w8a8", group=64, attention_output=True)
+    quantize(str(tmp_path / "source"), tmp_path / "packed", Packed("w8a8", 64, attention_output=True))
     at_load = Engine(tmp_path / "source", dtype=torch.bfloat16, quantization="w8a8", attention_output=True)
     from_file = Engine(tmp_path / "packed", dtype=torch.bfloat16)
     prompts = random_prompts()

@@ -6,12 +6,12 @@ implementations of one have the same methods; the torch ones are the definition.
 
 import torch
 
-from services.compute.backends.cpu.attention import NativeAttention
+from services.compute.backends.cpu.attention import NativeAttention, NativePlan
 from services.compute.backends.cpu.library import load_library
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
 from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores, TorchAttention
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores, TorchAttention, TorchPlan
 from services.compute.backends.torch.linear import QUANTIZATIONS, Linear, Mlp, QuantizedTorchLinear, RowMath, TorchLinear, TorchMlp, TorchRowMath
 from services.compute.backends.torch.reference import quantize_weight
 from shared.errors import StartupError
@@ -24,6 +24,7 @@ __all__ = [
     "Heads",
     "Linear",
     "Mlp",
+    "Plan",
     "is_kept",
     "RowMath",
     "Scores",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 Attention = TorchAttention | NativeAttention
+Plan = TorchPlan | NativePlan  # of an Attention, for a step
 
 
 def is_native(dtype: torch.dtype, device: torch.device) -> bool:

@@ -26,6 +26,17 @@ class Packed:
     quantization: str
     group: int
     attention_output: bool = False  # whether attention's output projection is quantized too
+    lm_head: bool = False  # whether the LM head has four bits, too, where the layers have; else it has eight
+
+    @property
+    def of_output(self) -> str:
+        """The quantization of attention's output projection."""
+        return self.quantization if self.attention_output else "none"
+
+    @property
+    def of_head(self) -> str:
+        """The quantization of the LM head. In four bits it costs more than any other layer."""
+        return self.quantization if self.lm_head or self.quantization == "none" else "w8a8"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +93,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
         raise StartupError("use_bidirectional_attention is not supported: this model embeds text, it does not generate")
     try:
         read = reader(config, max_model_len or config["max_position_embeddings"])
-        packed = Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False)) if is_packed else None
+        packed = _packed(quantized) if is_packed else None
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
     except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
@@ -92,6 +103,11 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     if read.num_heads % read.num_kv_heads:
         raise StartupError(f"config.json: num_attention_heads {read.num_heads} is not a multiple of num_key_value_heads {read.num_kv_heads}")
     return replace(read, packed=packed, quantization_config=None if is_packed else quantized or None)
+
+
+def _packed(quantized: Config) -> Packed:
+    """quantization_config as penstock quantize wrote it; at first it packed the LM head like the layers, and did not say so."""
+    return Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False), quantized.get("lm_head", True))
 
 
 def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.compute.backends.dispatch import AttentionInputs, CosSin, Heads, Linear, Mlp, Scores, make_attention, make_row_math
+from services.compute.backends.dispatch import AttentionInputs, CosSin, Heads, Linear, Mlp, Plan, Scores, make_attention, make_row_math
 from services.compute.models.config import ModelConfig
 
 Tensor = torch.Tensor
@@ -71,29 +71,36 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
         """Write the step's K and V. kv_layers: KVCache.layers. Returns what the last layer makes of each token, [T, hidden]: `logits` of it is the head's."""
-        config, eps = self.config, self.config.rms_norm_eps
+        plan = self.plan(batch, kv_layers[0].shape[3])
+        x = self.embed(batch.input_ids)
+        for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
+            x = self.run_layer(number, layer, x, kv, plan)
+        return x
+
+    def plan(self, batch: ForwardBatch, block_size: int) -> Plan:
+        """What attention needs to know of the batch, the same for every layer."""
         ropes = self._rotary_tables(batch.positions)
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
-        plan = self.attention.plan(inputs, kv_layers[0].shape[3])
-        x = self._embed(batch.input_ids)
-        for layer, kv, window, rope in zip(self.weights.layers, kv_layers, config.sliding_windows, config.rope_of_layer, strict=True):
-            norms = layer.norms
-            qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
-            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)  # type: ignore[arg-type]
-            if self.adds_in_layers:
-                x = layer.output(h, residual=x)
-                x = layer.mlp(x, norm=norms.before_mlp, eps=eps)
-            else:
-                x = self._add(x, layer.output(h), norms.after_attention)
-                x = self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False), norms.after_mlp)
-        return x
+        return self.attention.plan(inputs, block_size)
+
+    def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Plan) -> Tensor:
+        """One layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
+        eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
+        qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
+        h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)  # type: ignore[arg-type]
+        if self.adds_in_layers:
+            x = layer.output(h, residual=x)
+            return layer.mlp(x, norm=norms.before_mlp, eps=eps)
+        x = self._add(x, layer.output(h), norms.after_attention)
+        return self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=eps, has_residual=False), norms.after_mlp)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab] float32, good until the next call."""
         return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
 
-    def _embed(self, input_ids: Tensor) -> Tensor:
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [T]. Returns [T, hidden]."""
         x = self.weights.embedding[input_ids]
         return x if self.config.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 

@@ -1,10 +1,12 @@
 """`penstock quantize`: a checkpoint with its layers quantized and packed, which loads as fast as it is read.
 
-The packed form is the same for every instruction set. Embedding and norms stay as they are; a tied LM head is stored beside the embedding.
+The packed form is the same for every instruction set. Embedding and norms stay as they are, but for the scales that calibration folds into norms; a tied
+LM head is stored beside the embedding.
 """
 
 import json
 import shutil
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -13,16 +15,33 @@ from safetensors.torch import save_file
 from services.compute.backends.cpu.library import load_library
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.dispatch import Linear, Mlp
-from services.compute.models.config import PACKED_METHOD, ModelConfig, read_config
-from services.compute.models.decoder import ModelWeights
+from services.compute.host_memory import give_back_free_memory
+from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, read_config
+from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.models.moe import MoeMlp
-from services.compute.weights.loader import load_weights, norm_names
+from services.compute.tools.calibration.calibrate import calibrate
+from services.compute.tools.calibration.perplexity import perplexity
+from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
+from services.compute.weights.loader import Loader, load_weights, norm_names, open_source
 from shared.errors import StartupError
-from shared.model_files import TOKENIZER_FILES, open_model
+from shared.model_files import TOKENIZER_FILES, ModelFiles, open_model
+
+BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
 
-def quantize(source: str, out: Path, *, quantization: str, group: int, attention_output: bool = False) -> None:
-    """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError."""
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of a checkpoint: before and after."""
+
+    num_bytes: tuple[int, int]  # of its weights' files
+    perplexities: tuple[float, float] | None  # of text that calibration did not see; None without calibration
+
+
+def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS) -> Result:
+    """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError.
+
+    calibration: a text's path, or default, of which so many tokens are used; None: weights are rounded to nearest, whatever the layers' inputs are.
+    """
     files = open_model(source, weights=True)
     if out.resolve() in (files.folder, files.weights):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
@@ -31,21 +50,49 @@ def quantize(source: str, out: Path, *, quantization: str, group: int, attention
     config = read_config(files.config)
     if config.packed is not None:
         raise StartupError(f"{files.weights} is quantized already")
-    weights = load_weights(
-        files.weights, config, torch.bfloat16, torch.device("cpu"), quantization=quantization, group=group, attention_output=attention_output
-    )
-    tensors = collect(config, weights)
+    windows = None if calibration is None else read_windows(calibration, files, tokens)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"{out}: {error.strerror}") from None
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    if windows is None:
+        weights, perplexities = load_weights(files.weights, config, BFLOAT16, CPU, **asdict(packing)), None
+    else:
+        weights, perplexities = _calibrated(files, config, packing, windows)
+    size = _write(out, files, config, packing, weights)
+    return Result((_num_bytes(files.weights), size), perplexities)
+
+
+def _num_bytes(weights: Path) -> int:
+    """Of a GGUF file, or of a folder's weights."""
+    files = [weights] if weights.is_file() else weights.glob("*.safetensors")
+    return sum(file.stat().st_size for file in files)
+
+
+def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows: Windows) -> tuple[ModelWeights, tuple[float, float]]:
+    """The calibrated weights, and the perplexity of what was held out: in bfloat16, and quantized."""
+    before = perplexity(Decoder(config, load_weights(files.weights, config, BFLOAT16, CPU)), windows.held_out)
+    give_back_free_memory()
+    source = open_source(files.weights, config, torch.float32, CPU)
+    try:
+        if source.quantized_as:
+            raise StartupError(f"{files.weights} is quantized already ({source.quantized_as}); only dense checkpoints are")
+        weights = calibrate(Loader(source, config, torch.float32, Packed("none", packing.group)), packing, windows.calibration)
+    finally:
+        source.close()
+    return weights, (before, perplexity(Decoder(config, weights), windows.held_out))
+
+
+def _write(out: Path, files: ModelFiles, config: ModelConfig, packing: Packed, weights: ModelWeights) -> int:
+    """Write weights, config.json and the tokenizer's files. Returns the bytes of the weights' file."""
+    save_file(collect(config, weights), out / "model.safetensors", metadata={"format": "pt"})
     for pattern in TOKENIZER_FILES:
         for file in files.folder.glob(pattern):
             if not file.name.endswith(".index.json"):
                 shutil.copy(file, out)
-    described = {"quant_method": PACKED_METHOD, "quantization": quantization, "group": group, "attention_output": attention_output}
+    described = {"quant_method": PACKED_METHOD} | asdict(packing)
     (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
+    return (out / "model.safetensors").stat().st_size
 
 
 def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:

@@ -32,7 +32,15 @@ def open_source(location: Path, config: ModelConfig, dtype: torch.dtype, device:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device, *, quantization: str = "none", group: int = 64, attention_output: bool = False
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    quantization: str = "none",
+    group: int = 64,
+    attention_output: bool = False,
+    lm_head: bool = False,
 ) -> ModelWeights:
     """All of the model's weights, of a folder or a GGUF file: quantized layer by layer as they are read, or packed as `penstock quantize` left them.
 
@@ -47,10 +55,12 @@ def load_weights(
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
         if attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
+        if lm_head and not config.packed.lm_head:
+            raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
     source = open_source(folder, config, dtype, device)
-    loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output))
+    loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output, lm_head))
     try:
-        if source.quantized_as and (quantization != "none" or attention_output):
+        if source.quantized_as and (quantization != "none" or attention_output or lm_head):
             option = f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output"
             raise StartupError(f"{option}: {folder} is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized")
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
@@ -110,9 +120,7 @@ class Loader:
         return LayerWeights(
             norms=Norms(**norms),
             qkv=self.linear(prefix + "qkv.", qkv_names, qkv_shapes, config.has_qkv_bias),
-            output=self.linear(
-                prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, is_quantized=self.packing.attention_output
-            ),
+            output=self.linear(prefix + "output.", [attention + "o_proj."], [(hidden, q_size)], config.has_output_bias, quantization=self.packing.of_output),
             mlp=self.mixture(prefix, config.moe) if config.moe is not None and number in config.moe.sparse_layers else self.mlp(prefix),
         )
 
@@ -129,11 +137,11 @@ class Loader:
         """Of Mixtral's names or of Qwen's; their experts each a tensor of its own, or all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
-        router = self.linear(prefix + "router.", [block + "gate."], [(moe.num_experts, hidden)], False, is_quantized=False)
+        router = self.linear(prefix + "router.", [block + "gate."], [(moe.num_experts, hidden)], False, quantization="none")
         shared = None
         if moe.shared_intermediate_size:
             names = [block + f"shared_expert.{which}_proj." for which in ("gate", "up", "down")]
-            gate = self.linear(prefix + "shared.gate.", [block + "shared_expert_gate."], [(1, hidden)], False, is_quantized=False)
+            gate = self.linear(prefix + "shared.gate.", [block + "shared_expert_gate."], [(1, hidden)], False, quantization="none")
             shared = SharedExpert(self.expert(prefix + "shared.", names, moe.shared_intermediate_size), gate)
         if self.source.has(block + "experts.gate_up_proj"):
             experts = self.fused_experts(block, moe)
@@ -174,13 +182,13 @@ class Loader:
         """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.is_tied and self.config.packed is None:
-            return make_linear(self.source.tied_head(embedding), self.dtype, quantization=self.packing.quantization, group=self.packing.group)
-        return self.linear("lm_head.", ["lm_head."], [shape], False)
+            return make_linear(self.source.tied_head(embedding), self.dtype, quantization=self.packing.of_head, group=self.packing.group)
+        return self.linear("lm_head.", ["lm_head."], [shape], False, quantization=self.packing.of_head)
 
     def linear(
-        self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, is_quantized: bool = True
+        self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, quantization: str | None = None
     ) -> Linear:
-        """A layer of several matrices with the same inputs."""
+        """A layer of several matrices with the same inputs, quantized like most of them unless it says how."""
         if self.config.packed is not None:
             assert isinstance(self.source, SafetensorsSource)
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
@@ -189,7 +197,7 @@ class Loader:
                 return restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=self.config.activation)
             except ValueError as error:
                 raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
-        quantization, group = self.packing.quantization if is_quantized else "none", self.packing.group
+        quantization, group = quantization or self.packing.quantization, self.packing.group
         matrices = [self.source.matrix(source, shape) for source, shape in zip(sources, shapes, strict=True)]
         biases = [self.source.dense(source + "bias", shape[:1]) for source, shape in zip(sources, shapes, strict=True)] if has_bias else []
         bias = torch.cat(biases) if biases else None

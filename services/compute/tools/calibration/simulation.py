@@ -1,0 +1,77 @@
+"""What a quantized layer computes, in float32 and fast enough to calibrate with; and a layer that keeps statistics of its inputs."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from services.compute.backends.matrix import Grouped, Int8Columns, Matrix
+from services.compute.backends.torch.linear import TorchLinear
+from services.compute.backends.torch.reference import quantize_groups, quantize_weight
+
+Tensor = torch.Tensor
+
+SAMPLED_ROWS = 512  # of a layer's inputs that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How a layer will be quantized."""
+
+    kind: str  # w8a8, w4 or nf4
+    group: int = 64  # inputs that share a scale, with four bits
+
+
+def quantize_matrix(weight: Tensor, form: Form) -> Int8Columns | Grouped:
+    """weight: [n, k], rounded to nearest."""
+    return quantize_weight(weight, form.kind, form.group)
+
+
+def quantize_inputs(x: Tensor, form: Form) -> Tensor:
+    """x [T, k] rounded as the layer rounds it, in float32: with a scale for each row, and for each group where the weights have groups."""
+    size = x.shape[1] if form.kind == "w8a8" else form.group
+    codes, scales = quantize_groups(x, size)
+    return codes.float() * scales.repeat_interleave(size, 1)[:, : x.shape[1]]
+
+
+class ObservedLinear(TorchLinear):
+    """A dense layer that keeps what calibration needs of its inputs: their Gram matrix, and some rows."""
+
+    def __init__(self, dense: TorchLinear, num_rows: int) -> None:
+        """num_rows: that it is going to see in all."""
+        super().__init__(dense.weight, dense.bias, is_gated=dense.is_gated, activation=dense.activation)
+        k = dense.weight.shape[1]
+        self.gram = torch.zeros((k, k))
+        self.scales = torch.ones(k)  # that the inputs have been divided by since they were seen
+        self.stride = max(num_rows // SAMPLED_ROWS, 1)
+        self._rows: list[Tensor] = []
+
+    @property
+    def rows(self) -> Tensor:
+        """[about SAMPLED_ROWS, k], evenly from all."""
+        return torch.cat(self._rows) / self.scales
+
+    def keep(self, x: Tensor) -> None:
+        self.gram.addmm_(x.T, x)
+        self._rows.append(x[:: self.stride].clone())
+
+    def multiply(self, x: Tensor) -> Tensor:
+        self.keep(x)
+        return super().multiply(x)
+
+    def scale(self, scales: Tensor) -> None:
+        """From now on the inputs will be divided by scales [k]; so the weights are multiplied by them, in place."""
+        self.weight *= scales
+        self.gram /= scales[:, None] * scales
+        self.scales = self.scales * scales
+
+
+class SimulatedLinear(TorchLinear):
+    """A quantized layer in float32."""
+
+    def __init__(self, matrix: Matrix, bias: Tensor | None, form: Form, *, is_gated: bool, activation: str) -> None:
+        super().__init__(matrix.dequantize(torch.float32), bias, is_gated=is_gated, activation=activation)
+        self.form = form
+
+    def multiply(self, x: Tensor) -> Tensor:
+        return F.linear(quantize_inputs(x, self.form), self.weight, self.bias)

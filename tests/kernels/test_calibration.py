@@ -1,0 +1,242 @@
+"""Calibration: rounding by second order, scales that are folded, and checkpoints that know more than rounding to nearest leaves."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from services.cli import main
+from services.compute.backends.matrix import Grouped
+from services.compute.backends.torch.linear import TorchLinear
+from services.compute.backends.torch.reference import quantize_four_bit, rms_norm
+from services.compute.models.config import Packed, read_config
+from services.compute.models.decoder import Decoder
+from services.compute.tools.calibration.calibrate import calibrate, observe
+from services.compute.tools.calibration.perplexity import next_token_logs, perplexity
+from services.compute.tools.calibration.rounding import objectives, round_four_bit
+from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
+from services.compute.tools.calibration.simulation import Form, quantize_inputs, quantize_matrix
+from services.compute.tools.calibration.texts import default_text, split
+from services.compute.weights.loader import Loader, load_weights
+from services.compute.weights.safetensors_source import SafetensorsSource
+from shared.errors import StartupError
+from shared.model_files import DEMO_MODEL
+from tests.kernels.families import CONFIGS, Engine, reference_model
+
+CPU = torch.device("cpu")
+CONVERSATIONS = DEMO_MODEL.parent / "conversations.txt"
+
+
+def correlated(rows: int, k: int, rank: int, generator: torch.Generator) -> torch.Tensor:
+    """Inputs of which a few directions, and a few channels, hold most."""
+    shared = torch.randn(rows, rank, generator=generator) @ torch.randn(rank, k, generator=generator)
+    x = shared + 0.1 * torch.randn(rows, k, generator=generator)
+    x[:, :: max(k // 3, 1)] *= 20
+    return x
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    n=st.integers(1, 40), k=st.integers(1, 150), rank=st.integers(1, 20), rows=st.integers(1, 200), group=st.sampled_from([32, 64, 128]),
+    kind=st.sampled_from(["w4", "nf4"]), seed=st.integers(0, 2**31),
+)  # fmt: skip
+def test_no_column_is_rounded_worse_than_to_nearest(n: int, k: int, rank: int, rows: int, group: int, kind: str, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x, weight = correlated(rows, k, rank, generator), torch.randn(n, k, generator=generator)
+    gram = x.T @ x
+    found, nearest = round_four_bit(weight, gram, kind, group), quantize_four_bit(weight, kind, group)
+    assert isinstance(found, Grouped) and found.codes.max() < 16
+    assert (found.zeros is None) == (nearest.zeros is None)
+    errors = [objectives(each.dequantize(torch.float32), weight, gram) for each in (found, nearest)]
+    assert (errors[0] <= errors[1]).all()
+    direct = ((x @ (found.dequantize(torch.float32) - weight).T) ** 2).sum(0)
+    torch.testing.assert_close(errors[0], direct, rtol=0.02, atol=1e-3 * float(errors[1].max()))
+
+
+@pytest.mark.parametrize("kind", ["w4", "nf4"])
+def test_rounding_by_second_order_more_than_halves_the_error_of_correlated_inputs(kind: str) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight = correlated(2000, 256, 40, generator), torch.randn(128, 256, generator=generator)
+    gram = x.T @ x
+    errors = [
+        objectives(each.dequantize(torch.float32), weight, gram).sum() for each in (round_four_bit(weight, gram, kind, 64), quantize_four_bit(weight, kind, 64))
+    ]
+    assert errors[0] < 0.5 * errors[1]
+
+
+def test_inputs_that_are_not_finite_are_an_error_and_few_or_none_are_not() -> None:
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(6))
+    with pytest.raises(StartupError, match="not finite"):
+        round_four_bit(weight, torch.full((64, 64), torch.nan), "w4", 32)
+    for gram in (torch.zeros(64, 64), torch.ones(64, 64), -1e-3 * torch.eye(64) + torch.ones(64, 64)):
+        assert round_four_bit(weight, gram, "w4", 32).dequantize(torch.float32).sub(weight).abs().max() < 2
+
+
+@pytest.mark.parametrize("form", [Form("w8a8"), Form("w4"), Form("nf4", 32)])
+def test_scales_help_where_channels_are_large_and_stay_away_where_they_do_not(form: Form) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randn(64, 192, generator=generator)
+
+    def error(x: torch.Tensor, scales: torch.Tensor) -> float:
+        found = quantize_inputs(x / scales, form) @ quantize_matrix(weight * scales, form).dequantize(torch.float32).T
+        return float((found - x @ weight.T).square().sum())
+
+    x = torch.randn(300, 192, generator=generator)
+    x[:, [3, 70]] *= 50
+    scales = find_scales(x, weight, form)
+    assert error(x, scales) < 0.5 * error(x, torch.ones(192))
+    even = torch.ones(300, 192) * torch.randn(300, 1, generator=generator)
+    assert error(even, find_scales(even, weight, form)) <= error(even, torch.ones(192))
+
+
+def test_folded_scales_leave_the_model_as_it_is() -> None:
+    """A norm and the layer behind it; a gated layer and the one behind it."""
+    generator = torch.Generator().manual_seed(3)
+    hidden, inter = 48, 80
+
+    def linear(n: int, k: int, *, is_gated: bool = False) -> TorchLinear:
+        return TorchLinear(torch.randn(n, k, generator=generator), torch.randn(n, generator=generator), is_gated=is_gated)
+
+    gate_up, down = observe(linear(2 * inter, hidden, is_gated=True), 30), observe(linear(hidden, inter), 30)
+    x, norm = torch.randn(30, hidden, generator=generator), torch.rand(hidden, generator=generator) + 0.5
+    norm[5] = 0.0
+    expected = down(gate_up(x, norm=norm, eps=1e-5))
+    gram = gate_up.gram.clone()
+    down_scales = torch.rand(inter, generator=generator) * 7 + 0.1
+    down.scale(down_scales)
+    fold_into_up(gate_up, down_scales)
+    folded, scales = fold_into_norm(norm, torch.rand(hidden, generator=generator) * 7 + 0.1)
+    gate_up.scale(scales)
+    assert torch.equal(folded, folded.bfloat16().float())
+    torch.testing.assert_close(gate_up.gram, gram / scales / scales[:, None])
+    torch.testing.assert_close(gate_up.rows, rms_norm(x, folded, 1e-5))
+    torch.testing.assert_close(down(gate_up(x, norm=folded, eps=1e-5)), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_family_comes_nearer_to_itself(name: str, tmp_path: Path) -> None:
+    """In four bits, on text that calibration did not see: the logits' error is below that of rounding to nearest."""
+    reference_model(name, tmp_path)
+    config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    windows = torch.randint(0, config.vocab_size, (24, 64), generator=torch.Generator().manual_seed(4))
+    held_out = torch.randint(0, config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(5))
+    source = SafetensorsSource(tmp_path, torch.float32, CPU)
+    packing = Packed("w4", 32, attention_output=True)
+    calibrated = calibrate(Loader(source, config, torch.float32, Packed("none", 32)), packing, windows)
+    source.close()
+    exact = load_weights(tmp_path, config, torch.float32, CPU)
+    nearest = load_weights(tmp_path, config, torch.bfloat16, CPU, quantization="w4", group=32, attention_output=True)
+    logs = [torch.cat(list(next_token_logs(Decoder(config, weights), held_out))) for weights in (exact, calibrated, nearest)]
+    errors = [float((logs[0] - each).square().mean()) for each in logs[1:]]
+    assert errors[0] < errors[1]
+
+
+def windows_of(text: str) -> torch.Tensor:
+    return split(text, Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json")), 128)
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, torch.Tensor]]:
+    """A text in the demo's own words to calibrate on, and windows of another."""
+    lines = [line[3:] for line in CONVERSATIONS.read_text(encoding="utf-8").splitlines() if line.startswith(("Q: ", "A: "))]
+    path = tmp_path_factory.mktemp("talk") / "talk.txt"
+    path.write_text("\n".join(lines[::2]), encoding="utf-8")
+    yield path, windows_of("\n".join(lines[1::2]))
+
+
+@pytest.mark.parametrize(("quantization", "bound"), [("w4", 0.7), ("nf4", 0.8), ("w8a8", 1.1)])
+def test_a_calibrated_checkpoint_loads_serves_and_is_nearer(
+    quantization: str, bound: float, talk: tuple[Path, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bound: of its distance from bfloat16's distribution, over that of rounding to nearest."""
+    text, held_out = talk
+    assert main(["quantize", "demo", str(tmp_path), "--quantization", quantization, "--calibrate", str(text)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == ["size", "before", quantization, "written"]
+    config = read_config(json.loads((tmp_path / "config.json").read_text()))
+    assert config.packed == Packed(quantization, 64)
+    models = [Decoder(config, load_weights(tmp_path, config, torch.bfloat16, CPU))]
+    dense = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
+    models += [Decoder(dense, load_weights(DEMO_MODEL, dense, torch.bfloat16, CPU, quantization=each)) for each in (quantization, "none")]
+    calibrated, nearest, exact = (torch.cat([logs.clone() for logs in next_token_logs(model, held_out)]) for model in models)
+    distances = [float((exact.exp() * (exact - each)).sum(-1).mean()) for each in (calibrated, nearest)]
+    assert distances[0] < bound * distances[1]
+    prompts = [[5, 6, 7], list(range(40, 90))]
+    engine = Engine(tmp_path, dtype=torch.bfloat16)
+    together = engine.generate(prompts, 12)
+    assert [engine.generate([prompt], 12)[0] for prompt in prompts] == together
+
+
+def test_the_lm_head_keeps_eight_bits_unless_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
+    windows = windows_of(CONVERSATIONS.read_text(encoding="utf-8"))[:6]
+    found = {}
+    for lm_head in (False, True):
+        at_load = Decoder(config, load_weights(DEMO_MODEL, config, torch.bfloat16, CPU, quantization="w4", lm_head=lm_head))
+        found[lm_head] = perplexity(at_load, windows)
+        folder = tmp_path / str(lm_head)
+        assert main(["quantize", "demo", str(folder), "--quantization", "w4", *(["--lm-head"] if lm_head else [])]) == 0
+        packed = read_config(json.loads((folder / "config.json").read_text()))
+        assert packed.packed == Packed("w4", 64, lm_head=lm_head)
+        assert perplexity(Decoder(packed, load_weights(folder, packed, torch.bfloat16, CPU)), windows) == found[lm_head]
+    assert found[False] != found[True]
+    sizes = [(tmp_path / str(lm_head) / "model.safetensors").stat().st_size for lm_head in (False, True)]
+    assert sizes[0] > sizes[1]
+    config_json = json.loads((tmp_path / "True" / "config.json").read_text())
+    del config_json["quantization_config"]["lm_head"]
+    assert read_config(config_json).packed == Packed("w4", 64, lm_head=True)  # as it was written before the head had a rule of its own
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "No such file or directory"),
+        (b"too short", "fewer than 2,560 tokens"),
+        (b"", "fewer than 2,560 tokens"),
+        (b"\xff\xfe" * 40_000, "not a text in UTF-8"),
+        ("folder", "Is a directory"),
+    ],
+)
+def test_a_bad_text_is_one_line(content: bytes | str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text"
+    if content == "folder":
+        text.mkdir()
+    elif isinstance(content, bytes):
+        text.write_bytes(content)
+    assert main(["quantize", "demo", str(tmp_path / "out"), "--quantization", "w4", "--calibrate", str(text)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and len(printed.err.splitlines()) == 1
+    assert str(text) in printed.err and message in printed.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_few_tokens_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "-1"]) == 2
+    assert capsys.readouterr().err == "penstock: --calibration-tokens -1: at least 2,560 are needed\n"
+
+
+def test_the_default_text_is_long_and_the_same_each_time() -> None:
+    text = default_text()
+    assert text == default_text()
+    assert len(text) > 300_000
+
+
+def test_windows_begin_as_the_tokenizer_begins_a_text() -> None:
+    described = json.loads((DEMO_MODEL / "tokenizer.json").read_text(encoding="utf-8"))
+    plain = split("one two three four " * 50, Tokenizer.from_str(json.dumps(described)), 16)
+    beginning = {"id": "<|system|>", "type_id": 0}
+    described["post_processor"] = {
+        "type": "TemplateProcessing", "single": [{"SpecialToken": beginning}, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "special_tokens": {"<|system|>": {"id": "<|system|>", "ids": [2], "tokens": ["<|system|>"]}},
+    }  # fmt: skip
+    described["post_processor"]["pair"] = [*described["post_processor"]["single"], {"Sequence": {"id": "B", "type_id": 1}}]
+    begun = split("one two three four " * 50, Tokenizer.from_str(json.dumps(described)), 16)
+    assert (begun[:, 0] == 2).all()
+    tokens = plain.flatten().tolist()
+    joined = begun[:, 1:].flatten().tolist()
+    assert joined == tokens[: len(joined)] or joined[: len(tokens)] == tokens
