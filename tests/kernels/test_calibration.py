@@ -118,7 +118,7 @@ def test_folded_scales_leave_the_model_as_it_is() -> None:
     torch.testing.assert_close(down(gate_up(x, norm=folded, eps=1e-5)), expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", sorted(CONFIGS.keys() - {"mixtral", "qwen2-moe", "qwen3-moe"}))
 def test_every_family_comes_nearer_to_itself(name: str, tmp_path: Path) -> None:
     """In four bits, on text that calibration did not see: the logits' error is below that of rounding to nearest."""
     reference_model(name, tmp_path)
