@@ -155,7 +155,7 @@ class Launcher:
         print(
             f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True
         )
-        question = "What is Penstock?" if name == "penstock-demo" else "What is the capital of France?"
+        question = "What is Penstock?" if name == "penstock-demo" else "What is a hydroelectric power plant?"
         body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
         print(f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
 

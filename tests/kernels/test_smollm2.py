@@ -81,8 +81,17 @@ def test_it_answers_with_what_everybody_knows(files: ModelFiles) -> None:
     tokenizer = AutoTokenizer.from_pretrained(files.folder)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "What is the capital of France?"}], tokenize=False, add_generation_prompt=True)
     assert text.endswith("<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n")
-    [tokens] = Engine(files, dtype=torch.bfloat16).generate([tokenizer.encode(text, add_special_tokens=False)], 40, eos=2)
+    [tokens] = Engine(files, dtype=torch.float32).generate([tokenizer.encode(text, add_special_tokens=False)], 40, eos=2)
     assert tokenizer.decode(tokens) == "The capital of France is Paris.<|im_end|>" and tokens[-1] in files.eos_token_ids
+
+
+def test_it_answers_a_newcomers_first_question_as_it_is_served(files: ModelFiles) -> None:
+    """The README's. (Of France's capital the model is so unsure that the rounding of activations makes it sing.)"""
+    tokenizer = AutoTokenizer.from_pretrained(files.folder)
+    question = [{"role": "user", "content": "What is a hydroelectric power plant?"}]
+    prompt = tokenizer.encode(tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=True), add_special_tokens=False)
+    [tokens] = Engine(files, dtype=torch.bfloat16).generate([prompt], 24)
+    assert tokenizer.decode(tokens).startswith("A hydroelectric power plant is a type of renewable energy")
 
 
 def test_its_tokenizer_is_byte_level_with_single_digits(files: ModelFiles) -> None:
