@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+COMPUTING := tests/architecture tests/kernels tests/unit tests/wire
 .PHONY: up test check chaos compose-test bench
 
 $(BIN)/penstock: pyproject.toml
@@ -17,8 +18,14 @@ $(VENV)/dev: pyproject.toml
 up: $(BIN)/penstock
 	$(BIN)/penstock up $(ARGS)
 
+# What computes runs in one process a core; what starts processes of its own, in one. With ARGS, those tests only.
 test: $(VENV)/dev
+ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
+else
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(COMPUTING)
+	$(BIN)/python -m pytest $(addprefix --ignore=,$(COMPUTING))
+endif
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .
