@@ -1,4 +1,4 @@
-"""Compute: the model's stage."""
+"""Compute owns what needs the whole vocabulary."""
 
 import os
 
