@@ -77,6 +77,8 @@ class ComputeService:
 
     def compute(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step, and send its candidates on their way."""
+        if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
+            self.exchange.publish_held()
         hidden = self.runner.run(batch)
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get)
         logits = self.runner.logits(batch, hidden)

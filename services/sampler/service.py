@@ -54,9 +54,13 @@ class Decided:
     end: TokenEvent | None = None  # without a token, with which the request ends now
 
     @property
+    def key(self) -> tuple[int, int]:
+        return self.handle, self.position
+
+    @property
     def is_over(self) -> bool:
         """Whether nothing follows it in its sequence."""
-        return self.state is None or self.end is not None or self.state.is_finished
+        return self.state is None or self.outcome is None or self.outcome.finish_reason is not None
 
     @property
     def outcome(self) -> TokenEvent | None:
@@ -148,6 +152,8 @@ class SamplerService:
             raise
         except Exception as error:  # a mistake in this message, or of ours with it: compute asks again, and gives the request up in the end
             log.exception("a step can't be answered", compute_id=step.compute_id)
+            for handle in step.handles.tolist():  # some may be ahead of their logs by now
+                self.states.pop((step.compute_id, handle), None)
             letter = partial(write_dead_letter, self.reader.stream.key, {MESSAGE: encode(step)}, error, 1)
             self.stage.transport.run(letter)
 
@@ -216,20 +222,25 @@ class SamplerService:
         token_ids, logits = self.draw(step, known)
         previous = step.previous_token_ids.tolist() or [None] * len(positions)
         decided: list[Decided] = []
-        over = set[int]()  # nothing follows what ends a sequence
+        over, astray = set[int](), set[int]()  # handles whose sequences have ended, or whose logs hold other tokens than the next rows were computed upon
+        token_before: dict[int, int | None] = {}  # that the log holds, by handle, of the row before
         for row, (handle, position, state) in enumerate(zip(handles, positions, known, strict=True)):
             if handle in over:
                 continue
+            if previous[row] is not None and token_before.get(handle, previous[row]) != previous[row]:
+                astray.add(handle)
             if state is None:
                 decided.append(Decided(handle, position, None, code=UNKNOWN))
             elif state.lost:
                 decided.append(Decided(handle, position, state, end=state.failure(state.lost)))
             elif position <= state.position or state.is_finished:
                 decided.append(self.logged(state, handle, position))
-            elif position == state.position + 1 and (previous[row] is None or previous[row] == state.last_token_id):
+                token_before[handle] = decided[-1].event.token_id if decided[-1].event is not None else None
+            elif handle not in astray and position == state.position + 1 and (previous[row] is None or previous[row] == state.last_token_id):
                 decided.append(self.append(step, row, state, token_ids[row], logits[row]))
             else:
                 log.info("passed over, computed upon other tokens than the log's", request_id=state.intro.request_id, position=position)
+                astray.add(handle)
                 continue
             if decided[-1].is_over:
                 over.add(handle)
@@ -276,28 +287,43 @@ class SamplerService:
         last = state.last_event
         if last is None or last.position > position:
             found = self.stage.transport.run(lambda pipe: queue_entry(pipe, state.intro.request_id, position))[0]
-            last = decode_entry(found[0][1][MESSAGE]) if found else None
+            try:
+                last = decode_entry(found[0][1][MESSAGE]) if found else None
+            except Lost as error:
+                return Decided(handle, position, state, end=state.failure(str(error)))
         return Decided(handle, position, state, event=last)
 
     def write(self, step: StepCandidates, decided: list[Decided]) -> list[Decided]:
-        """One round trip. If a position was decided elsewhere meanwhile, take over what the log holds, send that, and decide anew what comes after it."""
-        new = [row for row in decided if row.entry is not None]
-        refused = self._send(step, decided, [row.entry for row in new if row.entry is not None])
-        if not refused:
-            return decided
-        held = {(new[index - 1].handle, new[index - 1].position): payload for index, payload in refused}
-        cut = {key for key, payload in held.items() if payload == b""}
-        settled = [
-            self.settle(row, held[key]) if (key := (row.handle, row.position)) in held else row for row in decided if (row.handle, row.position) not in cut
-        ]
-        self._send(step, settled, [])
-        for state in {id(row.state): row.state for row in new if (row.handle, row.position) in cut and row.state is not None}.values():
+        """One round trip, and one more for ends without a token. If a position was decided elsewhere meanwhile, take over what the log holds, send that, and
+        decide anew what comes after it."""
+        tokens, ends = [row for row in decided if row.end is None], [row for row in decided if row.end is not None]
+        settled, refused = self.write_tokens(step, tokens) if tokens else ([], {})
+        handles = {handle for handle, _ in refused}
+        told = [row for row in ends if row.handle not in handles]
+        if told:
+            self._send(step, told, [])
+        over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != refused.get(row.key, row.outcome.token_id)}
+        again = {row.key: row for row in decided if row.handle in handles - over}
+        for row in settled:
+            again.pop(row.key, None)
+        for state in {id(row.state): row.state for row in again.values() if row.state is not None}.values():
             self.renew(state)
-        over = {row.handle for row in settled if row.state is None or row.end is not None}
         keys = zip(step.handles.tolist(), step.positions.tolist(), strict=True)
-        for part in select(step, [index for index, key in enumerate(keys) if key in cut and key[0] not in over]):
+        for part in select(step, [index for index, key in enumerate(keys) if key in again]):
             settled += self.write(part, self.decide(part))
-        return settled
+        return settled + told
+
+    def write_tokens(self, step: StepCandidates, decided: list[Decided]) -> tuple[list[Decided], dict[tuple[int, int], int | None]]:
+        """Rows without ends of their own. Returns those that the log holds now, and the tokens that it refused, of each sequence the first."""
+        new = [row for row in decided if row.entry is not None]
+        found = self._send(step, decided, [row.entry for row in new if row.entry is not None])
+        if not found:
+            return decided, {}
+        held = {new[index - 1].key: payload for index, payload in found}
+        refused = {row.key: row.entry.event.token_id for row in new if row.entry is not None and held.get(row.key, b"") != b""}
+        settled = [self.settle(row, held[row.key]) if row.key in held else row for row in decided if held.get(row.key) != b""]
+        self._send(step, settled, [])
+        return settled, refused
 
     def settle(self, row: Decided, payload: bytes | None) -> Decided:
         """The log refused this entry, and holds `payload` instead; None: it has lost what came before."""
@@ -340,13 +366,14 @@ class SamplerService:
             messages.append((events(gateway_id), StepEvents(tuple(payloads))))
         messages.append((decisions(step.compute_id), self.decisions(step, decided)))
 
-        def fill(pipe: Pipeline) -> None:
-            write_step(pipe, self.model, entries, messages)
-            for row in decided:
-                if row.end is not None and row.state is not None:
-                    write_end(pipe, self.model, row.end, row.state.gateway_id)
+        ends = [(row.end, row.state.gateway_id) for row in decided if row.end is not None and row.state is not None]
 
-        refused: list[tuple[int, bytes | None]] = self.write_and_ask(fill)[0]
+        def fill(pipe: Pipeline) -> None:
+            for end, gateway_id in ends:
+                write_end(pipe, self.model, end, gateway_id)
+            write_step(pipe, self.model, entries, messages)
+
+        refused: list[tuple[int, bytes | None]] = self.write_and_ask(fill)[len(ends)]
         return refused
 
     def decisions(self, step: StepCandidates, decided: list[Decided]) -> StepDecisions:

@@ -169,6 +169,24 @@ def test_nothing_is_decided_beyond_what_ends_a_sequence_in_the_same_message(ende
     assert [key for key in bench.service.states if key[1] == 1] == []
 
 
+def test_all_rows_of_a_sequence_that_has_ended_are_answered_at_once(bench: Bench) -> None:
+    """Another replica has finished it; compute asks for what it holds back."""
+    params = SamplingParams(max_tokens=4, temperature=0.0)
+    for position, token in enumerate((300, 301, 302), 1):
+        bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", position, token, "x"))}, id=f"{position}-0")
+    bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", 4, 303, "x", finish_reason="length")), b"e": b"1"}, id="4-0")
+    told = bench.answer((1, 2, 301, 300), (1, 3, 302, 301), (1, 4, 303, 302), intros=(intro(1, params),))
+    assert told == {(1, 2): (301, 0), (1, 3): (302, 0), (1, 4): (303, 1)}
+    assert bench.service.states == {}
+
+
+def test_what_was_computed_upon_another_history_is_passed_over(bench: Bench) -> None:
+    """The token right before a row is the log's by chance; the one before that is not."""
+    bench.fill(1, 300, 555, 302)
+    told = bench.answer((1, 2, 301, 300), (1, 3, 302, 301), (1, 4, 303, 302), intros=(intro(1),))
+    assert told == {(1, 2): (555, 0), (1, 3): (302, 0)} and len(bench.log(1)) == 3
+
+
 @pytest.mark.parametrize("theirs", [301, 555])
 def test_what_follows_a_row_that_was_decided_elsewhere_is_decided_anew(theirs: int, bench: Bench) -> None:
     """Another sampler has written position 2 meanwhile, the same token or another. What was computed upon the other is not to be."""

@@ -84,6 +84,12 @@ class Exchange:
             self._publish()
             self._flush()
 
+    def publish_held(self) -> None:
+        """Before something long: what is held back goes out now."""
+        if self._num_held:
+            self._publish()
+            self._flush()
+
     def collect(self, room: int, *, wait_s: float = 0.0) -> Inbox:
         """What has come: decisions, control, and up to `room` prompts; if nothing has, waits up to wait_s for what is awaited."""
         inbox = Inbox()
