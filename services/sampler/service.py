@@ -8,7 +8,7 @@ ahead: a row says which token it was computed upon, and is passed over if the lo
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -18,10 +18,11 @@ from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import TokenTable
 from services.sampler.request_state import RequestState
+from services.sampler.rows import FAILED, UNKNOWN, Decided, select
 from shared.decision import decide, pad, pick, uniform
 from shared.errors import Lost, Recoverable
 from shared.line import Line
-from shared.messages import Control, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, TokenLogprob, TopLogprob, encode
+from shared.messages import Control, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenLogprob, TopLogprob, encode
 from shared.settings import SamplerSettings
 from shared.stage import Stage
 from shared.streams import CONTROL, MESSAGE, DirectStream, candidates, decisions, events
@@ -36,35 +37,8 @@ FORGET_AFTER_S = 600.0  # a state nobody has asked about: its compute replica di
 FORGET_EVERY_S = 10.0
 REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
 ANSWER_EVERY_S = 0.5  # while many are taken over: compute goes on with those, and hears that this sampler lives well before it loses its patience
-FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
 LOST_LOG = "Redis has lost a part of this request's tokens"
 NO_TEXT = "the text of the answer could not be made"
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """What one row came to: a new entry for the log, or an event that it holds already, or, with neither, no token: `code` says why."""
-
-    handle: int
-    position: int
-    state: RequestState | None
-    entry: LogEntry | None = None
-    event: TokenEvent | None = None
-    code: int = FAILED
-    end: TokenEvent | None = None  # without a token, with which the request ends now
-
-    @property
-    def key(self) -> tuple[int, int]:
-        return self.handle, self.position
-
-    @property
-    def is_over(self) -> bool:
-        """Whether nothing follows it in its sequence."""
-        return self.state is None or self.outcome is None or self.outcome.finish_reason is not None
-
-    @property
-    def outcome(self) -> TokenEvent | None:
-        return self.entry.event if self.entry is not None else self.event
 
 
 class SamplerService:
@@ -412,16 +386,3 @@ def catch_up(state: RequestState, entries: Any) -> None:
     except Exception as error:  # a tokenizer's own failure on these tokens
         log.exception("request failed", request_id=state.intro.request_id)
         state.lost = f"{NO_TEXT}: {error}"
-
-
-def select(step: StepCandidates, rows: list[int]) -> Iterator[StepCandidates]:
-    """The step with some of its rows; nothing for none."""
-    if not rows:
-        return
-    listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
-    by_row = {
-        name: getattr(step, name)[rows]
-        for name in ("handles", "positions", "counts", "logsumexp", "kept_mass", "tail_token_ids", "tail_logits", "previous_token_ids")
-        if len(getattr(step, name))
-    }
-    yield replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)

@@ -13,7 +13,8 @@ from bench.takeover import measure
 from services.redis_server import socket_path
 from services.sampler import service as service_module
 from services.sampler.detokenizer import Detokenizer
-from services.sampler.service import FAILED, UNKNOWN, SamplerService
+from services.sampler.rows import FAILED, UNKNOWN
+from services.sampler.service import SamplerService
 from shared.messages import PromptLogprobs, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
 from shared.sampling_params import SamplingParams
 from shared.settings import SamplerSettings
