@@ -79,7 +79,7 @@ class EngineSettings(StageSettings):
     admission: Literal["predicted", "paged", "reserve"] = Field("predicted", description="what must fit before a sequence begins: docs/scheduling.md")
     admission_confidence: float = Field(0.99, ge=0.5, lt=1, description="with which a predicted peak of the KV cache must fit")
     aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
-    block_size: int = Field(16, gt=0, description="tokens in a KV cache block")
+    block_size: int = Field(16, gt=0, multiple_of=16, description="tokens in a KV cache block, a multiple of 16")
     prefix_caching: bool = Field(True, description="keep the KV of finished sequences for those that begin alike")
     kv_cache_dtype: Literal["auto", "int8"] = Field("auto", description="of keys and values; int8: in groups, nearly twice the tokens")
     kv_cache_group: Literal["8", "32", "64"] | None = Field(None, description="dimensions that share a scale with int8; by default 64 where heads allow")

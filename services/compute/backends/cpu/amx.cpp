@@ -12,6 +12,7 @@ namespace {
 #include "lanes_avx512.inc"
 #include "groups.inc"
 #include "groups_avx512.inc"
+#include "attention_avx512.inc"
 
 constexpr int64_t kBlockRows = 32;
 constexpr bool kCanContinue = true;
@@ -152,31 +153,46 @@ inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
   }
 }
 
-inline void score_keys(const char* keys0, const char* keys1, int64_t stride, const uint16_t* queries, int64_t dim, float* c) {
+// Tiles 0 and 1 are sums; 4 queries and 6 keys, of 32 dimensions; 2 and 5 weights, 3 and 7 values, of 16 positions.
+struct AttentionState {
+  AttentionState() {
+    TileConfig config;
+    config.row_bytes[2] = config.row_bytes[5] = 32;
+    config.rows[3] = config.rows[7] = 8;
+    asm volatile("" ::"r"(&config) : "memory");
+    _tile_loadconfig(&config);
+  }
+  ~AttentionState() { _tile_release(); }
+};
+
+inline void score_keys(const uint16_t* queries, int64_t, int64_t dim, const char* keys0, const char* keys1, float* c) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t at = 0; at < dim; at += 32) {
-    _tile_loadd(4, keys0 + at * 2, stride);
-    _tile_loadd(5, keys1 + at * 2, stride);
-    _tile_loadd(6, queries + at * 16, 64);
+    _tile_loadd(4, queries + at, dim * 2);
+    _tile_loadd(6, keys0 + at * 32, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 5, 6);
+    _tile_loadd(6, keys1 + at * 32, 64);
+    _tile_dpbf16ps(1, 4, 6);
   }
-  _tile_stored(0, c, 64);
-  _tile_stored(1, c + 256, 64);
+  _tile_stored(0, c, 128);
+  _tile_stored(1, c + 16, 128);
 }
 
-inline void add_values(const uint16_t* weights, const uint16_t* values, int64_t dim, int64_t, float* out) {
-  _tile_loadd(4, weights, 64);
-  for (int64_t at = 0; at < dim; at += 32) {
+inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+  for (int64_t row = 0; row < rows; ++row) {
+    if (factors[row] == 1.0f) continue;
+    for (int64_t at = 0; at < dim; at += 16) store(out + row * dim + at, load(out + row * dim + at) * spread(factors[row]));
+  }
+  _tile_loadd(2, weights, 64);
+  _tile_loadd(5, weights + 16, 64);
+  for (int64_t at = 0; at < dim; at += 16) {
     _tile_loadd(0, out + at, dim * 4);
-    _tile_loadd(1, out + at + 16, dim * 4);
-    _tile_loadd(6, values + at * 32, 64);
-    _tile_loadd(7, values + at * 32 + 512, 64);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(1, 4, 7);
+    _tile_loadd(3, values0 + at * 4, dim * 4);
+    _tile_dpbf16ps(0, 2, 3);
+    _tile_loadd(7, values1 + at * 4, dim * 4);
+    _tile_dpbf16ps(0, 5, 7);
     _tile_stored(0, out + at, dim * 4);
-    _tile_stored(1, out + at + 16, dim * 4);
   }
 }
 

@@ -25,7 +25,7 @@ class NativePlan:
 
 
 class NativeAttention:
-    """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups."""
+    """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own (cache.inc), in blocks of a multiple of 16."""
 
     def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
         library = load_library()

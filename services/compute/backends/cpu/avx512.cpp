@@ -12,6 +12,7 @@ namespace {
 #include "lanes_avx512.inc"
 #include "groups.inc"
 #include "groups_avx512.inc"
+#include "attention_avx512.inc"
 
 constexpr int64_t kBlockRows = 8;
 constexpr bool kCanContinue = false;
@@ -19,6 +20,7 @@ constexpr bool kCanContinue = false;
 struct ThreadState {
   explicit ThreadState(int64_t = 0) {}
 };
+struct AttentionState {};
 
 // The instruction multiplies unsigned by signed bytes: activations are shifted up by 128, and 128 times the weights' sum taken off.
 template <int kRows>
@@ -62,18 +64,6 @@ void rows_bf16(const char* a, const char* tile0, const char* tile1, int64_t byte
   }
 }
 
-#define PENSTOCK_BY_ROWS(CALL) \
-  switch (rows) {              \
-    case 1: CALL(1); break;    \
-    case 2: CALL(2); break;    \
-    case 3: CALL(3); break;    \
-    case 4: CALL(4); break;    \
-    case 5: CALL(5); break;    \
-    case 6: CALL(6); break;    \
-    case 7: CALL(7); break;    \
-    default: CALL(8);          \
-  }
-
 template <typename Between>
 inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool, bool,
                        Between&&) {
@@ -96,20 +86,68 @@ inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
   few_rows_by_groups(g, row, rows, pair, first, count, a, tile0, tile1, c);
 }
 
-constexpr int kDotRows = 8;
-
-// c[8][16] += 8 rows of words, `stride` bytes apart, times `words` rows of 16 words of a tile.
-inline void dot_rows(const char* a, int64_t stride, const uint16_t* tile, int64_t words, float* c, int64_t c_stride) {
-  __m512 acc[8];
-  for (int row = 0; row < 8; ++row) acc[row] = _mm512_loadu_ps(c + row * c_stride);
-  for (int64_t at = 0; at < words; ++at) {
-    const __m512bh b = (__m512bh)_mm512_loadu_si512(tile + at * 32);
-    for (int row = 0; row < 8; ++row) acc[row] = _mm512_dpbf16_ps(acc[row], (__m512bh)_mm512_set1_epi32(four_bytes(a + row * stride + at * 4)), b);
+template <int kRows>
+inline void score_rows(const uint16_t* queries, int64_t dim, const char* keys0, const char* keys1, float* c) {
+  __m512 acc[kRows][2];
+  for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_ps();
+  for (int64_t at = 0; at < dim; at += 2) {
+    const __m512bh k0 = (__m512bh)_mm512_loadu_si512(keys0 + at * 32), k1 = (__m512bh)_mm512_loadu_si512(keys1 + at * 32);
+    for (int row = 0; row < kRows; ++row) {
+      const __m512bh x = (__m512bh)everywhere(queries + row * dim + at);
+      acc[row][0] = _mm512_dpbf16_ps(acc[row][0], x, k0);
+      acc[row][1] = _mm512_dpbf16_ps(acc[row][1], x, k1);
+    }
   }
-  for (int row = 0; row < 8; ++row) _mm512_storeu_ps(c + row * c_stride, acc[row]);
+  for (int row = 0; row < kRows; ++row) {
+    _mm512_storeu_ps(c + row * 32, acc[row][0]);
+    _mm512_storeu_ps(c + row * 32 + 16, acc[row][1]);
+  }
 }
 
-#include "dots.inc"
+inline void score_keys(const uint16_t* queries, int64_t rows, int64_t dim, const char* keys0, const char* keys1, float* c) {
+  for (; rows > 0; rows -= 8, queries += 8 * dim, c += 8 * 32) {
+#define CALL(kRows) score_rows<kRows>(queries, dim, keys0, keys1, c)
+    PENSTOCK_BY_ROWS(CALL)
+#undef CALL
+  }
+}
+
+// kColumns tiles of 16 dimensions.
+template <int kRows, int kColumns>
+inline void add_columns(const uint16_t* weights, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+  __m512 acc[kRows][kColumns];
+  for (int row = 0; row < kRows; ++row) {
+    for (int column = 0; column < kColumns; ++column) acc[row][column] = _mm512_mul_ps(_mm512_loadu_ps(out + row * dim + column * 16), _mm512_set1_ps(factors[row]));
+  }
+  for (int64_t pair = 0; pair < 16; ++pair) {
+    const char* from = (pair < 8 ? values0 : values1) + pair % 8 * dim * 4;
+    __m512bh v[kColumns];
+    for (int column = 0; column < kColumns; ++column) v[column] = (__m512bh)_mm512_loadu_si512(from + column * 64);
+    for (int row = 0; row < kRows; ++row) {
+      const __m512bh x = (__m512bh)everywhere(weights + row * 32 + pair * 2);
+      for (int column = 0; column < kColumns; ++column) acc[row][column] = _mm512_dpbf16_ps(acc[row][column], x, v[column]);
+    }
+  }
+  for (int row = 0; row < kRows; ++row) {
+    for (int column = 0; column < kColumns; ++column) _mm512_storeu_ps(out + row * dim + column * 16, acc[row][column]);
+  }
+}
+
+template <int kRows>
+inline void add_rows_of_values(const uint16_t* weights, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+  constexpr int kMost = kRows <= 4 ? 4 : 2;
+  int64_t at = 0;
+  for (; at + kMost * 16 <= dim; at += kMost * 16) add_columns<kRows, kMost>(weights, dim, values0 + at * 4, values1 + at * 4, factors, out + at);
+  if (at < dim) add_columns<kRows, 2>(weights, dim, values0 + at * 4, values1 + at * 4, factors, out + at);
+}
+
+inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+  for (; rows > 0; rows -= 8, weights += 8 * 32, factors += 8, out += 8 * dim) {
+#define CALL(kRows) add_rows_of_values<kRows>(weights, dim, values0, values1, factors, out)
+    PENSTOCK_BY_ROWS(CALL)
+#undef CALL
+  }
+}
 
 }  // namespace
 

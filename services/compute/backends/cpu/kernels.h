@@ -53,13 +53,12 @@ struct Gemm {
 
 constexpr int64_t kMaxHeadDim = 256;
 
-// A row of the cache is one token's key, or value, of one head: head_dim bf16; or, with groups, head_dim int8 and then a float16 scale for each
-// group of dimensions.
+// One layer's keys and values, or their int8 codes with a float16 scale for each group of dimensions. cache.inc says how a head's part of a block stands.
 struct CacheRows {
-  char *keys, *values;  // one layer: [blocks][num_kv_heads][block_size] rows, so that what a head reads of a block lies in one piece
-  int64_t block_size, num_kv_heads;
-  int64_t row_bytes;
-  int64_t group;  // dimensions that share a scale; 0: bf16
+  char *keys, *values;  // [blocks][num_kv_heads][block_size rows], so that what a head reads of a block lies in one piece
+  int64_t block_size, num_kv_heads;  // block_size: a multiple of 16
+  int64_t row_bytes;  // that a position of a head takes
+  int64_t group;      // dimensions that share a scale; 0: bf16
 };
 
 // Causal attention of a step's new tokens over each sequence's cached ones, theirs included.
