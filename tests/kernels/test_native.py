@@ -180,6 +180,8 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
         keys, values = (each.transpose(1, 2).flatten(0, 1) for each in kv)
         write_kv(quantized, keys, values, torch.arange(sum(counts) * block_size))
         kv = quantized
+    for table, context in zip(tables, contexts, strict=True):  # what others left there is no number
+        kv[:, table[-1], :, (context - 1) % block_size + 1 :] = 0xFF if group else torch.nan
     native = to_slabs(kv, dim)
     num_tokens = sum(lengths)
     qkv = randn(num_tokens, (num_heads + 2 * heads.num_kv_heads) * dim, seed=8)

@@ -77,7 +77,7 @@ def test_they_are_the_same_bits_in_any_company(name: str, quantization: str, kv_
 
     alone = [run([prompt])[0] for prompt in prompts]
     assert run(prompts) == alone
-    for options in ({"max_batched_tokens": 13}, {"max_batched_tokens": 50, "block_size": 8, "max_num_seqs": 4}, {"num_blocks": 18, "strategy": "paged"}):
+    for options in ({"max_batched_tokens": 13}, {"max_batched_tokens": 50, "block_size": 32, "max_num_seqs": 4}, {"num_blocks": 18, "strategy": "paged"}):
         assert run(prompts, **options) == alone, options
     for chunk in (1, 32, 64, 100):
         assert run([prompts[9]], max_batched_tokens=chunk) == [alone[9]]
