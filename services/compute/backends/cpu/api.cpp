@@ -66,6 +66,8 @@ const Kernels* find(const char* name) {
 // How many inputs of a row share a scale.
 int64_t row_group(const Weight& w) { return is_by_groups(w.type) ? w.group : w.padded_k; }
 
+int8_t row_flip(const Weight& w) { return w.type == kInt8 ? chosen->flip : 0; }
+
 // Room for the activations of a layer in int8, and what is known of each row.
 int8_t* begin_int8(const Weight& w, int64_t rows, Gemm& gemm, float*& row_scales) {
   const int64_t padded_rows = (rows + 31) / 32 * 32;
@@ -99,7 +101,7 @@ void run_rows(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, f
   } else {
     float* row_scales;
     int8_t* to = begin_int8(w, rows, gemm, row_scales);
-    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, row_group(w), to, row_scales);
+    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, row_group(w), row_flip(w), to, row_scales);
   }
   run(w, rows, gemm);
 }
@@ -111,7 +113,7 @@ void run_tiles(const Weight& w, const uint16_t* tiles, int64_t padded_from, int6
   } else {
     float* row_scales;
     int8_t* to = begin_int8(w, rows, gemm, row_scales);
-    chosen->tiles_to_int8(tiles, padded_from, rows, w.padded_k, row_group(w), to, row_scales);
+    chosen->tiles_to_int8(tiles, padded_from, rows, w.padded_k, row_group(w), row_flip(w), to, row_scales);
   }
   run(w, rows, gemm);
 }

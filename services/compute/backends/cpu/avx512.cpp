@@ -22,18 +22,18 @@ struct ThreadState {
 };
 struct AttentionState {};
 
-// The instruction multiplies unsigned by signed bytes: activations are shifted up by 128, and 128 times the weights' sum taken off.
+// The instruction multiplies unsigned by signed bytes: activations stand here shifted up by 128, and 128 times the weights' sum is taken off.
 template <int kRows>
-void rows_int8(const char* a, const char* tile0, const char* tile1, int64_t bytes, const int32_t* sums, int32_t* c) {
+[[gnu::noinline]] void rows_int8(const char* a, const char* tile0, const char* tile1, int64_t bytes, const int32_t* sums, int32_t* c) {
   __m512i acc[kRows][2];
   for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_si512();
   for (int64_t chunk = 0; chunk < bytes; chunk += 64, a += 1024) {
-    for (int64_t at = 0; at < 64 && chunk + at < bytes; at += 4, tile0 += 64, tile1 += 64) {
+    for (int64_t at = 0; at < 64; at += 4, tile0 += 64, tile1 += 64) {
       const __m512i b0 = _mm512_load_si512(tile0), b1 = _mm512_load_si512(tile1);
       for (int row = 0; row < kRows; ++row) {
-        const __m512i x = _mm512_set1_epi32(four_bytes(a + row * 64 + at) ^ static_cast<int32_t>(0x80808080));
-        acc[row][0] = _mm512_dpbusd_epi32(acc[row][0], x, b0);
-        acc[row][1] = _mm512_dpbusd_epi32(acc[row][1], x, b1);
+        const __m512i x = everywhere(a + row * 64 + at);
+        acc[row][0] = dot_bytes(acc[row][0], x, b0);
+        acc[row][1] = dot_bytes(acc[row][1], x, b1);
       }
     }
   }
@@ -45,14 +45,14 @@ void rows_int8(const char* a, const char* tile0, const char* tile1, int64_t byte
 }
 
 template <int kRows>
-void rows_bf16(const char* a, const char* tile0, const char* tile1, int64_t bytes, float* c) {
+[[gnu::noinline]] void rows_bf16(const char* a, const char* tile0, const char* tile1, int64_t bytes, float* c) {
   __m512 acc[kRows][2];
   for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_ps();
   for (int64_t chunk = 0; chunk < bytes; chunk += 64, a += 1024) {
     for (int64_t at = 0; at < 64; at += 4, tile0 += 64, tile1 += 64) {
       const __m512bh b0 = (__m512bh)_mm512_load_si512(tile0), b1 = (__m512bh)_mm512_load_si512(tile1);
       for (int row = 0; row < kRows; ++row) {
-        const __m512bh x = (__m512bh)_mm512_set1_epi32(four_bytes(a + row * 64 + at));
+        const __m512bh x = (__m512bh)everywhere(a + row * 64 + at);
         acc[row][0] = _mm512_dpbf16_ps(acc[row][0], x, b0);
         acc[row][1] = _mm512_dpbf16_ps(acc[row][1], x, b1);
       }
@@ -156,7 +156,7 @@ inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const
 #include "reduction.inc"
 
 namespace penstock {
-const Kernels kAvx512 = {"avx512", gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows, finish_logits,
+const Kernels kAvx512 = {"avx512", -128, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows, finish_logits,
                       attention_workspace, attention, rotate_and_write,
                       find_largest, sum_masses};
 }

@@ -123,15 +123,16 @@ struct Masses {
 
 struct Kernels {
   const char* name;
+  int8_t flip;  // of the activations of kInt8 weights: -128 where they are multiplied as unsigned bytes, else 0
   int64_t (*gemm_workspace)(const Gemm&);  // bytes
   void (*gemm)(const Gemm&);
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
-  // group: inputs that share a scale, padded_k where it is the whole row; scales [rows][padded_k / group].
-  void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int64_t group, int8_t* out,
-                  float* scales);
+  // group: inputs that share a scale, padded_k where it is the whole row; scales [rows][padded_k / group]. flip: bits of each byte that are flipped.
+  void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int64_t group, int8_t flip,
+                  int8_t* out, float* scales);
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
-  void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t* out, float* scales);
+  void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t flip, int8_t* out, float* scales);
   void (*sum_groups)(const int8_t* activations, const float* scales, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums, float* totals);
   void (*add_rows)(const Addition&);
   void (*finish_logits)(float* logits, int64_t count, float multiplier, float cap);  // cap * tanh(multiplier * logit / cap); a cap of 0 is none
