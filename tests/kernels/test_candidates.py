@@ -188,9 +188,11 @@ def test_what_compute_foresees_is_what_the_sampler_decides(seed: int) -> None:
 
 FAULTS = {  # the request, what is wrong with its row, and what the failure says of it
     "nothing but NaN": (SamplingParams(temperature=0.0), lambda row: row.fill_(torch.nan), NOT_FINITE),
+    "one NaN in a greedy row": (SamplingParams(temperature=0.0), lambda row: row[2999].fill_(torch.nan), NOT_FINITE),
+    "one NaN beside a short list": (SamplingParams(top_k=3), lambda row: row[VOCAB // 2].fill_(torch.nan), NOT_FINITE),
     "NaN in a row drawn at random": (SamplingParams(), lambda row: row[3:500].fill_(torch.nan), NOT_FINITE),
     "NaN where logprobs are asked": (SamplingParams(temperature=0.0, logprobs=0), lambda row: row[17].fill_(torch.nan), NOT_FINITE),
-    "NaN behind a long list": (SamplingParams(top_p=0.99, temperature=2.0), lambda row: row[2000].fill_(torch.nan), ""),
+    "NaN behind a long list": (SamplingParams(top_p=0.99, temperature=2.0), lambda row: row[2000].fill_(torch.nan), NOT_FINITE),
     "an overflow": (SamplingParams(temperature=0.0), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
     "an overflow, drawn at random": (SamplingParams(top_k=3), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
     "nothing left": (SamplingParams(temperature=0.5, min_p=0.1), lambda row: row.fill_(-torch.inf), NOT_FINITE),
@@ -251,6 +253,24 @@ def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str
         order = np.lexsort((np.arange(vocab), -logits[row].numpy()))[:k]
         assert ids[row].tolist() == order.tolist()
         assert values[row].tolist() == logits[row].numpy()[order].tolist()
+
+
+@pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
+@pytest.mark.parametrize("place", ["native", "numpy", "device"])
+def test_a_row_says_that_it_has_a_nan(vocab: int, k: int, place: str) -> None:
+    """Wherever it stands; also where many logits are tied at the list's border, or are banned. The rows beside it are as ever."""
+    places = [0, 15, 63, 64, vocab // 2, vocab - 3, vocab - 1]
+    logits = (torch.randn(len(places) + 2, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 2).round()
+    logits[2, 5:] = -torch.inf
+    clean = logits[-2:].clone()
+    for row, at in enumerate(places):
+        logits[row, at] = torch.nan
+    if place == "device" and k > vocab // CHUNK:
+        pytest.skip("fewer chunks than are wanted: the whole row is sorted")
+    find = {"native": SEARCH.find_largest, "numpy": TorchRowSearch().find_largest, "device": lambda some, k: largest_on_device(some, k, vocab // CHUNK)}[place]
+    (values, ids), expected = find(logits, k), find(clean, k)
+    assert np.isnan(values[:-2, 0]).all() and ((ids >= 0) & (ids < vocab)).all()
+    assert (values[-2:] == expected[0]).all() and (ids[-2:] == expected[1]).all()
 
 
 def test_the_mass_of_a_row_is_the_same_by_numpy() -> None:

@@ -1,7 +1,6 @@
 """Native kernels: against their torch references, on every instruction set of this machine; and a row's bits do not depend on other rows."""
 
 import json
-import math
 import subprocess
 import sys
 from itertools import accumulate
@@ -260,15 +259,6 @@ def test_the_largest_logits_and_the_mass_of_all(vocab: int, rows: int, wanted: i
     np.testing.assert_allclose(masses, exact, rtol=1e-6)
     for at in range(rows):
         assert search.total_masses(logits, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0] == masses[at]
-
-
-def test_nan_among_logits_is_passed_over() -> None:
-    logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
-    logits[0, ::2] = torch.nan
-    logits[1] = torch.nan
-    values, ids = native_backend().row_search.find_largest(logits, 3)
-    assert ids[0].tolist() == logits[0].nan_to_num(-9).topk(3).indices.tolist()
-    assert values[1].tolist() == [-math.inf] * 3
 
 
 def test_the_modes_agree_with_float32(tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_ties_and_minus_infinity(search: RowSearch) -> None:
     logits = torch.full((2, 200), -torch.inf)
     logits[:, 10:14] = 1.0
     logits[1, 12] = 2.0
-    found = score_rows(logits.clone(), np.array([13, 0]), 3, search)
+    found = score_rows(logits, np.array([13, 0]), 3, search)
     assert found.ranks.tolist() == [1, 5]
     assert found.logprobs[0] == pytest.approx(-np.log(4)) and found.logprobs[1] == -np.inf
     assert found.top_token_ids.tolist() == [[10, 11, 12], [12, 10, 11]]
@@ -177,7 +177,7 @@ def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float, search:
     batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), True, 1, (2, 3)) for handle in sequences), 0)
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     logits[3, 100] = wrong
-    assert score_prompts([logits[:4].clone(), logits[4:].clone()], batch, sequences.__getitem__, search) == {1: NOT_FINITE}
+    assert score_prompts([logits[:4], logits[4:]], batch, sequences.__getitem__, search) == {1: NOT_FINITE}
     for handle, rows in ((0, slice(0, 2)), (2, slice(4, 6))):
         [found] = sequences[handle].scored
         assert found.logprobs == pytest.approx(logits[rows].log_softmax(dim=1)[[0, 1], [2, 3]].numpy(), abs=1e-5)

@@ -77,7 +77,8 @@ class RowSearch(Protocol):
     """Logits [R, vocab] float32 to what candidates are made of."""
 
     def find_largest(self, logits: Tensor, k: int) -> tuple[Array, Array]:
-        """The k largest of each row, by falling value, ties by rising token id. Returns values and ids, [R, k]."""
+        """The k largest of each row, by falling value, ties by rising token id. Returns values and ids, [R, k]. Of a row with a NaN anywhere, the first
+        value is NaN."""
         ...
 
     def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:

@@ -130,7 +130,7 @@ def failure_of(attempt: Callable[[], None]) -> str | None:
 
 def is_finite(rows: CandidateRows) -> Array:
     """Of each row, whether its numbers are. [R] bool."""
-    finite: Array = np.isfinite(rows.logits[:, 0]) & np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
+    finite: Array = np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
     return finite
 
 
@@ -141,7 +141,7 @@ def check(rows: CandidateRows) -> None:
 
 
 def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch) -> CandidateRows:
-    """The candidates of rows that are edited already."""
+    """The candidates of rows that are edited already. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
     params = [sequence.params for sequence in sequences]
     counts = np.array([num_listed(each, vocab_size) for each in params], np.int32)
@@ -154,6 +154,8 @@ def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSe
             some = logits if len(rows) == num_rows else logits[torch.from_numpy(rows).to(logits.device)]
             largest, ids = search.find_largest(some, k)
             token_ids[rows, :k], values[rows, :k] = ids, largest
+    if not np.isfinite(values[:, 0]).all():
+        raise ArithmeticError(NOT_FINITE)
     values[np.arange(width) >= counts[:, None]] = -np.inf
     logsumexp = np.zeros(num_rows, np.float32)
     rows = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)

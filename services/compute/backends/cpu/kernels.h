@@ -103,7 +103,7 @@ struct Addition {
 
 constexpr int64_t kChunk = 64;  // logits that share a maximum
 
-// The k largest of each row of logits, by falling value, equal ones by rising id.
+// The k largest of each row of logits, by falling value, equal ones by rising id. Of a row with a NaN anywhere all values are NaN.
 struct Largest {
   const float* logits;  // [rows][vocab]
   int64_t rows, vocab, k;

@@ -13,7 +13,7 @@ CHUNK = 64  # logits that share a maximum in the search for the largest
 class TorchRowSearch:
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
         """One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest logit from below, so only the few logits that reach it are
-        sorted."""
+        sorted. A maximum of NaN is NaN, and numpy and torch take it for the largest."""
         num_rows, vocab_size = logits.shape
         num_chunks = vocab_size // CHUNK
         is_host = logits.device.type == "cpu"
@@ -40,9 +40,11 @@ class TorchRowSearch:
 
 
 def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
-    """A chunk is every num_chunks-th logit: so all maxima come from elementwise comparisons of long runs."""
+    """A chunk is every num_chunks-th logit: so all maxima come from elementwise comparisons of long runs. A row with NaN has nothing else to say."""
     chunked, rest = row[: CHUNK * num_chunks].reshape(CHUNK, num_chunks), row[CHUNK * num_chunks :]
     maxima = chunked.max(axis=0)
+    if np.isnan(maxima).any() or np.isnan(rest).any():
+        return np.full(k, np.nan, np.float32), np.zeros(k, np.int64)
     bound = np.partition(maxima, num_chunks - k)[num_chunks - k]
     chunks = np.flatnonzero(maxima >= bound)
     at = np.flatnonzero(chunked[:, chunks] >= bound)
@@ -63,7 +65,8 @@ def largest_on_device(logits: torch.Tensor, k: int, num_chunks: int) -> tuple[Ar
         ids = torch.cat((ids, rest.expand(num_rows, -1)), dim=1)
     values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
     values, ids = values[:, :k].clone(), ids.gather(1, order[:, :k])
-    for row in (maxima[:, -1] >= values[:, k - 1]).nonzero().flatten().tolist():
+    is_tied = (maxima[:, -1] >= values[:, k - 1]) & ~values[:, 0].isnan()
+    for row in is_tied.nonzero().flatten().tolist():
         tied = (logits[row] >= values[row, -1]).nonzero().flatten()
         best, order = logits[row, tied].sort(descending=True, stable=True)
         values[row], ids[row] = best[:k], tied[order[:k]]
