@@ -16,8 +16,10 @@ import torch
 import torch.nn.functional as F
 
 from bench.model import read_bandwidth, stored_bytes
-from services.compute.backends.dispatch import QUANTIZATIONS, AttentionInputs, Heads, make_attention, make_linear
+from services.compute.backends.backend import QUANTIZATIONS, Backend
+from services.compute.backends.choose import choose_backend
 from services.compute.backends.matrix import Dense
+from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.backends.torch.reference import kv_row_size, write_kv
 from services.compute.host_memory import mapped_zeros
 from services.compute.tools.make_model import SHAPES, Shape
@@ -43,14 +45,14 @@ def timed(function: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def measure_layers(shape: Shape, rows: list[int], rounds: int) -> float:
+def measure_layers(backend: Backend, shape: Shape, rows: list[int], rounds: int) -> float:
     """Prints a table. Returns the best rate, in operations/s."""
     best = 0.0
     print(f"{'layer':10}{'rows':>6}{'torch bf16, us':>16}" + "".join(f"{mode:>30}" for mode in QUANTIZATIONS))
     for name, (n, k) in layers(shape).items():
         copies = max(1, min(8, COPIES_BYTES // (2 * n * k)))
         weights = [torch.randn(n, k).bfloat16() for _ in range(copies)]
-        native = {mode: [make_linear(Dense(weight), torch.bfloat16, quantization=mode) for weight in weights] for mode in QUANTIZATIONS}
+        native = {mode: [backend.make_linear(Dense(weight), quantization=mode) for weight in weights] for mode in QUANTIZATIONS}
         for count in rows:
             x = torch.randn(count, k).bfloat16()
             seconds: dict[str, list[float]] = {}
@@ -70,10 +72,10 @@ def measure_layers(shape: Shape, rows: list[int], rounds: int) -> float:
     return best
 
 
-def measure_attention(shape: Shape, rounds: int) -> None:
+def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
     """Decoding at several contexts, and a prompt; native over blocks, in bf16 and in int8 groups; torch's SDPA over keys and values in one piece."""
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
-    attention = make_attention(heads, torch.bfloat16, torch.device("cpu"))
+    attention = backend.make_attention(heads)
     groups = [group for group in (64, 32, 8) if shape.head_dim % group == 0]
     titles = ["bf16, us", "GB/s", "SDPA, us", "ratio", *(f"int8/{group}, us" for group in groups)]
     print(f"{'attention':20}" + "".join(f"{title:>14}" for title in titles))
@@ -124,9 +126,10 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    backend = choose_backend(torch.bfloat16, torch.device("cpu"))
     with torch.inference_mode():
-        best = measure_layers(SHAPES[args.shape], args.rows, args.rounds)
-        measure_attention(SHAPES[args.shape], args.rounds)
+        best = measure_layers(backend, SHAPES[args.shape], args.rows, args.rounds)
+        measure_attention(backend, SHAPES[args.shape], args.rounds)
         print(f"ceilings: memory read {read_bandwidth() / 1e9:.1f} GB/s; best rate of a GEMM here {best / 1e9:,.0f} GOP/s")
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from services.compute.backends.choose import choose_backend
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import read_config
 from services.compute.tools.make_model import SHAPES, Shape, config_json, tensor_sizes
@@ -99,7 +100,7 @@ def load(folder: Path) -> None:
     """The child: loads, and prints what it had before, what it has then, and the seconds."""
     config = read_config(json.loads((folder / "config.json").read_text()))
     before, started = anonymous_bytes("self"), time.perf_counter()
-    weights = load_weights(folder, config, torch.bfloat16, torch.device("cpu"))
+    weights = load_weights(folder, config, choose_backend(torch.bfloat16, torch.device("cpu")))
     seconds = time.perf_counter() - started
     give_back_free_memory()
     print(json.dumps({"before": before, "after": anonymous_bytes("self"), "seconds": seconds, "layers": len(weights.layers)}))

@@ -73,7 +73,7 @@ def main() -> None:
         started = time.perf_counter()
         logits = engine.runner.forward(batch)
         computed = time.perf_counter()
-        chosen: list[int] = reduce(logits, sampled).chosen.tolist() if sampled else []
+        chosen: list[int] = reduce(logits, sampled, engine.row_search).chosen.tolist() if sampled else []
         seconds["forward"] += computed - started
         seconds["reduce"] += time.perf_counter() - computed
         return chosen

@@ -22,11 +22,11 @@ from pathlib import Path
 
 import torch
 
+from services.compute.backends.backend import QUANTIZATIONS, Linear, RowSearch
+from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.linear import NativeLinear
-from services.compute.backends.dispatch import QUANTIZATIONS, Linear, make_linear
 from services.compute.backends.matrix import Dense
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates.row_search import find_largest
 from services.compute.engine import build_engine
 from services.compute.model_runner import ModelRunner
 from services.compute.scheduling.loop import run_step
@@ -43,6 +43,7 @@ BATCHES, PREFILLS = (1, 4, 8, 16, 32), (512, 1024)
 class Engine:
     scheduler: Scheduler
     runner: ModelRunner
+    row_search: RowSearch
     num_parameters: int
     weight_bytes: int
     num_sequences: int = 0
@@ -58,7 +59,7 @@ class Engine:
         def decide(step: ScheduledBatch, _: list[Sequence]) -> list[int]:
             kind = "prefill" if step.num_decodes < len(step.rows) else "decode"
             started = time.perf_counter()
-            chosen: list[int] = find_largest(self.runner.forward(step), 1)[1][:, 0].tolist()
+            chosen: list[int] = self.row_search.find_largest(self.runner.forward(step), 1)[1][:, 0].tolist()
             seconds[kind] += time.perf_counter() - started
             tokens[kind] += step.num_tokens
             return chosen
@@ -79,9 +80,9 @@ def load(model: Path, mode: str, **more: object) -> Engine:
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
     weights = runner.model.weights
-    linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, at.mlp.gate_up, at.mlp.down))]  # type: ignore[attr-defined]
+    linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]  # type: ignore[attr-defined]
     num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
-    return Engine(scheduler, runner, num_parameters, sum(map(stored_bytes, linears)))
+    return Engine(scheduler, runner, engine.row_search, num_parameters, sum(map(stored_bytes, linears)))
 
 
 def stored_bytes(linear: Linear) -> int:
@@ -97,7 +98,7 @@ def read_bandwidth() -> float:
 
 def gemm_rate(mode: str) -> float:
     """Multiplications/s of one layer of 8192 x 2048 at 512 rows, the best of five."""
-    layer = make_linear(Dense(torch.randn(8192, 2048)), torch.bfloat16, quantization=mode)
+    layer = choose_backend(torch.bfloat16, torch.device("cpu")).make_linear(Dense(torch.randn(8192, 2048)), quantization=mode)
     x = torch.randn(512, 2048).bfloat16()
     return max(512 * 8192 * 2048 / timed(lambda: layer(x)) for _ in range(5))
 

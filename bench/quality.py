@@ -22,6 +22,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
+from services.compute.backends.choose import choose_backend
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import quantize_rows
 from services.compute.models.config import Packed, read_config
@@ -82,7 +84,8 @@ def read(files: ModelFiles, mode: Mode, windows: torch.Tensor) -> Iterator[torch
     """The log probabilities of each window's next tokens."""
     config = read_config(files.config)
     packing = {} if config.packed is not None else asdict(mode.packing)
-    model = Decoder(config, load_weights(files.folder, config, torch.bfloat16, CPU, **packing))
+    backend = choose_backend(torch.bfloat16, CPU)
+    model = Decoder(config, load_weights(files.folder, config, backend, **packing), backend)
     return next_token_logs(model, windows, kv_group=mode.kv_group)
 
 
@@ -117,7 +120,8 @@ def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], w
 def observed_layers(files: ModelFiles, windows: torch.Tensor) -> dict[str, list[ObservedLinear]]:
     """Each kind of layer, with rows of what it sees of the text, in float32."""
     config = read_config(files.config)
-    weights = load_weights(files.folder, config, torch.float32, CPU)
+    backend = TorchBackend(torch.float32, CPU)
+    weights = load_weights(files.folder, config, backend)
     layers, by_kind = [], {kind: [] for kind in ("qkv", "output", "gate and up", "down")}  # type: dict[str, list[ObservedLinear]]
     for layer in weights.layers:
         assert isinstance(layer.mlp, TorchMlp)
@@ -126,7 +130,7 @@ def observed_layers(files: ModelFiles, windows: torch.Tensor) -> dict[str, list[
             kind.append(part)
         layers.append(replace(layer, qkv=parts[0], output=parts[1], mlp=TorchMlp(*parts[2:])))
     head = observe(weights.lm_head, windows.numel())
-    model = Decoder(config, ModelWeights(embedding=weights.embedding, layers=layers, norm=weights.norm, lm_head=head))
+    model = Decoder(config, ModelWeights(embedding=weights.embedding, layers=layers, norm=weights.norm, lm_head=head), backend)
     for _ in next_token_logs(model, windows):
         pass
     return by_kind | {"LM head": [head]}

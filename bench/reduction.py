@@ -22,7 +22,7 @@ import torch
 
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
-from services.compute.engine import build_engine
+from services.compute.engine import Engine, build_engine
 from services.compute.scheduling.loop import run_step
 from services.compute.sequence import Sequence
 from shared.model_files import open_model
@@ -47,12 +47,13 @@ def main() -> None:
         model = args.model or Path(folder) / "model"
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", "qwen2.5-0.5b"], check=True)
-        step = make_step(model)
+        engine = make_engine(model)
+        step = make_step(engine)
         cases: dict[str, Callable[[], object]] = {"step": step}
         for name, logits in make_logits().items():
             for kind, params in KINDS.items():
                 sequences = [Sequence(handle, "r", [1, 2], 1, params) for handle in range(BATCH)]
-                cases[f"{kind}, {name}"] = partial(reduce, logits, sequences)
+                cases[f"{kind}, {name}"] = partial(reduce, logits, sequences, engine.row_search)
         cases["reading the logits once"] = lambda: logits.max()
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(args.rounds):
@@ -72,10 +73,13 @@ def make_logits() -> dict[str, torch.Tensor]:
     return {"trained": -1.5 * ranks.log(), "broad": normal * 3.0, "flat": normal * 0.3}
 
 
-def make_step(model: Path) -> Callable[[], object]:
-    """A decode step of BATCH sequences with 128 tokens each."""
+def make_engine(model: Path) -> Engine:
     settings = ComputeSettings(model=str(model), dtype="bfloat16", kv_cache_memory="512MiB", max_batched_tokens=BATCH * 128)
-    engine = build_engine(settings, open_model(str(model), weights=True))
+    return build_engine(settings, open_model(str(model), weights=True))
+
+
+def make_step(engine: Engine) -> Callable[[], object]:
+    """A decode step of BATCH sequences with 128 tokens each."""
     for number in range(BATCH):
         engine.scheduler.add(Sequence(number, str(number), [number] * 127, 127, SamplingParams(max_tokens=20)))
 

@@ -5,9 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from services.compute.backends.backend import Backend, RowSearch
+from services.compute.backends.choose import choose_backend
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
-from services.compute.model_runner import Model, ModelRunner
+from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.config import ARCHITECTURES, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
@@ -29,6 +32,7 @@ class Engine:
 
     scheduler: Scheduler
     runner: ModelRunner
+    row_search: RowSearch
     max_model_len: int  # the longest sequence that fits, prompt and output
     publish_interval_s: float  # candidates of steps shorter than this go out together
 
@@ -61,15 +65,15 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     return (files.config.get("architectures") or [None])[0] in ARCHITECTURES
 
 
-def load_model(settings: ComputeSettings, files: ModelFiles, dtype: torch.dtype, device: torch.device, max_model_len: int | None) -> Model:
+def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None) -> Model:
     """The model as the settings want it run. max_model_len: of the sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         weights = load_weights(
-            files.weights, config, dtype, device, quantization=settings.quantization, group=int(settings.quantization_group),
+            files.weights, config, backend, quantization=settings.quantization, group=int(settings.quantization_group),
             attention_output=settings.quantize_attention_output, lm_head=settings.quantize_lm_head,
         )  # fmt: skip
-        return Decoder(config, weights)
+        return Decoder(config, weights, backend)
     if settings.quantization != "none" or settings.quantize_attention_output:
         option = f"--quantization {settings.quantization}" if settings.quantization != "none" else "--quantize-attention-output"
         raise StartupError(f"{option}: layers of the transformers library are not quantized, only native models are (--model-impl)")
@@ -79,7 +83,7 @@ def load_model(settings: ComputeSettings, files: ModelFiles, dtype: torch.dtype,
         from services.compute.models.transformers_model import load_transformers_model  # seconds that a native model need not wait
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
-    return load_transformers_model(files.folder, dtype, device, max_model_len)
+    return load_transformers_model(files.folder, TorchBackend(backend.dtype, backend.device), max_model_len)
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
@@ -87,13 +91,14 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     device = choose_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-    dtype = choose_dtype(settings.dtype, files)
+    backend = choose_backend(choose_dtype(settings.dtype, files), device)
     asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
-    model = load_model(settings, files, dtype, device, asked)
+    model = load_model(settings, files, backend, asked)
     config = model.config
-    num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)
+    workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
+    num_blocks = choose_num_blocks(settings, config, model.backend, workspace_bytes)
     longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
-    kv_cache = KVCache(config, num_blocks=num_blocks, block_size=settings.block_size, dtype=dtype, device=device, group=choose_group(settings, config))
+    kv_cache = KVCache(config, model.backend, num_blocks=num_blocks, block_size=settings.block_size, group=choose_group(settings, config))
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
     scheduler = Scheduler(
         block_manager,
@@ -105,7 +110,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         run_ahead=settings.run_ahead,
     )
     log.info(
-        "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(), kv_tokens=num_blocks * settings.block_size, max_model_len=longest,
+        "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(), kv_tokens=num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20, max_model_len=longest,
     )  # fmt: skip
-    return Engine(scheduler, ModelRunner(model, kv_cache, device), longest, choose_publish_interval(settings, device))
+    return Engine(scheduler, ModelRunner(model, kv_cache), backend.row_search, longest, choose_publish_interval(settings, device))

@@ -1,11 +1,12 @@
 """ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as logits."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from services.compute.backends.backend import Backend
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
 from services.compute.models.decoder import ForwardBatch
@@ -27,7 +28,20 @@ class Model(Protocol):
         """For the log."""
         ...
 
-    def forward(self, batch: ForwardBatch, kv_layers: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    @property
+    def backend(self) -> Backend:
+        """What its parts are of, and its cache."""
+        ...
+
+    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
+        """What a step of so many tokens takes beside weights and cache, of which so many get logits."""
+        ...
+
+    def plan(self, batch: ForwardBatch, block_size: int) -> Any:
+        """What else depends on the batch and is the same for every layer."""
+        ...
+
+    def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[torch.Tensor]) -> torch.Tensor:
         """Write the step's K and V to KVCache.layers. Returns what `logits` makes logits of."""
         ...
 
@@ -40,10 +54,10 @@ PROMPT_ROWS = 64  # of a prompt, whose logits are there at a time: those of a ch
 
 
 class ModelRunner:
-    def __init__(self, model: Model, kv_cache: KVCache, device: torch.device) -> None:
+    def __init__(self, model: Model, kv_cache: KVCache) -> None:
         self.model = model
         self.kv_cache = kv_cache
-        self.device = device
+        self.buffers = model.backend.buffers
 
     @property
     def vocab_size(self) -> int:
@@ -54,23 +68,24 @@ class ModelRunner:
         return self.logits(batch, self.run(batch))
 
     def run(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Run one step up to the head. Returns what `logits` and `prompt_logits` take."""
+        """Run one step up to the head: prepare it, then a forward pass that reads nothing else of the batch. Returns what `logits` and `prompt_logits` take."""
         if batch.block_copies:
-            self._copy_blocks(batch.block_copies)
-        return self.model.forward(self.prepare(batch), self.kv_cache.layers)
+            self.kv_cache.copy_blocks(batch.block_copies)
+        return self.model.forward(*self.prepare(batch), self.kv_cache.layers)
 
     def logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until the head runs again. hidden: what `run` returned."""
-        return self.model.logits(hidden, self._tensor(_sampled_rows(batch)))
+        return self.model.logits(hidden, self.buffers.fill("wanted_rows", _sampled_rows(batch)))
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         """Of the rows that predict the batch's target_ids, in their order: slices of [at most PROMPT_ROWS, vocab_size] float32, each good until the next."""
         rows = _prompt_rows(batch)
         for at in range(0, len(rows), PROMPT_ROWS):
-            yield self.model.logits(hidden, self._tensor(rows[at : at + PROMPT_ROWS]))
+            yield self.model.logits(hidden, self.buffers.fill("wanted_rows", rows[at : at + PROMPT_ROWS]))
 
-    def prepare(self, batch: ScheduledBatch) -> ForwardBatch:
-        """The batch's tokens in its own order: decodes, then chunks."""
+    def prepare(self, batch: ScheduledBatch) -> tuple[ForwardBatch, Any]:
+        """The batch's tokens in its own order, decodes, then chunks; and the model's plan. Both are good until the next step is prepared: they are in the
+        backend's buffers."""
         block_size = self.kv_cache.block_size
         input_ids: list[int] = []
         positions: list[int] = []
@@ -80,23 +95,16 @@ class ModelRunner:
             input_ids.extend(row.token_ids)
             positions.extend(range(first, last))
             slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
-        return ForwardBatch(
-            input_ids=self._tensor(input_ids),
-            positions=self._tensor(positions),
-            slot_mapping=self._tensor(slot_mapping),
+        prepared = ForwardBatch(
+            input_ids=self.buffers.fill("input_ids", input_ids),
+            positions=self.buffers.fill("positions", positions),
+            slot_mapping=self.buffers.fill("slot_mapping", slot_mapping),
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
-            logit_rows=self._tensor(sorted({*_sampled_rows(batch), *_prompt_rows(batch)})),
+            logit_rows=self.buffers.fill("logit_rows", sorted({*_sampled_rows(batch), *_prompt_rows(batch)})),
         )
-
-    def _copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
-        """All are read before any is written: a block that is copied from may be copied to as well."""
-        sources, targets = zip(*block_copies, strict=True)
-        self.kv_cache.tensor[:, :, self._tensor(list(targets))] = self.kv_cache.tensor[:, :, self._tensor(list(sources))]
-
-    def _tensor(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return prepared, self.model.plan(prepared, block_size)
 
 
 def _sampled_rows(batch: ScheduledBatch) -> list[int]:

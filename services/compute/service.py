@@ -41,6 +41,7 @@ class ComputeService:
         self.model = stage.model
         self.scheduler = engine.scheduler
         self.runner = engine.runner
+        self.row_search = engine.row_search
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
         self.admitter = Admitter(stage, self.scheduler, self.exchange, self.active, vocab_size=self.runner.vocab_size)
@@ -80,14 +81,14 @@ class ComputeService:
         if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
             self.exchange.publish_held()
         hidden = self.runner.run(batch)
-        failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get)
+        failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
         logits = self.runner.logits(batch, hidden)
         self.meter.lap("forward")
         if failures:
             logits = logits[[row for row, handle in enumerate(batch.sampled) if handle not in failures]]
         sequences = [self.scheduler.get(handle) for handle in batch.sampled if handle not in failures]
         if sequences:
-            rows = reduce(logits, sequences)
+            rows = reduce(logits, sequences, self.row_search)
             is_urgent = self.foresee(rows)
             self.meter.lap("reduce")
             self.exchange.send(rows, is_urgent=is_urgent)

@@ -4,21 +4,35 @@ import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
-from services.compute.backends.cpu.library import load_library
+from services.compute.backends.backend import RowSearch
+from services.compute.backends.choose import choose_backend
+from services.compute.backends.cpu.build import INSTRUCTION_SETS
+from services.compute.backends.cpu.library import VARIABLE, open_context
+from services.compute.backends.torch.backend import TorchBackend
+from shared.errors import StartupError
 
 WITHOUT_KERNELS = "PENSTOCK_TEST_WITHOUT_KERNELS"  # 1: this machine can't build them, and that is known
 
 
-@pytest.fixture(params=["amx", "avx512", "avx2"])
-def instruction_set(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What native code runs on during the test."""
-    library = load_library()
-    if library is None:
+@pytest.fixture(params=list(INSTRUCTION_SETS))
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """What native code runs on during the test, wherever a backend is chosen."""
+    if open_context() is None:
         if os.environ.get(WITHOUT_KERNELS) != "1":
             pytest.fail(f"the native kernels are not built: install g++ and run penstock build-kernels, or set {WITHOUT_KERNELS}=1")
         pytest.skip("the native kernels are not built")
-    if library.penstock_choose(request.param.encode()) is None:
+    monkeypatch.setenv(VARIABLE, request.param)
+    try:
+        open_context()
+    except StartupError:
         pytest.skip(f"this machine has no {request.param}")
     yield request.param
-    library.penstock_choose(b"auto")
+
+
+@pytest.fixture(params=["native", "torch"])
+def search(request: pytest.FixtureRequest) -> RowSearch:
+    """Through rows of logits: in native code where it is built, and without."""
+    cpu = torch.device("cpu")
+    return choose_backend(torch.bfloat16, cpu).row_search if request.param == "native" else TorchBackend(torch.float32, cpu).row_search

@@ -31,6 +31,8 @@ from transformers import (
     SmolLM3Config,
 )
 
+from services.compute.backends.choose import choose_backend
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache
@@ -48,6 +50,7 @@ from services.compute.weights.loader import load_weights
 from shared.messages import PromptLogprobs
 from shared.model_files import DEMO_MODEL, ModelFiles, text_config
 from shared.sampling_params import SamplingParams
+from tests.kernels.backends import CPU
 
 SIZES: dict[str, Any] = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 3, "num_attention_heads": 4,
@@ -144,17 +147,18 @@ class Engine:
         max_model_len: int | None = None,
         model_impl: str = "native",
     ) -> None:
-        device = torch.device("cpu")
+        backend = choose_backend(dtype, CPU)
         executor: Model
         location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
         if model_impl == "native":
             config = read_config(text_config(found), max_model_len)
             quantized: dict[str, Any] = {"quantization": quantization, "attention_output": attention_output, "lm_head": lm_head}
-            executor = Decoder(config, load_weights(location, config, dtype, device, **quantized))
+            executor = Decoder(config, load_weights(location, config, backend, **quantized), backend)
         else:
-            executor = load_transformers_model(location, dtype, device, max_model_len or SIZES["max_position_embeddings"])
-        cache = KVCache(executor.config, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device, group=kv_group)
-        self.runner = ModelRunner(executor, cache, device)
+            executor = load_transformers_model(location, TorchBackend(dtype, CPU), max_model_len or SIZES["max_position_embeddings"])
+        cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
+        self.runner = ModelRunner(executor, cache)
+        self.row_search = backend.row_search
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
         self.logits: dict[int, list[torch.Tensor]] = {}
@@ -176,7 +180,7 @@ class Engine:
 
         def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
             hidden = self.runner.run(batch)
-            assert score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get) == {}
+            assert score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search) == {}
             self.num_scored += sum(len(row.target_ids) for row in batch.rows)
             for sequence, row in zip(sampled, self.runner.logits(batch, hidden), strict=True):
                 if sequence.num_output_tokens == 0:

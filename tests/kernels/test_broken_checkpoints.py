@@ -19,6 +19,7 @@ from services.cli import main
 from services.compute.models.config import read_config
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
+from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
 from tests.kernels.quantized import awq, compressed, float8, four_bit_floats, gptq, integers, layers_only, llm_int8, packed, scheme, write_checkpoint
 from tests.kernels.test_formats import BNB4, BNB8, CASES, awq_config, fp8_config, gptq_config
@@ -30,7 +31,7 @@ LAYER = "model.layers.1.mlp.down_proj."
 
 
 def load(folder: Path, **options: Any) -> None:
-    load_weights(folder, read_config(json.loads((folder / "config.json").read_text())), torch.float32, torch.device("cpu"), **options)
+    load_weights(folder, read_config(json.loads((folder / "config.json").read_text())), FLOAT32, **options)
 
 
 def one_line(error: BaseException) -> bool:
@@ -313,7 +314,7 @@ def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[P
         inner = inner[data.draw(st.sampled_from(nested))]
     inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(VALUES)
     try:
-        load_weights(folder, read_config(config | {"quantization_config": quantized}), torch.float32, torch.device("cpu"))
+        load_weights(folder, read_config(config | {"quantization_config": quantized}), FLOAT32)
     except StartupError as error:
         assert one_line(error)
 
@@ -333,5 +334,5 @@ def test_a_mutated_header_is_refused(tmp_path_factory: pytest.TempPathFactory, n
         "num_attention_heads": 1,
     }
     with pytest.raises(StartupError) as raised:
-        load_weights(folder, read_config(config), torch.float32, torch.device("cpu"))
+        load_weights(folder, read_config(config), FLOAT32)
     assert "\n" not in str(raised.value)

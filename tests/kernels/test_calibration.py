@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from services.cli import main
+from services.compute.backends.choose import choose_backend
 from services.compute.backends.matrix import Grouped
 from services.compute.backends.torch.linear import TorchLinear
 from services.compute.backends.torch.reference import quantize_four_bit, rms_norm
@@ -26,9 +27,9 @@ from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
+from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import CONFIGS, Engine, reference_model
 
-CPU = torch.device("cpu")
 CONVERSATIONS = DEMO_MODEL.parent / "conversations.txt"
 
 
@@ -125,13 +126,14 @@ def test_every_family_comes_nearer_to_itself(name: str, tmp_path: Path) -> None:
     config = read_config(json.loads((tmp_path / "config.json").read_text()))
     windows = torch.randint(0, config.vocab_size, (24, 64), generator=torch.Generator().manual_seed(4))
     held_out = torch.randint(0, config.vocab_size, (4, 64), generator=torch.Generator().manual_seed(5))
+    backend = choose_backend(torch.bfloat16, CPU)
     source = SafetensorsSource(tmp_path, torch.float32, CPU)
     packing = Packed("w4", 32, attention_output=True)
-    calibrated = calibrate(Loader(source, config, torch.float32, Packed("none", 32)), packing, windows)
+    calibrated = calibrate(Loader(source, config, FLOAT32, Packed("none", 32)), packing, windows, backend)
     source.close()
-    exact = load_weights(tmp_path, config, torch.float32, CPU)
-    nearest = load_weights(tmp_path, config, torch.bfloat16, CPU, quantization="w4", group=32, attention_output=True)
-    logs = [torch.cat(list(next_token_logs(Decoder(config, weights), held_out))) for weights in (exact, calibrated, nearest)]
+    nearest = load_weights(tmp_path, config, backend, quantization="w4", group=32, attention_output=True)
+    models = [Decoder(config, load_weights(tmp_path, config, FLOAT32), FLOAT32), *(Decoder(config, weights, backend) for weights in (calibrated, nearest))]
+    logs = [torch.cat(list(next_token_logs(model, held_out))) for model in models]
     errors = [float((logs[0] - each).square().mean()) for each in logs[1:]]
     assert errors[0] < errors[1]
 
@@ -160,9 +162,10 @@ def test_a_calibrated_checkpoint_loads_serves_and_is_nearer(
     assert [line.split()[0] for line in printed] == ["size", "before", quantization, "written"]
     config = read_config(json.loads((tmp_path / "config.json").read_text()))
     assert config.packed == Packed(quantization, 64)
-    models = [Decoder(config, load_weights(tmp_path, config, torch.bfloat16, CPU))]
+    backend = choose_backend(torch.bfloat16, CPU)
+    models = [Decoder(config, load_weights(tmp_path, config, backend), backend)]
     dense = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
-    models += [Decoder(dense, load_weights(DEMO_MODEL, dense, torch.bfloat16, CPU, quantization=each)) for each in (quantization, "none")]
+    models += [Decoder(dense, load_weights(DEMO_MODEL, dense, backend, quantization=each), backend) for each in (quantization, "none")]
     calibrated, nearest, exact = (torch.cat([logs.clone() for logs in next_token_logs(model, held_out)]) for model in models)
     distances = [float((exact.exp() * (exact - each)).sum(-1).mean()) for each in (calibrated, nearest)]
     assert distances[0] < bound * distances[1]
@@ -177,13 +180,14 @@ def test_the_lm_head_keeps_eight_bits_unless_asked(tmp_path: Path, capsys: pytes
     windows = windows_of(CONVERSATIONS.read_text(encoding="utf-8"))[:6]
     found = {}
     for lm_head in (False, True):
-        at_load = Decoder(config, load_weights(DEMO_MODEL, config, torch.bfloat16, CPU, quantization="w4", lm_head=lm_head))
+        backend = choose_backend(torch.bfloat16, CPU)
+        at_load = Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization="w4", lm_head=lm_head), backend)
         found[lm_head] = perplexity(at_load, windows)
         folder = tmp_path / str(lm_head)
         assert main(["quantize", "demo", str(folder), "--quantization", "w4", *(["--lm-head"] if lm_head else [])]) == 0
         packed = read_config(json.loads((folder / "config.json").read_text()))
         assert packed.packed == Packed("w4", 64, lm_head=lm_head)
-        assert perplexity(Decoder(packed, load_weights(folder, packed, torch.bfloat16, CPU)), windows) == found[lm_head]
+        assert perplexity(Decoder(packed, load_weights(folder, packed, backend), backend), windows) == found[lm_head]
     assert found[False] != found[True]
     sizes = [(tmp_path / str(lm_head) / "model.safetensors").stat().st_size for lm_head in (False, True)]
     assert sizes[0] > sizes[1]

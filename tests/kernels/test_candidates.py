@@ -10,21 +10,17 @@ import pytest
 import torch
 from scipy import stats
 
+from services.compute.backends.backend import RowSearch
+from services.compute.backends.choose import choose_backend
+from services.compute.backends.torch.row_search import CHUNK, TorchRowSearch, largest_on_device
 from services.compute.candidates.reduction import NOT_FINITE, CandidateRows, reduce
-from services.compute.candidates.row_search import (
-    CHUNK,
-    SortedHead,
-    _largest_on_device,
-    find_largest,
-    find_largest_by_library,
-    total_masses,
-    total_masses_by_library,
-)
+from services.compute.candidates.sorted_head import SortedHead
 from services.compute.sequence import Sequence
 from shared.decision import decide, pad, pick, uniform
 from shared.messages import StepCandidates, decode, encode
 from shared.sampling_params import SamplingParams
 
+SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search  # native where that is built
 VOCAB = 3000
 NUM_DRAWS = 20_000
 ROWS = 500  # drawn in one step
@@ -45,7 +41,7 @@ def draws(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None
             sequences.append(sequence)
         if params.edits_logits:  # history matters: the same history for all, different seeds instead
             sequences = [Sequence(handle, "r", [7, 8, *(tokens or [])], 2, with_seed(params, start + handle)) for handle in range(ROWS)]
-        rows = reduce(logits.repeat(ROWS, 1), sequences)
+        rows = reduce(logits.repeat(ROWS, 1), sequences, SEARCH)
         drawn.append(decided(sent(rows, list(range(ROWS))), sequences))
     return np.concatenate(drawn)
 
@@ -127,7 +123,7 @@ def test_the_draws_have_the_full_vocabulary_s_distribution(name: str) -> None:
     assert stats.chisquare(observed, wanted).pvalue > 1e-3
 
 
-def test_a_draw_does_not_depend_on_the_batch() -> None:
+def test_a_draw_does_not_depend_on_the_batch(search: RowSearch) -> None:
     """The same row alone and among others with longer lists, greedy ones and penalized ones: the same candidates, byte for byte."""
     logits = torch.randn(6, VOCAB, generator=torch.Generator().manual_seed(3))
     params = [
@@ -138,9 +134,9 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
     def sequences() -> list[Sequence]:
         return [Sequence(handle, "r", [1, 2, 3], 2, each) for handle, each in enumerate(params)]
 
-    together = reduce(logits.clone(), sequences())
+    together = reduce(logits.clone(), sequences(), search)
     for row, sequence in enumerate(sequences()):
-        alone = reduce(logits[row : row + 1].clone(), [sequence])
+        alone = reduce(logits[row : row + 1].clone(), [sequence], search)
         assert message_of(alone, 0) == message_of(together, row)
 
 
@@ -182,7 +178,7 @@ def test_what_compute_foresees_is_what_the_sampler_decides(seed: int) -> None:
     """300 rows of any kind in one step, to three samplers, in messages of different widths."""
     rng = random.Random(seed)
     logits, sequences = random_step(rng, 300)
-    rows = reduce(logits, sequences)
+    rows = reduce(logits, sequences, SEARCH)
     assert not rows.failures and rows.handles.tolist() == list(range(300))
     assert rows.previous_token_ids.tolist() == [sequence.token_ids[-1] if sequence.num_output_tokens else -1 for sequence in sequences]
     for sampler in range(3):
@@ -192,9 +188,11 @@ def test_what_compute_foresees_is_what_the_sampler_decides(seed: int) -> None:
 
 FAULTS = {  # the request, what is wrong with its row, and what the failure says of it
     "nothing but NaN": (SamplingParams(temperature=0.0), lambda row: row.fill_(torch.nan), NOT_FINITE),
+    "one NaN in a greedy row": (SamplingParams(temperature=0.0), lambda row: row[2999].fill_(torch.nan), NOT_FINITE),
+    "one NaN beside a short list": (SamplingParams(top_k=3), lambda row: row[VOCAB // 2].fill_(torch.nan), NOT_FINITE),
     "NaN in a row drawn at random": (SamplingParams(), lambda row: row[3:500].fill_(torch.nan), NOT_FINITE),
     "NaN where logprobs are asked": (SamplingParams(temperature=0.0, logprobs=0), lambda row: row[17].fill_(torch.nan), NOT_FINITE),
-    "NaN behind a long list": (SamplingParams(top_p=0.99, temperature=2.0), lambda row: row[2000].fill_(torch.nan), ""),
+    "NaN behind a long list": (SamplingParams(top_p=0.99, temperature=2.0), lambda row: row[2000].fill_(torch.nan), NOT_FINITE),
     "an overflow": (SamplingParams(temperature=0.0), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
     "an overflow, drawn at random": (SamplingParams(top_k=3), lambda row: row[3].fill_(torch.inf), NOT_FINITE),
     "nothing left": (SamplingParams(temperature=0.5, min_p=0.1), lambda row: row.fill_(-torch.inf), NOT_FINITE),
@@ -206,7 +204,7 @@ FAULTS = {  # the request, what is wrong with its row, and what the failure says
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy says so, and goes on
 @pytest.mark.parametrize("names", [[name] for name in FAULTS] + [list(FAULTS)])
-def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str]) -> None:
+def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str], search: RowSearch) -> None:
     """The others come out bit for bit as they do alone."""
     rng = random.Random(5)
     logits, sequences = random_step(rng, 12 + len(names))
@@ -216,8 +214,8 @@ def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str]) -> None:
         spoil(logits[row])
         prompt = [7, VOCAB + 5] if "penalty" in name else [7, 8]
         sequences[row] = Sequence(row, "r", [*prompt, 4], 2, params)
-    alone = {row: reduce(logits[row : row + 1].clone(), [sequence]) for row, sequence in enumerate(sequences)}
-    together = reduce(logits.clone(), sequences)
+    alone = {row: reduce(logits[row : row + 1].clone(), [sequence], search) for row, sequence in enumerate(sequences)}
+    together = reduce(logits.clone(), sequences, search)
     assert sorted(together.failures) == sorted(bad)
     for row, name in bad.items():
         assert FAULTS[name][2] in together.failures[row]
@@ -232,23 +230,23 @@ def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str]) -> None:
 def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:
     logits = torch.zeros(2, VOCAB)
     logits[1, [40, 2000]] = 1.0
-    rows = reduce(logits, [Sequence(handle, "r", [1], 1, SamplingParams(temperature=0.0)) for handle in range(2)])
+    rows = reduce(logits, [Sequence(handle, "r", [1], 1, SamplingParams(temperature=0.0)) for handle in range(2)], SEARCH)
     assert rows.token_ids.tolist() == [[0], [40]]
     assert rows.counts.tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
-@pytest.mark.parametrize("place", ["host", "numpy", "device"])
+@pytest.mark.parametrize("place", ["native", "numpy", "device"])
 def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str) -> None:
     """Rounded to quarters, so that most values are tied, at the list's border too. The GPU's way runs on the CPU as well."""
     logits = (torch.randn(9, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 4).round() / 4
     logits[-1, 5:] = -torch.inf
-    if place == "host":
-        values, ids = find_largest(logits, k)
+    if place == "native":
+        values, ids = SEARCH.find_largest(logits, k)
     elif place == "numpy":
-        values, ids = find_largest_by_library(logits, k)
+        values, ids = TorchRowSearch().find_largest(logits, k)
     elif k <= vocab // CHUNK:
-        values, ids = _largest_on_device(logits, k, vocab // CHUNK)
+        values, ids = largest_on_device(logits, k, vocab // CHUNK)
     else:
         pytest.skip("fewer chunks than are wanted: the whole row is sorted")
     for row in range(len(logits)):
@@ -257,10 +255,28 @@ def test_the_largest_are_in_order_with_ties_by_id(vocab: int, k: int, place: str
         assert values[row].tolist() == logits[row].numpy()[order].tolist()
 
 
+@pytest.mark.parametrize(("vocab", "k"), list(itertools.product([130, 2048, 5003], [1, 2, 20, 64])))
+@pytest.mark.parametrize("place", ["native", "numpy", "device"])
+def test_a_row_says_that_it_has_a_nan(vocab: int, k: int, place: str) -> None:
+    """Wherever it stands; also where many logits are tied at the list's border, or are banned. The rows beside it are as ever."""
+    places = [0, 15, 63, 64, vocab // 2, vocab - 3, vocab - 1]
+    logits = (torch.randn(len(places) + 2, vocab, generator=torch.Generator().manual_seed(vocab + k)) * 2).round()
+    logits[2, 5:] = -torch.inf
+    clean = logits[-2:].clone()
+    for row, at in enumerate(places):
+        logits[row, at] = torch.nan
+    if place == "device" and k > vocab // CHUNK:
+        pytest.skip("fewer chunks than are wanted: the whole row is sorted")
+    find = {"native": SEARCH.find_largest, "numpy": TorchRowSearch().find_largest, "device": lambda some, k: largest_on_device(some, k, vocab // CHUNK)}[place]
+    (values, ids), expected = find(logits, k), find(clean, k)
+    assert np.isnan(values[:-2, 0]).all() and ((ids >= 0) & (ids < vocab)).all()
+    assert (values[-2:] == expected[0]).all() and (ids[-2:] == expected[1]).all()
+
+
 def test_the_mass_of_a_row_is_the_same_by_numpy() -> None:
     logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(2)) * 3
     some = (np.array([3, 0]), logits.amax(1).numpy()[[3, 0]], np.array([0.7, 1.3], np.float32))
-    np.testing.assert_allclose(total_masses(logits, *some), total_masses_by_library(logits, *some), rtol=1e-5)
+    np.testing.assert_allclose(SEARCH.total_masses(logits, *some), TorchRowSearch().total_masses(logits, *some), rtol=1e-5)
 
 
 def test_a_sorted_row_knows_which_token_is_where() -> None:
@@ -281,7 +297,7 @@ def test_min_tokens_bans_what_would_end_the_answer() -> None:
     params = SamplingParams(temperature=0.0, min_tokens=1, stop_token_ids=(10,))
     early = Sequence(0, "r", [1, 2], 2, params, eos_token_ids=(9,))
     late = Sequence(1, "r", [1, 2, 3], 2, params, eos_token_ids=(9,))
-    assert reduce(logits, [early, late]).token_ids[:, 0].tolist() == [0, 9]
+    assert reduce(logits, [early, late], SEARCH).token_ids[:, 0].tolist() == [0, 9]
 
 
 def test_bytes_of_a_step_are_kilobytes() -> None:
@@ -289,7 +305,7 @@ def test_bytes_of_a_step_are_kilobytes() -> None:
     logits = torch.randn(32, 151_936, generator=torch.Generator().manual_seed(0)) * 3
     sizes = {}
     for name, params in {"greedy": SamplingParams(temperature=0.0), "top-p": SamplingParams(top_p=0.9, temperature=0.8), "plain": SamplingParams()}.items():
-        rows = reduce(logits.clone(), [Sequence(handle, "r", [1], 1, params) for handle in range(32)])
+        rows = reduce(logits.clone(), [Sequence(handle, "r", [1], 1, params) for handle in range(32)], SEARCH)
         sizes[name] = len(encode(rows.message(list(range(32)), "compute-0123456789ab", 1000, (), [])))
     assert sizes["greedy"] < 2_000
     assert sizes["top-p"] == sizes["plain"] < 20_000

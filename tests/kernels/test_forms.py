@@ -10,14 +10,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
-from services.compute.backends.dispatch import make_linear
+from services.compute.backends.cpu.linear import NativeLinear, is_packable
 from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix, concatenate
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import quantize_groups, quantize_rows, rms_norm
 from services.compute.models.config import Packed, read_config
 from services.compute.weights.loader import Loader
 from shared.model_files import DEMO_MODEL
+from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.test_native import EPS, error, randn
 
 pytestmark = pytest.mark.usefixtures("instruction_set")
@@ -60,7 +60,7 @@ def test_a_layer_of_any_form(form: str, rows: int, n: int, k: int, group: int, h
     matrix, x = held(form, n, k, group, seed), randn(rows, k, seed=seed + 1)
     bias = randn(n, seed=seed + 2) if has_bias else None
     residual = randn(rows, n, seed=seed + 3) if has_residual else None
-    layer = pack_linear(matrix, bias)
+    layer = native_backend().make_linear(matrix, bias)
     found = layer(x, residual=residual)
     expected = QuantizedTorchLinear(matrix, bias)(x.float(), residual=residual.float() if residual is not None else None)
     exact = x.double() @ matrix.dequantize(torch.float64).T
@@ -79,12 +79,13 @@ def test_gated_layers_norms_and_logits(form: str, group: int) -> None:
     hidden, inter, rows = 200, 232, 37
     x, norm = randn(rows, hidden), (1 + randn(hidden, seed=1) * 0.1).bfloat16()
     gate_up, down = held(form, 2 * inter, hidden, group), held(form, hidden, inter, group, seed=1)
-    mlp = NativeMlp(pack_linear(gate_up, None, is_gated=True), pack_linear(down, None))
+    backend = native_backend()
+    mlp = backend.make_mlp(backend.make_linear(gate_up, is_gated=True), backend.make_linear(down))
     found = mlp(x, norm=norm, eps=EPS)
     reference = TorchMlp(QuantizedTorchLinear(gate_up, None, is_gated=True), QuantizedTorchLinear(down, None))
     assert error(found, reference(x.float(), norm=norm.float(), eps=EPS)) < 2.5e-2
     assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
-    logits = pack_linear(gate_up, None).logits(x, norm=norm, eps=EPS)
+    logits = backend.make_linear(gate_up).logits(x, norm=norm, eps=EPS)
     assert error(logits, QuantizedTorchLinear(gate_up, None)(rms_norm(x, norm, EPS).float())) < 2.5e-2
 
 
@@ -93,7 +94,7 @@ def test_gated_layers_norms_and_logits(form: str, group: int) -> None:
 def test_many_long_rows(form: str, group: int) -> None:
     """Several panels of rows: the same bits as alone, and in any smaller company."""
     matrix, x = held(form, 70, 5000, group), randn(300, 5000)
-    layer = pack_linear(matrix, None)
+    layer = native_backend().make_linear(matrix)
     found = layer(x)
     assert error(found, QuantizedTorchLinear(matrix, None)(x.float())) < 4e-3
     some = [0, 31, 32, 159, 160, 255, 256, 299]
@@ -122,26 +123,29 @@ def test_an_outlier_costs_nothing_outside_its_group() -> None:
     codes[:, :64] = 0
     matrix = replace(matrix, codes=codes)
     exact = x.double() @ matrix.dequantize(torch.float64).T
-    assert error(pack_linear(matrix, None)(x), exact) < 1e-2
-    by_row = pack_linear(Dense(matrix.dequantize(torch.bfloat16)), None, quantization="w8a8")
+    assert error(native_backend().make_linear(matrix)(x), exact) < 1e-2
+    by_row = native_backend().make_linear(Dense(matrix.dequantize(torch.bfloat16)), quantization="w8a8")
     assert error(by_row(x), exact) > 0.5
 
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_parts_make_the_same_layer_again(form: str, is_gated: bool) -> None:
+    backend = native_backend()
     for group, (n, k) in ((32, (70, 90)), (64, (64, 50)), (128, (64, 300))):
         bias = randn(n, seed=3)
-        layer = pack_linear(held(form, n, k, group), bias, is_gated=is_gated)
-        again = restore_linear(layer.parts, n, k, is_gated=is_gated, has_bias=True)
+        layer = backend.make_linear(held(form, n, k, group), bias, is_gated=is_gated)
+        again = backend.restore_linear(layer.parts, n, k, is_gated=is_gated, has_bias=True, activation="silu")
         x = randn(9, k)
         assert again.form == layer.form and torch.equal(again(x), layer(x))
         for name in layer.parts.keys() - {"zeros", "minima"}:  # without those it is another form
             with pytest.raises(ValueError, match="its parts have other shapes"):
-                restore_linear({other: part for other, part in layer.parts.items() if other != name}, n, k, is_gated=is_gated, has_bias=True)
+                backend.restore_linear(
+                    {other: part for other, part in layer.parts.items() if other != name}, n, k, is_gated=is_gated, has_bias=True, activation="silu"
+                )
         for other_n, other_k, has_bias in ((n + 64, k, True), (n, k + 128, True), (n, k, False)):
             with pytest.raises(ValueError, match="its parts have other shapes"):
-                restore_linear(layer.parts, other_n, other_k, is_gated=is_gated, has_bias=has_bias)
+                backend.restore_linear(layer.parts, other_n, other_k, is_gated=is_gated, has_bias=has_bias, activation="silu")
 
 
 def unpackable() -> dict[str, Matrix]:
@@ -164,8 +168,9 @@ def unpackable() -> dict[str, Matrix]:
 def test_what_no_kernel_reads_is_widened(name: str, quantization: str) -> None:
     matrix, x = unpackable()[name], randn(5, 256)
     assert not is_packable(matrix)
-    layer = make_linear(matrix, torch.bfloat16, quantization=quantization)
-    widened = make_linear(Dense(matrix.dequantize(torch.bfloat16)), torch.bfloat16, quantization=quantization)
+    backend = native_backend()
+    layer = backend.make_linear(matrix, quantization=quantization)
+    widened = backend.make_linear(Dense(matrix.dequantize(torch.bfloat16)), quantization=quantization)
     assert torch.equal(layer(x), widened(x))
 
 
@@ -173,9 +178,9 @@ def test_what_no_kernel_reads_is_widened(name: str, quantization: str) -> None:
 def test_what_is_quantized_already_keeps_its_form(form: str) -> None:
     """Whatever quantization is asked for; and where the model computes in float32, it is widened."""
     matrix, x = held(form, 40, 128, 64), randn(5, 128)
-    kept = make_linear(matrix, torch.bfloat16, quantization="w4", group=32)
-    assert isinstance(kept, NativeLinear) and torch.equal(kept(x), pack_linear(matrix, None)(x))
-    exact = make_linear(matrix, torch.float32)
+    kept = native_backend().make_linear(matrix, quantization="w4", group=32)
+    assert isinstance(kept, NativeLinear) and torch.equal(kept(x), native_backend().make_linear(matrix)(x))
+    exact = FLOAT32.make_linear(matrix)
     assert isinstance(exact, TorchLinear) and torch.equal(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T)
 
 
@@ -183,7 +188,7 @@ def test_scales_in_float32_that_float16_holds_are_packed() -> None:
     matrix = held("four bits, minima", 40, 128, 64)
     assert isinstance(matrix, Grouped) and matrix.minima is not None
     wide, x = replace(matrix, scales=matrix.scales.float(), minima=matrix.minima.float()), randn(5, 128)
-    assert is_packable(wide) and torch.equal(pack_linear(wide, None)(x), pack_linear(matrix, None)(x))
+    assert is_packable(wide) and torch.equal(native_backend().make_linear(wide)(x), native_backend().make_linear(matrix)(x))
 
 
 @pytest.mark.parametrize(
@@ -225,7 +230,7 @@ class Held:
 
 def test_the_log_says_once_what_was_widened(caplog: pytest.LogCaptureFixture) -> None:
     config = read_config(json.loads((DEMO_MODEL / "config.json").read_text()))
-    loader = Loader(Held({"v_proj": "int8 groups/16", "down_proj": "four bits/256"}), config, torch.bfloat16, Packed("none", 64))
+    loader = Loader(Held({"v_proj": "int8 groups/16", "down_proj": "four bits/256"}), config, native_backend(), Packed("none", 64))
     for number in range(3):
         prefix = f"layers.{number}."
         loader.linear(prefix + "qkv.", [f"{prefix}{name}_proj." for name in "qkv"], [(32, 64)] * 3, has_bias=False)

@@ -19,6 +19,7 @@ from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import open_model
+from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, SIZES, Engine
 from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks
 from tests.kernels.test_models import expected_tokens, prompts
@@ -159,7 +160,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 def load(path: Path) -> None:
     files = open_model(str(path))
-    load_weights(files.weights, read_config(files.config), torch.float32, CPU)
+    load_weights(files.weights, read_config(files.config), FLOAT32)
 
 
 @settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])

@@ -19,6 +19,7 @@ from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, open_model, text_config
 from shared.settings import ComputeSettings
+from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, Engine, reference_model
 
 NUM_TOKENS = 40
@@ -216,13 +217,13 @@ def test_what_cannot_be_loaded_is_named(tmp_path: Path) -> None:
         read_config({key: value for key, value in config.items() if key != "hidden_size"})
     wrong = read_config(config | {"hidden_size": 80, "head_dim": 16})
     with pytest.raises(StartupError, match="has the shape"):
-        load_weights(tmp_path, wrong, torch.float32, torch.device("cpu"))
+        load_weights(tmp_path, wrong, FLOAT32)
     deeper = read_config(config | {"num_hidden_layers": 5})
     with pytest.raises(StartupError, match="no tensor model.layers.3"):
-        load_weights(tmp_path, deeper, torch.float32, torch.device("cpu"))
+        load_weights(tmp_path, deeper, FLOAT32)
     (tmp_path / "empty").mkdir()
     with pytest.raises(StartupError, match=r"holds no \*.safetensors"):
-        load_weights(tmp_path / "empty", wrong, torch.float32, torch.device("cpu"))
+        load_weights(tmp_path / "empty", wrong, FLOAT32)
 
 
 def test_an_engine_of_a_multimodal_folder(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.cli import main
-from services.compute.backends.dispatch import is_native, make_linear
+from services.compute.backends.backend import Backend
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.models.config import read_config
@@ -16,6 +16,7 @@ from services.compute.models.moe import Expert, MoeMlp, SharedExpert, choose_exp
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES
+from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 from tests.kernels.test_models import prompts
 
@@ -33,13 +34,15 @@ def make_weights(dtype: torch.dtype) -> Weights:
     return {name: (torch.randn(*shape, generator=generator) * 0.2).to(dtype) for name, shape in shapes.items()}
 
 
-def make_layer(weights: Weights, dtype: torch.dtype, quantization: str = "none") -> MoeMlp:
+def make_layer(weights: Weights, backend: Backend, quantization: str = "none") -> MoeMlp:
+    make = backend.make_linear
+
     def make_expert(gate_up: torch.Tensor, down: torch.Tensor) -> Expert:
-        return Expert(make_linear(Dense(gate_up), dtype, quantization=quantization, is_gated=True), make_linear(Dense(down), dtype, quantization=quantization))
+        return Expert(make(Dense(gate_up), quantization=quantization, is_gated=True), make(Dense(down), quantization=quantization))
 
     experts = tuple(make_expert(*each) for each in zip(weights["gate_up"], weights["down"], strict=True))
-    shared = SharedExpert(make_expert(weights["shared_gate_up"], weights["shared_down"]), make_linear(Dense(weights["shared_gate"]), dtype))
-    return MoeMlp(make_linear(Dense(weights["router"]), dtype), experts, ACTIVE, True, shared)
+    shared = SharedExpert(make_expert(weights["shared_gate_up"], weights["shared_down"]), make(Dense(weights["shared_gate"])))
+    return MoeMlp(backend.row_math, make(Dense(weights["router"])), experts, ACTIVE, True, shared)
 
 
 def define(weights: Weights, x: torch.Tensor, norm: torch.Tensor) -> torch.Tensor:
@@ -63,7 +66,7 @@ def test_the_layer_is_what_its_definition_says(num_rows: int) -> None:
     weights = make_weights(torch.float32)
     x = torch.randn(num_rows, HIDDEN, generator=torch.Generator().manual_seed(1))
     norm = torch.linspace(0.5, 1.5, HIDDEN)
-    layer = make_layer(weights, torch.float32)
+    layer = make_layer(weights, FLOAT32)
     expected = define(weights, x, norm)
     torch.testing.assert_close(layer(x, norm=norm, eps=EPS).double(), expected, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(layer(x, norm=norm, eps=EPS, has_residual=False).double(), expected - x, atol=1e-5, rtol=1e-5)
@@ -76,8 +79,7 @@ def test_a_row_has_the_same_bits_in_any_company(quantization: str) -> None:
     weights = make_weights(torch.bfloat16)
     x = torch.randn(70, HIDDEN, generator=torch.Generator().manual_seed(1)).bfloat16()
     norm = torch.linspace(0.5, 1.5, HIDDEN).bfloat16()
-    assert is_native(torch.bfloat16, torch.device("cpu"))
-    layer = make_layer(weights, torch.bfloat16, quantization)
+    layer = make_layer(weights, native_backend(), quantization)
     together = layer(x, norm=norm, eps=EPS)
     assert torch.equal(together, torch.cat([layer(x[row : row + 1], norm=norm, eps=EPS) for row in range(70)]))
     assert torch.equal(together[3:40], layer(x[3:40], norm=norm, eps=EPS))
@@ -157,7 +159,7 @@ def test_an_expert_that_is_missing_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.2.mlp.experts.5.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(StartupError, match=r"no tensor model\.layers\.2\.mlp\.experts\.5\.up_proj\.weight"):
-        load_weights(tmp_path, config, torch.float32, torch.device("cpu"))
+        load_weights(tmp_path, config, FLOAT32)
 
 
 def test_configurations() -> None:

@@ -1,7 +1,6 @@
 """Native kernels: against their torch references, on every instruction set of this machine; and a row's bits do not depend on other rows."""
 
 import json
-import math
 import subprocess
 import sys
 from itertools import accumulate
@@ -16,16 +15,16 @@ from hypothesis import strategies as st
 
 from services.cli import main
 from services.compute.backends.cpu import library as library_module
-from services.compute.backends.cpu import reduction
 from services.compute.backends.cpu.attention import NativeAttention
-from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, pack_linear
-from services.compute.backends.cpu.row_math import NativeRowMath
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
-from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp, TorchRowMath
+from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, norm_heads, quantize_weight, read_kv, rms_norm, rotary, write_kv
+from services.compute.backends.torch.row_math import TorchRowMath
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
+from tests.kernels.backends import native_backend
 from tests.kernels.families import Engine
 from tests.kernels.slabs import from_slabs, to_slabs
 
@@ -45,7 +44,7 @@ def error(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def native(weight: torch.Tensor, bias: torch.Tensor | None, mode: str, *, group: int = 64, **gate: Any) -> NativeLinear:
     """gate: is_gated and activation."""
-    return pack_linear(Dense(weight), bias, quantization=mode, group=group, **gate)
+    return native_backend().make_linear(Dense(weight), bias, quantization=mode, group=group, **gate)
 
 
 def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, group: int = 64, **gate: Any) -> TorchLinear:
@@ -123,7 +122,7 @@ def test_an_mlp_with_gelu_and_no_norm_or_residual(mode: str, rows: int, hidden: 
 @settings(max_examples=60, deadline=None)
 def test_adding_to_the_residual(rows: int, hidden: int, has_norm: bool, multiplier: float, seed: int) -> None:
     x, h, norm = randn(rows, hidden, seed=seed), randn(rows, hidden, seed=seed + 1, scale=3.0), randn(hidden, seed=seed + 2) if has_norm else None
-    native_math = NativeRowMath()
+    native_math = native_backend().row_math
     found = native_math.add(x, h, norm=norm, eps=EPS, multiplier=multiplier)
     expected = TorchRowMath().add(x.double(), h.double(), norm=norm.double() if norm is not None else None, eps=EPS, multiplier=multiplier)
     # the result is rounded once, and so is a normalized value before its weight
@@ -132,12 +131,22 @@ def test_adding_to_the_residual(rows: int, hidden: int, has_norm: bool, multipli
     assert torch.equal(found, torch.cat(alone))
 
 
+@pytest.mark.parametrize(("rows", "hidden"), [(1, 64), (9, 300), (40, 33)])
+def test_a_norm_by_itself_is_what_a_layer_does_before_it_multiplies(rows: int, hidden: int) -> None:
+    backend = native_backend()
+    x, weight, layer = randn(rows, hidden, scale=3.0), (1 + randn(hidden, seed=1) * 0.1).bfloat16(), backend.make_linear(Dense(randn(70, hidden, seed=2)))
+    found = backend.row_math.norm(x, weight=weight, eps=EPS)
+    assert error(found, rms_norm(x.double(), weight.double(), EPS)) < 4e-3
+    assert torch.equal(layer(found), layer(x, norm=weight, eps=EPS))
+
+
 @given(rows=st.integers(1, 9), vocab=st.integers(1, 30_000), multiplier=st.sampled_from([1.0, 0.125]), cap=st.sampled_from([0.0, 30.0]), seed=st.integers(0, 9))
 @settings(max_examples=30, deadline=None)
 def test_finishing_logits(rows: int, vocab: int, multiplier: float, cap: float, seed: int) -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 60
     expected = TorchRowMath().finish_logits(logits.double(), multiplier=multiplier, cap=cap)
-    found = [NativeRowMath().finish_logits(each, multiplier=multiplier, cap=cap) for each in (logits.clone(), logits[-1:].clone())]
+    finish = native_backend().row_math.finish_logits
+    found = [finish(each, multiplier=multiplier, cap=cap) for each in (logits.clone(), logits[-1:].clone())]
     torch.testing.assert_close(found[0].double(), expected, atol=1e-5, rtol=1e-6)
     assert torch.equal(found[0][-1:], found[1])
 
@@ -193,9 +202,10 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
         count = rows.stop - rows.start
         return AttentionInputs(lens, ends, [tuple(tables[each]) for each in which], slots[rows], ((torch.ones(count, dim // 2), torch.zeros(count, dim // 2)),))
 
-    attention = NativeAttention(heads, scores)
+    attention = native_backend().make_attention(heads, scores)
+    assert isinstance(attention, NativeAttention)
     everything = inputs(list(range(len(contexts))), lengths, contexts, slice(0, num_tokens))
-    found = attention(qkv.clone(), native, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS)
+    found = attention(qkv.clone(), native, attention.plan(everything, block_size), window=window, norms=(None, None), eps=EPS).clone()
     kv = from_slabs(native, dim)
     for number, table in enumerate(tables):
         rows = slice(starts[number], starts[number + 1])
@@ -225,7 +235,7 @@ def test_rotation_and_the_way_into_the_cache(norm_heads_of: tuple[int, int] | No
     if norms[0] is not None and norms[1] is not None:
         q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
     q, k = (rotary(each, angles.cos()[:, None], angles.sin()[:, None]) for each in (q, k))
-    attention = NativeAttention(heads)
+    attention = native_backend().make_attention(heads)
     inputs = AttentionInputs([1] * tokens, [1] * tokens, [(int(slot) // 16,) for slot in slots], slots, ((angles.cos(), angles.sin()),))
     changed, native = qkv.clone(), to_slabs(kv, 64)
     attention(changed, native, attention.plan(inputs, 16), window=None, norms=norms, eps=EPS)
@@ -245,25 +255,17 @@ def test_the_largest_logits_and_the_mass_of_all(vocab: int, rows: int, wanted: i
     logits[0, vocab // 2 :] = -torch.inf
     logits[0, 0] = 1.0
     k = min(wanted, vocab)
-    values, ids = reduction.find_largest(logits, k)
+    search = native_backend().row_search
+    values, ids = search.find_largest(logits, k)
     expected_values, order = logits.sort(dim=-1, descending=True, stable=True)
     assert values.tolist() == expected_values[:, :k].tolist()
     assert ids.tolist() == order[:, :k].tolist()
     which, largest, temperatures = np.arange(rows)[::-1].copy(), values[::-1, 0].copy(), np.linspace(0.3, 2.0, rows, dtype=np.float32)
-    masses = reduction.total_masses(logits, which, largest, temperatures)
+    masses = search.total_masses(logits, which, largest, temperatures)
     exact = [((logits[row].double() - float(largest[at])) / float(temperatures[at])).exp().sum().item() for at, row in enumerate(which)]
     np.testing.assert_allclose(masses, exact, rtol=3e-6)  # exponents are rounded to float32
     for at in range(rows):
-        assert reduction.total_masses(logits, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0] == masses[at]
-
-
-def test_nan_among_logits_is_passed_over() -> None:
-    logits = torch.randn(2, 500, generator=torch.Generator().manual_seed(0))
-    logits[0, ::2] = torch.nan
-    logits[1] = torch.nan
-    values, ids = reduction.find_largest(logits, 3)
-    assert ids[0].tolist() == logits[0].nan_to_num(-9).topk(3).indices.tolist()
-    assert values[1].tolist() == [-math.inf] * 3
+        assert search.total_masses(logits, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0] == masses[at]
 
 
 def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
@@ -282,14 +284,14 @@ def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_named() -> None:
     for value, message in (("mmx", "PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx2, torch"), ("torch", "")):
-        code = "from services.compute.backends.dispatch import is_native; import torch; print(is_native(torch.bfloat16, torch.device('cpu')))"
+        code = "from services.compute.backends.choose import choose_backend; import torch; print(choose_backend(torch.bfloat16, torch.device('cpu')))"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PENSTOCK_KERNELS": value, "PATH": "/usr/bin:/bin"})
-        assert (message in done.stderr) if message else done.stdout.strip() == "False"
+        assert (message in done.stderr) if message else "TorchBackend" in done.stdout
 
 
 def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library_module, "source_id", lambda: "0" * 16)
-    assert library_module.load_library.__wrapped__() is None
+    assert library_module.open_context() is None
 
 
 @pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True, "lm_head": True})])

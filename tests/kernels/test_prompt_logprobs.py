@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.compute import model_runner
+from services.compute.backends.backend import RowSearch
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logprobs, score_prompts, score_rows
 from services.compute.sequence import Sequence
@@ -106,7 +107,7 @@ def test_who_is_preempted_within_its_prompt_goes_on_where_it_was(is_cached: bool
         starts.append(batch.rows[0].num_computed_tokens)
         targets += batch.rows[0].target_ids
         hidden = engine.runner.run(batch)
-        assert score_prompts(engine.runner.prompt_logits(batch, hidden), batch, engine.scheduler.get) == {}
+        assert score_prompts(engine.runner.prompt_logits(batch, hidden), batch, engine.scheduler.get, engine.row_search) == {}
         if len(starts) == 2:
             engine.scheduler.only = frozenset({2})
             engine.scheduler.max_num_seqs = 1
@@ -152,7 +153,7 @@ def test_a_token_has_the_same_logprob_as_an_answer_and_as_a_prompt() -> None:
     engine = Engine(DEMO_MODEL, dtype=torch.bfloat16)
     [tokens] = engine.generate([prompt], 12)
     logits = torch.stack(engine.logits[0])
-    decoded = score_rows(logits, np.array(tokens), 2)
+    decoded = score_rows(logits, np.array(tokens), 2, engine.row_search)
     engine.generate([prompt + tokens], 1, prompt_logprobs=2)
     found = engine.prompts[0]
     assert found is not None
@@ -160,23 +161,23 @@ def test_a_token_has_the_same_logprob_as_an_answer_and_as_a_prompt() -> None:
     assert found.top_token_ids[-24:].tolist() == decoded.top_token_ids.ravel().tolist()
 
 
-def test_ties_and_minus_infinity() -> None:
+def test_ties_and_minus_infinity(search: RowSearch) -> None:
     logits = torch.full((2, 200), -torch.inf)
     logits[:, 10:14] = 1.0
     logits[1, 12] = 2.0
-    found = score_rows(logits.clone(), np.array([13, 0]), 3)
+    found = score_rows(logits, np.array([13, 0]), 3, search)
     assert found.ranks.tolist() == [1, 5]
     assert found.logprobs[0] == pytest.approx(-np.log(4)) and found.logprobs[1] == -np.inf
     assert found.top_token_ids.tolist() == [[10, 11, 12], [12, 10, 11]]
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float) -> None:
+def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float, search: RowSearch) -> None:
     sequences = {handle: Sequence(handle, str(handle), [1, 2, 3], 3, SamplingParams(max_tokens=1, prompt_logprobs=handle)) for handle in (0, 1, 2)}
     batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), True, 1, (2, 3)) for handle in sequences), 0)
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     logits[3, 100] = wrong
-    assert score_prompts([logits[:4].clone(), logits[4:].clone()], batch, sequences.__getitem__) == {1: NOT_FINITE}
+    assert score_prompts([logits[:4], logits[4:]], batch, sequences.__getitem__, search) == {1: NOT_FINITE}
     for handle, rows in ((0, slice(0, 2)), (2, slice(4, 6))):
         [found] = sequences[handle].scored
         assert found.logprobs == pytest.approx(logits[rows].log_softmax(dim=1)[[0, 1], [2, 3]].numpy(), abs=1e-5)

@@ -14,6 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from services.compute.backends.choose import choose_backend
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder, ForwardBatch
@@ -21,10 +22,10 @@ from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from services.model_store import DEFAULT_MODEL
 from shared.model_files import PULLED_MODELS, ModelFiles, open_model
+from tests.kernels.backends import CPU
 from tests.kernels.families import Engine
 
 pytestmark = pytest.mark.skipif(not (PULLED_MODELS / DEFAULT_MODEL).is_dir(), reason=f"penstock pull {DEFAULT_MODEL} brings the model")
-CPU = torch.device("cpu")
 WINDOW, NUM_WINDOWS = 256, 8
 
 
@@ -49,12 +50,13 @@ def windows(files: ModelFiles) -> torch.Tensor:
 
 def served_perplexity(files: ModelFiles, dtype: torch.dtype) -> float:
     config = read_config(files.config)
-    model = Decoder(config, load_weights(files.weights, config, dtype, CPU))
-    cache = KVCache(config, num_blocks=WINDOW // 16, block_size=16, dtype=dtype, device=CPU)
+    backend = choose_backend(dtype, CPU)
+    model = Decoder(config, load_weights(files.weights, config, backend), backend)
+    cache = KVCache(config, backend, num_blocks=WINDOW // 16, block_size=16)
     places, table, losses = torch.arange(WINDOW), tuple(range(WINDOW // 16)), []
     for row in windows(files):
         batch = ForwardBatch(row, places, places, query_lens=[WINDOW], context_lens=[WINDOW], block_tables=[table], logit_rows=places)
-        losses.append(torch.nn.functional.cross_entropy(model.logits(model.forward(batch, cache.layers), places)[:-1], row[1:]))
+        losses.append(torch.nn.functional.cross_entropy(model.logits(model.forward(batch, model.plan(batch, 16), cache.layers), places)[:-1], row[1:]))
     return float(torch.stack(losses).mean().exp())
 
 

@@ -19,6 +19,7 @@ from services.compute.models.transformers_model import load_transformers_model
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, open_model
 from shared.settings import ComputeSettings
+from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 from tests.kernels.test_models import NUM_TOKENS, expected_tokens, prompts
 
@@ -134,7 +135,7 @@ def test_attention_with_sinks_and_caps_against_float64(cap: float | None) -> Non
 
 
 def load(folder: Path, max_model_len: int = 512) -> None:
-    load_transformers_model(folder, torch.float32, torch.device("cpu"), max_model_len)
+    load_transformers_model(folder, FLOAT32, max_model_len)
 
 
 REFUSED: dict[str, tuple[PretrainedConfig, str]] = {

@@ -1,14 +1,12 @@
 """KVCache: the tensors behind the block ids, and how many there can be. Who has which block is block_manager.py's."""
 
-import math
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 import torch
 
-from services.compute.backends.torch.reference import kv_row_size
-from services.compute.host_memory import mapped_zeros
+from services.compute.backends.backend import Backend
 from shared.errors import StartupError
 from shared.settings import ComputeSettings
 
@@ -31,24 +29,20 @@ class CacheShape(Protocol):
 
 
 class KVCache:
-    """Keys and values of every layer: [num_layers, 2, num_blocks, num_kv_heads, block_size, head_dim], or a row of int8 groups instead of
-    head_dim."""
+    """Keys and values of every layer, as the backend lays them out."""
 
-    def __init__(self, config: CacheShape, *, num_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, group: int = 0) -> None:
-        """group: dimensions that share a scale in a cache of int8; 0: a cache of dtype."""
+    def __init__(self, config: CacheShape, backend: Backend, *, num_blocks: int, block_size: int, group: int = 0) -> None:
+        """group: dimensions that share a scale in a cache of int8; 0: a cache of the backend's dtype."""
+        self.num_blocks = num_blocks
         self.block_size = block_size
-        row = kv_row_size(config.head_dim, group) if group else config.head_dim
-        shape = (config.num_layers, 2, num_blocks, config.num_kv_heads, block_size, row)
-        kind = torch.uint8 if group else dtype
-        if device.type == "cpu":
-            self.tensor = mapped_zeros(math.prod(shape) * kind.itemsize).view(kind).view(shape)
-        else:
-            self.tensor = torch.zeros(shape, dtype=kind, device=device)
-        self.layers = self.tensor.unbind()  # [2, num_blocks, ...] each
+        heads, head_dim = config.num_kv_heads, config.head_dim
+        self.layers = [backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group) for _ in range(config.num_layers)]  # [2, num_blocks, ...]
 
-    @property
-    def num_blocks(self) -> int:
-        return int(self.tensor.shape[2])
+    def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
+        """From, to. All are read before any is written: a block that is copied from may be copied to as well."""
+        sources, targets = torch.tensor(block_copies, dtype=torch.int64, device=self.layers[0].device).unbind(1)
+        for layer in self.layers:
+            layer[:, targets] = layer[:, sources]
 
 
 def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
@@ -62,19 +56,22 @@ def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
     return group
 
 
-def choose_num_blocks(settings: ComputeSettings, config: CacheShape, *, dtype: torch.dtype, device: torch.device) -> int:
-    """As many blocks as fit in the memory asked for, or in a share of what is free now. Raises StartupError if not even one does."""
-    group = choose_group(settings, config)
-    row_bytes = kv_row_size(config.head_dim, group) if group else config.head_dim * dtype.itemsize
-    block_bytes = config.num_layers * 2 * settings.block_size * config.num_kv_heads * row_bytes
-    free = free_memory(device)
+def choose_num_blocks(settings: ComputeSettings, config: CacheShape, backend: Backend, workspace_bytes: int) -> int:
+    """As many blocks as fit in the memory asked for, or in a share of what is free now and stays so. Raises StartupError if not even one does.
+
+    workspace_bytes: what the largest step will take.
+    """
+    token_bytes = backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
+    block_bytes = config.num_layers * settings.block_size * token_bytes
+    free = max(free_memory(backend.device) - workspace_bytes, 0)
     wanted = settings.kv_cache_memory
     if wanted is None:
-        wanted_bytes = int(free * (settings.kv_cache_share or (CUDA_SHARE if device.type == "cuda" else CPU_SHARE)))
+        wanted_bytes = int(free * (settings.kv_cache_share or (CUDA_SHARE if backend.device.type == "cuda" else CPU_SHARE)))
     elif wanted <= free:
         wanted_bytes = int(wanted)
     else:
-        raise StartupError(f"--kv-cache-memory {wanted / GIB:.3g} GiB: only {free / GIB:.3g} GiB are free beside the weights")
+        beside = f"the weights and {workspace_bytes / GIB:.3g} GiB to work in"
+        raise StartupError(f"--kv-cache-memory {wanted / GIB:.3g} GiB: only {free / GIB:.3g} GiB are free beside {beside}")
     if wanted_bytes < block_bytes:
         raise StartupError(f"the KV cache would have {wanted_bytes / GIB:.3g} GiB, one block of it takes {block_bytes / GIB:.3g} GiB: raise --kv-cache-memory")
     return wanted_bytes // block_bytes

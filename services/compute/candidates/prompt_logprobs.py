@@ -10,18 +10,18 @@ from itertools import accumulate
 import numpy as np
 import torch
 
+from services.compute.backends.backend import RowSearch
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates.row_search import find_largest, total_masses
 from services.compute.sequence import Array, ScoredTokens, Sequence
 from shared.messages import PromptLogprobs
 
 NOT_FINITE = "the model's numbers for this request's prompt are not finite"
 
 
-def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence]) -> dict[int, str]:
+def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence], search: RowSearch) -> dict[int, str]:
     """Score the batch's target_ids, for the sequences that `get` finds by handle.
 
-    slices: [n, vocab] float32 each, edited in place, the rows that predict the targets, in their order. Returns by handle which prompts failed, and why.
+    slices: [n, vocab] float32 each, the rows that predict the targets, in their order. Returns by handle which prompts failed, and why.
     """
     asked = [(get(row.handle), row.target_ids) for row in batch.rows if row.target_ids]
     if not asked:
@@ -30,7 +30,7 @@ def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Ca
     k = max(sequence.params.prompt_logprobs or 0 for sequence, _ in asked)
     parts, at = [], 0
     for logits in slices:
-        parts.append(score_rows(logits, targets[at : at + len(logits)], k))
+        parts.append(score_rows(logits, targets[at : at + len(logits)], k, search))
         at += len(logits)
     whole = join_scored(parts)
     failures: dict[int, str] = {}
@@ -43,21 +43,18 @@ def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Ca
 
 
 @torch.inference_mode()
-def score_rows(logits: torch.Tensor, targets: Array, k: int) -> ScoredTokens:
-    """logits: [n, vocab] float32, edited in place; targets: [n] int64, the token whose logprob each row gives; k: how many of the likeliest to list.
+def score_rows(logits: torch.Tensor, targets: Array, k: int, search: RowSearch) -> ScoredTokens:
+    """logits: [n, vocab] float32; targets: [n] int64, the token whose logprob each row gives; k: how many of the likeliest to list.
 
-    A row without finite numbers has NaN for its logprobs.
+    A row without finite numbers, or with a NaN anywhere, has NaN for its logprobs.
     """
-    is_bad = ~logits.amax(dim=1).isfinite()  # the largest of a row with NaN is NaN
-    if is_bad.any():
-        logits[is_bad] = 0.0
     num_rows, vocab_size = logits.shape
     k = min(k, vocab_size)
-    values, ids = find_largest(logits, max(k, 1))
+    values, ids = search.find_largest(logits, max(k, 1))
     own = logits.gather(1, torch.from_numpy(targets).to(logits.device)[:, None])
-    masses = total_masses(logits, np.arange(num_rows), np.ascontiguousarray(values[:, 0]), np.ones(num_rows, np.float32))
+    masses = search.total_masses(logits, np.arange(num_rows), np.ascontiguousarray(values[:, 0]), np.ones(num_rows, np.float32))
     logsumexp = (values[:, 0] + np.log(masses)).astype(np.float32)
-    logsumexp[is_bad.cpu().numpy()] = np.nan
+    logsumexp[~np.isfinite(values[:, 0])] = np.nan
     logprobs = own[:, 0].cpu().numpy() - logsumexp
     return ScoredTokens(logprobs, 1 + num_larger(logits, own), ids[:, :k].astype(np.int32), values[:, :k] - logsumexp[:, None])
 

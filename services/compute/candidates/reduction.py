@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.candidates.row_search import SortedHead, find_largest, sort_until, total_masses
+from services.compute.backends.backend import RowSearch
+from services.compute.candidates.sorted_head import SortedHead, sort_until
 from services.compute.sequence import Sequence
 from shared.decision import GREEDY, cumulative_mass, decide, falls_beyond, kept_count, pick, uniform
 from shared.messages import SequenceIntro, StepCandidates
@@ -96,24 +97,24 @@ def num_listed(params: SamplingParams, vocab_size: int) -> int:
 
 
 @torch.inference_mode()
-def reduce(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
-    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides."""
+def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch) -> CandidateRows:
+    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search: of the model's backend."""
     failures: dict[int, str] = {}
     for row, sequence in enumerate(sequences):
         if reason := failure_of(lambda: edit(logits[row], sequence)):  # noqa: B023
             failures[row] = reason
     if not failures:
         try:
-            found = reduce_edited(logits, sequences)
+            found = reduce_edited(logits, sequences, search)
             if is_finite(found).all():
                 return found
         except Exception as error:  # some row's mistake: find it
             log.warning("a step can't be reduced as a whole", error=repr(error))
     for row, sequence in enumerate(sequences):
-        if row not in failures and (reason := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [sequence])))):  # noqa: B023
+        if row not in failures and (reason := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [sequence], search)))):  # noqa: B023
             failures[row] = reason
     good = [row for row in range(len(sequences)) if row not in failures]
-    found = reduce_edited(logits[torch.tensor(good, dtype=torch.int64, device=logits.device)], [sequences[row] for row in good])
+    found = reduce_edited(logits[torch.tensor(good, dtype=torch.int64, device=logits.device)], [sequences[row] for row in good], search)
     found.failures.update({sequences[row].handle: reason for row, reason in failures.items()})
     return found
 
@@ -129,7 +130,7 @@ def failure_of(attempt: Callable[[], None]) -> str | None:
 
 def is_finite(rows: CandidateRows) -> Array:
     """Of each row, whether its numbers are. [R] bool."""
-    finite: Array = np.isfinite(rows.logits[:, 0]) & np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
+    finite: Array = np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
     return finite
 
 
@@ -139,8 +140,8 @@ def check(rows: CandidateRows) -> None:
         raise ArithmeticError(NOT_FINITE)
 
 
-def reduce_edited(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateRows:
-    """The candidates of rows that are edited already."""
+def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch) -> CandidateRows:
+    """The candidates of rows that are edited already. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
     params = [sequence.params for sequence in sequences]
     counts = np.array([num_listed(each, vocab_size) for each in params], np.int32)
@@ -151,15 +152,17 @@ def reduce_edited(logits: torch.Tensor, sequences: list[Sequence]) -> CandidateR
         if len(rows):
             k = int(counts[rows].max())
             some = logits if len(rows) == num_rows else logits[torch.from_numpy(rows).to(logits.device)]
-            largest, ids = find_largest(some, k)
+            largest, ids = search.find_largest(some, k)
             token_ids[rows, :k], values[rows, :k] = ids, largest
+    if not np.isfinite(values[:, 0]).all():
+        raise ArithmeticError(NOT_FINITE)
     values[np.arange(width) >= counts[:, None]] = -np.inf
     logsumexp = np.zeros(num_rows, np.float32)
     rows = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
     if len(rows):
-        logsumexp[rows] = values[rows, 0] + np.log(total_masses(logits, rows, values[rows, 0], np.ones(len(rows), np.float32)))
+        logsumexp[rows] = values[rows, 0] + np.log(search.total_masses(logits, rows, values[rows, 0], np.ones(len(rows), np.float32)))
     u = np.zeros(num_rows)
-    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts, u)
+    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts, u, search)
     columns = np.zeros(num_rows, np.int64)
     if (kept_mass != GREEDY).any():
         columns = decide(values, counts, np.array([each.temperature for each in params]), kept_mass, u)
@@ -194,7 +197,7 @@ def edit(row: torch.Tensor, sequence: Sequence) -> None:
         row[torch.tensor(enders, device=row.device)] = -torch.inf
 
 
-def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array, uniforms: Array) -> tuple[Array, Array, Array]:
+def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array, uniforms: Array, search: RowSearch) -> tuple[Array, Array, Array]:
     """For the rows that are drawn at random, the kept mass and the tail. Returns kept_mass, tail_token_ids, tail_logits, each [R]; fills uniforms [R]."""
     num_rows = len(sequences)
     kept_mass = np.full(num_rows, GREEDY)
@@ -210,7 +213,7 @@ def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts:
     whole = np.array([at for at, each in enumerate(params) if each.top_k == 0 and (each.top_p < 1.0 or each.min_p == 0.0)], np.int64)
     if len(whole):
         which, temperatures = np.array(rows, np.int64)[whole], np.array([params[at].temperature for at in whole], np.float32)
-        totals[whole] = np.maximum(totals[whole], total_masses(logits, which, values[which, 0], temperatures))
+        totals[whole] = np.maximum(totals[whole], search.total_masses(logits, which, values[which, 0], temperatures))
     heads: dict[int, SortedHead] = {}
     for at, (row, each) in enumerate(zip(rows, params, strict=True)):
         count = int(counts[row])

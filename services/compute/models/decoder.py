@@ -3,11 +3,14 @@
 It works on a ragged batch: the tokens of all sequences of a step in one row of T, no padding. Attention alone tells sequences apart.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from services.compute.backends.dispatch import AttentionInputs, CosSin, Heads, Linear, Mlp, Plan, Scores, make_attention, make_row_math
+from services.compute.backends.backend import Backend, LargestStep, Linear, Mlp
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.models.config import ModelConfig
 
 Tensor = torch.Tensor
@@ -15,7 +18,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class ForwardBatch:
-    """A ScheduledBatch as tensors."""
+    """A ScheduledBatch as tensors, which are in the backend's buffers."""
 
     input_ids: Tensor  # [T] int64
     positions: Tensor  # [T] int64
@@ -57,37 +60,39 @@ class ModelWeights:
 class Decoder:
     implementation = "native"
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend) -> None:
+        """backend: which made the weights' layers."""
         self.config = config
         self.weights = weights
-        dtype, device = weights.embedding.dtype, weights.embedding.device
-        self.inv_freqs = [rope.inv_freq.to(device) for rope in config.ropes]
+        self.backend = backend
+        self.inv_freqs = [rope.inv_freq.to(backend.device) for rope in config.ropes]
         heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, 2 * len(config.ropes[0].inv_freq))
-        self.attention = make_attention(heads, dtype, device, Scores(config.attention_scale, config.attention_cap))
-        self.row_math = make_row_math(dtype, device)
-        self.embedding_multiplier = torch.tensor(config.embedding_multiplier, dtype=dtype, device=device)  # rounded, as where the models were trained
+        self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
+        multiplier = config.embedding_multiplier
+        self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)  # rounded, as where the models were trained
         self.adds_in_layers = not config.has_post_norms and config.residual_multiplier == 1.0
 
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
-        """Write the step's K and V. kv_layers: KVCache.layers. Returns what the last layer makes of each token, [T, hidden]: `logits` of it is the head's."""
-        plan = self.plan(batch, kv_layers[0].shape[3])
+    def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
+        """Write the step's K and V. plan: of this batch; kv_layers: KVCache.layers. Returns what the last layer makes of each token, [T, hidden]: `logits`
+        of it is the head's. All that differs from step to step is read from the backend's buffers."""
         x = self.embed(batch.input_ids)
         for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
             x = self.run_layer(number, layer, x, kv, plan)
         return x
 
-    def plan(self, batch: ForwardBatch, block_size: int) -> Plan:
-        """What attention needs to know of the batch, the same for every layer."""
+    @torch.inference_mode()
+    def plan(self, batch: ForwardBatch, block_size: int) -> Any:
+        """What attention needs to know of the batch, the same for every layer. Good until the backend's next plan."""
         ropes = self._rotary_tables(batch.positions)
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
         return self.attention.plan(inputs, block_size)
 
-    def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Plan) -> Tensor:
+    def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """One layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
         eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
         qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
-        h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)  # type: ignore[arg-type]
+        h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)
         if self.adds_in_layers:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)
@@ -99,22 +104,29 @@ class Decoder:
         """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab] float32, good until the next call."""
         return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
 
+    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
+        """What a step of so many tokens takes beside weights and cache, of which so many get logits."""
+        linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
+        return self.backend.workspace_bytes(LargestStep(linears, self.weights.lm_head, self.attention, num_tokens, num_logits, max_model_len))
+
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [T]. Returns [T, hidden]."""
         x = self.weights.embedding[input_ids]
         return x if self.config.embedding_multiplier == 1.0 else x * self.embedding_multiplier
 
     def _add(self, x: Tensor, h: Tensor, norm: Tensor | None) -> Tensor:
-        return self.row_math.add(x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier)
+        return self.backend.row_math.add(x, h, norm=norm, eps=self.config.rms_norm_eps, multiplier=self.config.residual_multiplier)
 
     def _finish(self, logits: Tensor) -> Tensor:
         multiplier, cap = self.config.logits_multiplier, self.config.logits_cap
-        return logits if multiplier == 1.0 and cap == 0.0 else self.row_math.finish_logits(logits, multiplier=multiplier, cap=cap)
+        return logits if multiplier == 1.0 and cap == 0.0 else self.backend.row_math.finish_logits(logits, multiplier=multiplier, cap=cap)
 
     def _rotary_tables(self, positions: Tensor) -> tuple[CosSin, ...]:
         """cos and sin of the step's positions, of each of the model's ropes."""
         tables = []
-        for rope, inv_freq in zip(self.config.ropes, self.inv_freqs, strict=True):
+        for number, (rope, inv_freq) in enumerate(zip(self.config.ropes, self.inv_freqs, strict=True)):
+            shape = (len(positions), len(inv_freq))
+            cos, sin = (self.backend.buffers.take(f"{name} {number}", shape, torch.float32) for name in ("cos", "sin"))
             angles = positions[:, None].float() * inv_freq[None, :]
-            tables.append((angles.cos() * rope.scale, angles.sin() * rope.scale))
+            tables.append((torch.cos(angles, out=cos).mul_(rope.scale), torch.sin(angles, out=sin).mul_(rope.scale)))
         return tuple(tables)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from services.compute.backends.dispatch import Linear
+from services.compute.backends.backend import Linear, RowMath
 
 Tensor = torch.Tensor
 
@@ -41,28 +41,40 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MoeMlp:
-    """An Mlp of dispatch.py. Scores, weights and the sum of the experts' results are in float32."""
+    """An Mlp of backends/backend.py. Scores, weights and the sum of the experts' results are in float32."""
 
+    row_math: RowMath
     router: Linear  # hidden to num_experts
     experts: tuple[Expert, ...]
     num_active: int
     has_normalized_weights: bool
     shared: SharedExpert | None = None
 
+    @property
+    def linears(self) -> dict[str, Linear]:
+        linears = {"router.": self.router}
+        experts = {f"experts.{number}.": expert for number, expert in enumerate(self.experts)}
+        if self.shared is not None:
+            linears["shared.gate."] = self.shared.gate
+            experts["shared."] = self.shared.expert
+        for name, expert in experts.items():
+            linears |= {name + "gate_up.": expert.gate_up, name + "down.": expert.down}
+        return linears
+
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         """The weighted sum of its experts' results for each row of x, [T, hidden], normalized; with has_residual, x is added. Returns [T, hidden]."""
-        assert norm is not None  # no mixture of the supported families goes without
-        chosen, weights = choose_experts(self.router.logits(x, norm=norm, eps=eps), self.num_active, has_normalized_weights=self.has_normalized_weights)
-        results = self._run_experts(x, chosen, norm, eps)
+        normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)  # once, for all that read it
+        chosen, weights = choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
+        results = self._run_experts(normed, chosen)
         total = x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32)
         for rank in range(self.num_active):
             total = total + weights[:, rank, None] * results[:, rank].float()
         if self.shared is not None:
-            score = sigmoid(self.shared.gate.logits(x, norm=norm, eps=eps))
-            total = total + score * self.shared.expert.down(self.shared.expert.gate_up(x, norm=norm, eps=eps)).float()
+            score = sigmoid(self.shared.gate.logits(normed))
+            total = total + score * self.shared.expert.down(self.shared.expert.gate_up(normed)).float()
         return total.to(x.dtype)
 
-    def _run_experts(self, x: Tensor, chosen: Tensor, norm: Tensor, eps: float) -> Tensor:
+    def _run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
         """chosen: [T, num_active] int64. Returns each token's results of its experts, [T, num_active, hidden]."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -70,7 +82,7 @@ class MoeMlp:
         outputs, first = [], 0
         for expert, count in zip(self.experts, flat.bincount(minlength=len(self.experts)).tolist(), strict=True):
             if count:
-                outputs.append(expert.down(expert.gate_up(rows[first : first + count], norm=norm, eps=eps)))
+                outputs.append(expert.down(expert.gate_up(rows[first : first + count])))
                 first += count
         results = torch.empty_like(rows)
         results[order] = torch.cat(outputs)

@@ -129,12 +129,12 @@ class Group:
     block_tables: Tensor  # [n, blocks] int64, padded with any valid block
 
 
-def group_sequences(batch: ForwardBatch, block_size: int) -> list[Group]:
-    """Single tokens together for each power of two of blocks, so that at most half of what a group reads is padding; each chunk alone."""
+def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[Group]:
+    """Single tokens together for each power of two of blocks, so that at most half of what a group reads is padding; each chunk alone, or each sequence."""
     members: dict[tuple[int, int], list[tuple[int, int]]] = {}  # row and number of each sequence
     row = 0
     for number, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-        kind = (0, (-(-context // block_size)).bit_length()) if length == 1 else (1, number)
+        kind = (0, (-(-context // block_size)).bit_length()) if length == 1 and not is_each_alone else (1, number)
         members.setdefault(kind, []).append((row, number))
         row += length
     device, groups = batch.slot_mapping.device, []
@@ -157,11 +157,10 @@ def group_sequences(batch: ForwardBatch, block_size: int) -> list[Group]:
 class RaggedStep:
     """A step whose sequences stand in one row."""
 
-    def __init__(self, batch: ForwardBatch, layers: dict[int, PagedLayer], block_size: int) -> None:
+    def __init__(self, slot_mapping: Tensor, groups: list[Group], layers: dict[int, PagedLayer]) -> None:
         self.layers = layers
-        self.slot_mapping = batch.slot_mapping
-        self.groups = group_sequences(batch, block_size)
-        self.block_size = block_size
+        self.slot_mapping = slot_mapping
+        self.groups = groups
         self.masks: dict[tuple[MaskRule, int], Tensor] = {}  # made once a step, shared by the layers
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:

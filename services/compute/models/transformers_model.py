@@ -6,6 +6,7 @@ it is never run.
 
 import inspect
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from services.compute.models.transformers_attention import (
     ATTENTION,
+    Group,
     LayerShape,
     PagedLayer,
     PassingCache,
@@ -25,6 +28,7 @@ from services.compute.models.transformers_attention import (
     SequenceCache,
     Unsupported,
     current_step,
+    group_sequences,
     register,
 )
 from shared.errors import StartupError
@@ -47,10 +51,11 @@ class TransformersConfig:
 class TransformersModel:
     """An AutoModelForCausalLM as an executor."""
 
-    def __init__(self, model: Any, *, is_ragged: bool) -> None:
+    def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:
         """Raises Unsupported if the model can't run in this way."""
         shapes, vocab_size = probe(model, is_ragged=is_ragged)
         self.model = model
+        self.backend = backend
         self.shapes = dict(sorted(shapes.items()))  # of the layers that have K and V, by the library's numbers for them
         self.is_ragged = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
@@ -63,15 +68,22 @@ class TransformersModel:
             head_dim=max(max(shape.k_dim, shape.v_dim) for shape in shapes.values()),
         )
 
+    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
+        """Of logits, in the model's dtype and in float32: what the library's modules take besides is their own affair."""
+        return num_logits * self.config.vocab_size * (self.backend.dtype.itemsize + 4)
+
+    def plan(self, batch: ForwardBatch, block_size: int) -> list[Group]:
+        """The sequences whose attention is one call, or that are a pass of their own."""
+        return group_sequences(batch, block_size, is_each_alone=not self.is_ragged)
+
     @torch.inference_mode()
-    def forward(self, batch: ForwardBatch, kv_layers: tuple[Tensor, ...]) -> Tensor:
+    def forward(self, batch: ForwardBatch, plan: list[Group], kv_layers: Sequence[Tensor]) -> Tensor:
         """Write the step's K and V. Returns the logits of the batch's logit_rows, [R, vocab] float32: the library's head is a part of its models."""
         self._logit_rows = batch.logit_rows
         layers = {number: PagedLayer(kv, self.config.head_dim, shape) for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)}
-        block_size = kv_layers[0].shape[3]
         if not self.is_ragged:
-            return self._one_by_one(batch, layers, block_size)
-        token = current_step.set(RaggedStep(batch, layers, block_size))
+            return torch.cat([self._run_alone(batch, group, layers) for group in plan])
+        token = current_step.set(RaggedStep(batch.slot_mapping, plan, layers))
         try:
             return self._call(batch.input_ids, batch.positions, PassingCache(), batch.logit_rows)
         finally:
@@ -81,16 +93,13 @@ class TransformersModel:
         """As Decoder.logits."""
         return hidden[torch.searchsorted(self._logit_rows, rows)]
 
-    def _one_by_one(self, batch: ForwardBatch, layers: dict[int, PagedLayer], block_size: int) -> Tensor:
-        logits, first = [], 0
-        for length, context, table in zip(batch.query_lens, batch.context_lens, batch.block_tables, strict=True):
-            rows = slice(first, first + length)
-            blocks = torch.tensor(table[: -(-context // block_size)], device=batch.input_ids.device)
-            cache = SequenceCache(layers, blocks, batch.slot_mapping[rows], context - length)
-            wanted = batch.logit_rows[(batch.logit_rows >= first) & (batch.logit_rows < first + length)] - first
-            logits.append(self._call(batch.input_ids[rows], batch.positions[rows], cache, wanted))
-            first += length
-        return torch.cat(logits)
+    def _run_alone(self, batch: ForwardBatch, group: Group, layers: dict[int, PagedLayer]) -> Tensor:
+        """A group of one sequence."""
+        first, end = int(group.rows[0, 0]), int(group.rows[0, -1]) + 1
+        rows = slice(first, end)
+        cache = SequenceCache(layers, group.block_tables[0], batch.slot_mapping[rows], int(group.positions[0, 0]))
+        wanted = batch.logit_rows[(batch.logit_rows >= first) & (batch.logit_rows < end)] - first
+        return self._call(batch.input_ids[rows], batch.positions[rows], cache, wanted)
 
     def _call(self, input_ids: Tensor, positions: Tensor, cache: PassingCache, rows: Tensor) -> Tensor:
         """Logits of the rows, [R, vocab] float32."""
@@ -104,7 +113,7 @@ class TransformersModel:
         return (logits if "logits_to_keep" in self.parameters else logits[rows]).float()
 
 
-def load_transformers_model(folder: Path, dtype: torch.dtype, device: torch.device, max_model_len: int | None) -> TransformersModel:
+def load_transformers_model(folder: Path, backend: TorchBackend, max_model_len: int | None) -> TransformersModel:
     """Read config.json and the weights. max_model_len: of the sequences to come, in tokens; None: no bound. Raises StartupError for a model that can't run
     over a paged cache, and says why."""
     register()
@@ -114,12 +123,12 @@ def load_transformers_model(folder: Path, dtype: torch.dtype, device: torch.devi
         raise StartupError(f"{name} keeps other state than keys and values, which the paged KV cache can't hold")
     check_rope(config, max_model_len)
     ways = (ATTENTION, "eager") if model_class._supports_attention_backend else ("eager",)
-    model = load_modules(folder, dtype, device, ways[0])
+    model = load_modules(folder, backend.dtype, backend.device, ways[0])
     reasons: list[str] = []
     for attention in ways:
         model.set_attn_implementation(attention)
         try:
-            return TransformersModel(model, is_ragged=attention == ATTENTION)
+            return TransformersModel(model, backend, is_ragged=attention == ATTENTION)
         except Unsupported as error:
             reasons.append(str(error))
     raise StartupError(f"{name} can't run over a paged KV cache: {'; '.join(dict.fromkeys(reasons))}")

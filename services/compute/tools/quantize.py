@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from services.compute.backends.cpu.library import load_library
-from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
-from services.compute.backends.dispatch import Linear, Mlp
+from services.compute.backends.choose import choose_backend
+from services.compute.backends.cpu.backend import CpuBackend
+from services.compute.backends.cpu.linear import NativeLinear
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import PACKED_METHOD, ModelConfig, Packed, read_config
 from services.compute.models.decoder import Decoder, ModelWeights
-from services.compute.models.moe import MoeMlp
 from services.compute.tools.calibration.calibrate import calibrate
 from services.compute.tools.calibration.perplexity import perplexity
 from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
@@ -45,7 +45,8 @@ def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None
     files = open_model(source, weights=True)
     if out.resolve() in (files.folder, files.weights):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
-    if load_library() is None:
+    backend = choose_backend(BFLOAT16, CPU)
+    if not isinstance(backend, CpuBackend):
         raise StartupError("quantizing needs the native kernels: penstock build-kernels")
     config = read_config(files.config)
     if config.packed is not None:
@@ -56,9 +57,9 @@ def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None
     except OSError as error:
         raise StartupError(f"{out}: {error.strerror}") from None
     if windows is None:
-        weights, perplexities = load_weights(files.weights, config, BFLOAT16, CPU, **asdict(packing)), None
+        weights, perplexities = load_weights(files.weights, config, backend, **asdict(packing)), None
     else:
-        weights, perplexities = _calibrated(files, config, packing, windows)
+        weights, perplexities = _calibrated(files, config, packing, windows, backend)
     size = _write(out, files, config, packing, weights)
     return Result((_num_bytes(files.weights), size), perplexities)
 
@@ -69,18 +70,19 @@ def _num_bytes(weights: Path) -> int:
     return sum(file.stat().st_size for file in files)
 
 
-def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows: Windows) -> tuple[ModelWeights, tuple[float, float]]:
+def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows: Windows, backend: CpuBackend) -> tuple[ModelWeights, tuple[float, float]]:
     """The calibrated weights, and the perplexity of what was held out: in bfloat16, and quantized."""
-    before = perplexity(Decoder(config, load_weights(files.weights, config, BFLOAT16, CPU)), windows.held_out)
+    before = perplexity(Decoder(config, load_weights(files.weights, config, backend), backend), windows.held_out)
     give_back_free_memory()
-    source = open_source(files.weights, config, torch.float32, CPU)
+    exact = TorchBackend(torch.float32, CPU)
+    source = open_source(files.weights, config, exact)
     try:
         if source.quantized_as:
             raise StartupError(f"{files.weights} is quantized already ({source.quantized_as}); only dense checkpoints are")
-        weights = calibrate(Loader(source, config, torch.float32, Packed("none", packing.group)), packing, windows.calibration)
+        weights = calibrate(Loader(source, config, exact, Packed("none", packing.group)), packing, windows.calibration, backend)
     finally:
         source.close()
-    return weights, (before, perplexity(Decoder(config, weights), windows.held_out))
+    return weights, (before, perplexity(Decoder(config, weights, backend), windows.held_out))
 
 
 def _write(out: Path, files: ModelFiles, config: ModelConfig, packing: Packed, weights: ModelWeights) -> int:
@@ -103,23 +105,8 @@ def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tenso
         prefix = f"model.layers.{number}."
         tensors |= {prefix + name: getattr(layer.norms, field) for field, name in norm_names(config).items()}
         packed |= {prefix + "qkv.": layer.qkv, prefix + "output.": layer.output}
-        packed |= {prefix + name: linear for name, linear in linears_of(layer.mlp).items()}
+        packed |= {prefix + name: linear for name, linear in layer.mlp.linears.items()}
     for prefix, linear in packed.items():
         assert isinstance(linear, NativeLinear)
         tensors |= {prefix + name: part for name, part in linear.parts.items()}
     return tensors
-
-
-def linears_of(mlp: Mlp) -> dict[str, Linear]:
-    """The layers of an MLP or of a mixture of experts, by the names that Loader restores them by."""
-    if not isinstance(mlp, MoeMlp):
-        assert isinstance(mlp, NativeMlp)
-        return {"gate_up.": mlp.gate_up, "down.": mlp.down}
-    linears = {"router.": mlp.router}
-    experts = {f"experts.{number}.": expert for number, expert in enumerate(mlp.experts)}
-    if mlp.shared is not None:
-        linears["shared.gate."] = mlp.shared.gate
-        experts["shared."] = mlp.shared.expert
-    for name, expert in experts.items():
-        linears |= {name + "gate_up.": expert.gate_up, name + "down.": expert.down}
-    return linears

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from services.compute.backends.dispatch import Linear, Mlp, is_kept, is_native, make_linear, make_mlp, restore_linear
+from services.compute.backends.backend import Backend, Linear, Mlp
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
@@ -26,16 +26,16 @@ Tensor = torch.Tensor
 log = get_logger("penstock.compute")
 
 
-def open_source(location: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> SafetensorsSource | GgufSource:
+def open_source(location: Path, config: ModelConfig, backend: Backend) -> SafetensorsSource | GgufSource:
     """The tensors of a folder, or of a GGUF file. Raises StartupError."""
+    dtype, device = backend.dtype, backend.device
     return GgufSource(location, dtype, device) if location.is_file() else SafetensorsSource(location, dtype, device, config.quantization_config)
 
 
 def load_weights(
     folder: Path,
     config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
+    backend: Backend,
     *,
     quantization: str = "none",
     group: int = 64,
@@ -47,18 +47,14 @@ def load_weights(
     Raises StartupError, naming the tensor that is missing or wrong.
     """
     if config.packed is not None:
-        if not is_native(dtype, device):
-            raise StartupError(
-                f"{folder} is packed for the native kernels, which run in bfloat16 on a CPU: build them (penstock build-kernels), or use its source"
-            )
         if quantization not in ("none", config.packed.quantization):
             raise StartupError(f"--quantization {quantization}: {folder} is quantized already, as {config.packed.quantization}")
         if attention_output and not config.packed.attention_output:
             raise StartupError(f"--quantize-attention-output: {folder} is quantized already, without it")
         if lm_head and not config.packed.lm_head:
             raise StartupError(f"--quantize-lm-head: {folder} is quantized already, without it")
-    source = open_source(folder, config, dtype, device)
-    loader = Loader(source, config, dtype, config.packed or Packed(quantization, group, attention_output, lm_head))
+    source = open_source(folder, config, backend)
+    loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head))
     try:
         if source.quantized_as and (quantization != "none" or attention_output or lm_head):
             option = f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output"
@@ -97,7 +93,7 @@ class Loader:
 
     source: SafetensorsSource | GgufSource
     config: ModelConfig
-    dtype: torch.dtype
+    backend: Backend
     packing: Packed
     widened: Counter[str] = field(default_factory=Counter)  # layers, by the form that the file has and no kernel reads
 
@@ -105,7 +101,7 @@ class Loader:
         """Say in the log what the file holds in fewer bits than the memory."""
         if self.widened:
             layers = "; ".join(f"{count} of {form}" for form, count in self.widened.items())
-            log.warning(f"layers are widened to {str(self.dtype).removeprefix('torch.')}: nothing here reads them as the file has them", layers=layers)
+            log.warning(f"layers are widened to {str(self.backend.dtype).removeprefix('torch.')}: nothing here reads them as the file has them", layers=layers)
 
     def layer(self, number: int) -> LayerWeights:
         config, prefix = self.config, f"model.layers.{number}."
@@ -131,7 +127,7 @@ class Loader:
         else:
             gate_up_names, gate_up_shapes = [prefix + "mlp.gate_proj.", prefix + "mlp.up_proj."], [(inter, hidden)] * 2
         gate_up = self.linear(prefix + "gate_up.", gate_up_names, gate_up_shapes, has_bias, is_gated=True)
-        return make_mlp(gate_up, self.linear(prefix + "down.", [prefix + "mlp.down_proj."], [(hidden, inter)], has_bias))
+        return self.backend.make_mlp(gate_up, self.linear(prefix + "down.", [prefix + "mlp.down_proj."], [(hidden, inter)], has_bias))
 
     def mixture(self, prefix: str, moe: MoeConfig) -> MoeMlp:
         """Of Mixtral's names or of Qwen's; their experts each a tensor of its own, or all in one, as transformers 5 has them in memory."""
@@ -147,7 +143,7 @@ class Loader:
             experts = self.fused_experts(block, moe)
         else:
             experts = [self.one_expert(prefix, block, number, moe) for number in range(moe.num_experts)]
-        return MoeMlp(router, tuple(experts), moe.num_active, moe.has_normalized_weights, shared)
+        return MoeMlp(self.backend.row_math, router, tuple(experts), moe.num_active, moe.has_normalized_weights, shared)
 
     def one_expert(self, prefix: str, block: str, number: int, moe: MoeConfig) -> Expert:
         which = ("w1", "w3", "w2") if block.endswith("block_sparse_moe.") else ("gate_proj", "up_proj", "down_proj")
@@ -162,13 +158,13 @@ class Loader:
     def fused_experts(self, block: str, moe: MoeConfig) -> list[Expert]:
         """From [experts, 2 * intermediate, hidden], gates first, and [experts, hidden, intermediate]."""
         hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
-        activation = self.config.activation
+        make, activation = self.backend.make_linear, self.config.activation
         gate_up = self.source.dense(block + "experts.gate_up_proj", (moe.num_experts, 2 * inter, hidden))
         down = self.source.dense(block + "experts.down_proj", (moe.num_experts, hidden, inter))
         return [
             Expert(
-                make_linear(Dense(gate_up[number]), self.dtype, quantization=quantization, group=group, is_gated=True, activation=activation),
-                make_linear(Dense(down[number]), self.dtype, quantization=quantization, group=group),
+                make(Dense(gate_up[number]), quantization=quantization, group=group, is_gated=True, activation=activation),
+                make(Dense(down[number]), quantization=quantization, group=group),
             )
             for number in range(moe.num_experts)
         ]
@@ -182,7 +178,7 @@ class Loader:
         """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.is_tied and self.config.packed is None:
-            return make_linear(self.source.tied_head(embedding), self.dtype, quantization=self.packing.of_head, group=self.packing.group)
+            return self.backend.make_linear(self.source.tied_head(embedding), quantization=self.packing.of_head, group=self.packing.group)
         return self.linear("lm_head.", ["lm_head."], [shape], False, quantization=self.packing.of_head)
 
     def linear(
@@ -194,14 +190,14 @@ class Loader:
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]
             parts = self.source.parts(name)
             try:
-                return restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=self.config.activation)
+                return self.backend.restore_linear(parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=self.config.activation)
             except ValueError as error:
                 raise StartupError(f"{self.source.folder}: {name.rstrip('.')}: {error}") from None
         quantization, group = quantization or self.packing.quantization, self.packing.group
         matrices = [self.source.matrix(source, shape) for source, shape in zip(sources, shapes, strict=True)]
         biases = [self.source.dense(source + "bias", shape[:1]) for source, shape in zip(sources, shapes, strict=True)] if has_bias else []
         bias = torch.cat(biases) if biases else None
-        joined = concatenate(matrices, self.dtype)
-        if isinstance(joined, Dense) or not is_kept(joined, self.dtype):
+        joined = concatenate(matrices, self.backend.dtype)
+        if isinstance(joined, Dense) or not self.backend.is_kept(joined):
             self.widened.update({str(each) for each in matrices if not isinstance(each, Dense)})
-        return make_linear(joined, self.dtype, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation)
+        return self.backend.make_linear(joined, bias, quantization=quantization, group=group, is_gated=is_gated, activation=self.config.activation)

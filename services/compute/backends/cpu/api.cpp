@@ -1,9 +1,6 @@
-// The C interface: which instruction set, packing, and the operations of a layer. Called by one thread at a time.
+// The C interface: contexts, packing, and the operations of a layer. Nothing here is global but constants: two contexts don't know of each other.
 
-#include <cpuid.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
@@ -11,111 +8,126 @@
 #include <new>
 
 #include "kernels.h"
+#include "registry.inc"
 
 namespace penstock {
 namespace {
 
-const Kernels* chosen = nullptr;
-
-// Grows to the largest request, and is never given back: a step allocates nothing. In large pages where the system has them: a block of rows
+// Grows to the largest request, and is given back with its context: a step allocates nothing. In large pages where the system has them: a block of rows
 // touches one place in each row, and rows lie pages apart.
 class Workspace {
  public:
+  Workspace() = default;
+  Workspace(const Workspace&) = delete;
+  ~Workspace() { give_back(); }
+
   char* take(int64_t bytes) {
     if (bytes > size_) {
-      if (data_ != nullptr) munmap(data_, size_);
-      size_ = (bytes + kPage - 1) / kPage * kPage;
-      void* mapped = mmap(nullptr, size_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // zeros
+      give_back();
+      const int64_t size = (bytes + kPage - 1) / kPage * kPage;
+      void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // zeros; pages come when they are written
       if (mapped == MAP_FAILED) throw std::bad_alloc();
-      madvise(mapped, size_, MADV_HUGEPAGE);
+      madvise(mapped, size, MADV_HUGEPAGE);
       data_ = static_cast<char*>(mapped);
+      size_ = size;
     }
     return data_;
   }
 
+  int64_t size() const { return size_; }
+
  private:
+  void give_back() {
+    if (data_ != nullptr) munmap(data_, size_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
   static constexpr int64_t kPage = 2 << 20;
   char* data_ = nullptr;
   int64_t size_ = 0;
 };
 
-Workspace activations, scales, group_sums, group_totals, hidden, unpacked, partials;
+}  // namespace
 
-bool has_amx() {
-  unsigned a, b, c, d;
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d)) return false;
-  const unsigned wanted = (1u << 22) | (1u << 24) | (1u << 25);  // AMX-BF16, AMX-TILE, AMX-INT8
-  if ((d & wanted) != wanted) return false;
-  unsigned low, high;
-  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
-  if ((low & 0x60000) != 0x60000) return false;                      // the system saves the tiles
-  return syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18) == 0;
-}
+// What a caller opens: an instruction set, and room to work in.
+struct Context {
+  const Kernels& kernels;
+  Workspace activations, scales, group_sums, group_totals, hidden, unpacked, partials;
+};
 
-const Kernels* find(const char* name) {
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  const bool avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-                      __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bf16");
-  const bool any = std::strcmp(name, "auto") == 0;
-  if ((any || std::strcmp(name, "amx") == 0) && avx512 && has_amx()) return &kAmx;
-  if ((any || std::strcmp(name, "avx512") == 0) && avx512) return &kAvx512;
-  if ((any || std::strcmp(name, "avx2") == 0) && avx2) return &kAvx2;
-  return nullptr;
-}
+namespace {
+
+int64_t padded(int64_t rows) { return (rows + 31) / 32 * 32; }
 
 // How many inputs of a row share a scale.
 int64_t row_group(const Weight& w) { return is_by_groups(w.type) ? w.group : w.padded_k; }
 
-int8_t row_flip(const Weight& w) { return w.type == kInt8 ? chosen->flip : 0; }
+int8_t row_flip(const Context& context, const Weight& w) { return w.type == kInt8 ? context.kernels.flip : 0; }
 
-// Room for the activations of a layer in int8, and what is known of each row.
-int8_t* begin_int8(const Weight& w, int64_t rows, Gemm& gemm, float*& row_scales) {
-  const int64_t padded_rows = (rows + 31) / 32 * 32;
-  row_scales = reinterpret_cast<float*>(scales.take(padded_rows * (w.padded_k / row_group(w)) * 4));
-  gemm.activations = activations.take(padded_rows * w.padded_k);
-  gemm.scales = row_scales;
-  return static_cast<int8_t*>(const_cast<void*>(gemm.activations));
+// The inputs that the layer after a gated one reads, of tiles of its results.
+int64_t hidden_inputs(const Weight& gate_up) { return (gate_up.n / 2 + 31) / 32 * 32; }
+
+// Room for a number of each chunk of some rows of logits.
+float* take_partials(Context& context, int64_t rows, int64_t vocab) {
+  return reinterpret_cast<float*>(context.partials.take(rows * (vocab / kChunk + 1) * 4));
 }
 
-void run(const Weight& w, int64_t rows, Gemm& gemm) {
+// Room for a layer's activations.
+void* take_activations(Context& context, const Weight& w, int64_t rows) {
+  return context.activations.take(padded(rows) * w.padded_k * (w.type == kBf16 ? 2 : 1));
+}
+
+uint16_t* take_hidden(Context& context, const Weight& gate_up, int64_t rows) {
+  return reinterpret_cast<uint16_t*>(context.hidden.take(padded(rows) * hidden_inputs(gate_up) * 2));
+}
+
+// Room for what else a layer needs, which the gemm is told.
+void begin(Context& context, const Weight& w, int64_t rows, Gemm& gemm) {
   gemm.weight = &w;
   gemm.rows = rows;
+  const int64_t bytes = padded(rows) * (w.padded_k / row_group(w)) * 4;
+  if (w.type != kBf16) gemm.scales = reinterpret_cast<float*>(context.scales.take(bytes));
   if (is_by_groups(w.type)) {
-    const int64_t bytes = (rows + 31) / 32 * 32 * (w.padded_k / w.group) * 4;
-    int32_t* sums = reinterpret_cast<int32_t*>(group_sums.take(bytes));
-    float* totals = reinterpret_cast<float*>(group_totals.take(bytes));
-    chosen->sum_groups(static_cast<const int8_t*>(gemm.activations), gemm.scales, rows, w.padded_k, w.group, sums, totals);
-    gemm.sums = sums;
-    gemm.totals = totals;
+    gemm.sums = reinterpret_cast<int32_t*>(context.group_sums.take(bytes));
+    gemm.totals = reinterpret_cast<float*>(context.group_totals.take(bytes));
   }
-  gemm.workspace = unpacked.take(chosen->gemm_workspace(gemm));
-  chosen->gemm(gemm);
+  gemm.workspace = context.unpacked.take(context.kernels.gemm_workspace(gemm));
+}
+
+void run(Context& context, Gemm& gemm) {
+  const Weight& w = *gemm.weight;
+  if (is_by_groups(w.type)) {
+    const int8_t* activations = static_cast<const int8_t*>(gemm.activations);
+    context.kernels.sum_groups(activations, gemm.scales, gemm.rows, w.padded_k, w.group, const_cast<int32_t*>(gemm.sums), const_cast<float*>(gemm.totals));
+  }
+  context.kernels.gemm(gemm);
 }
 
 // The layer of the rows of x, normalized if there is a norm_weight.
-void run_rows(const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
+void run_rows(Context& context, const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
+  begin(context, w, rows, gemm);
+  void* to = take_activations(context, w, rows);
   if (w.type == kBf16) {
-    uint16_t* to = reinterpret_cast<uint16_t*>(activations.take((rows + 31) / 32 * 32 * w.padded_k * 2));
-    chosen->to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, to);
-    gemm.activations = to;
+    context.kernels.to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, static_cast<uint16_t*>(to));
   } else {
-    float* row_scales;
-    int8_t* to = begin_int8(w, rows, gemm, row_scales);
-    chosen->to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, row_group(w), row_flip(w), to, row_scales);
+    context.kernels.to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, row_group(w), row_flip(context, w), static_cast<int8_t*>(to),
+                            const_cast<float*>(gemm.scales));
   }
-  run(w, rows, gemm);
+  gemm.activations = to;
+  run(context, gemm);
 }
 
 // The layer of rows that stand in tiles of bf16.
-void run_tiles(const Weight& w, const uint16_t* tiles, int64_t padded_from, int64_t rows, Gemm& gemm) {
-  if (w.type == kBf16) {
-    gemm.activations = tiles;
-  } else {
-    float* row_scales;
-    int8_t* to = begin_int8(w, rows, gemm, row_scales);
-    chosen->tiles_to_int8(tiles, padded_from, rows, w.padded_k, row_group(w), row_flip(w), to, row_scales);
+void run_tiles(Context& context, const Weight& w, const uint16_t* tiles, int64_t padded_from, int64_t rows, Gemm& gemm) {
+  begin(context, w, rows, gemm);
+  gemm.activations = tiles;
+  if (w.type != kBf16) {
+    int8_t* to = static_cast<int8_t*>(take_activations(context, w, rows));
+    context.kernels.tiles_to_int8(tiles, padded_from, rows, w.padded_k, row_group(w), row_flip(context, w), to, const_cast<float*>(gemm.scales));
+    gemm.activations = to;
   }
-  run(w, rows, gemm);
+  run(context, gemm);
 }
 
 float widen(uint16_t value) {
@@ -174,17 +186,60 @@ extern "C" {
 // What this library was built from.
 const char* penstock_source_id() { return PENSTOCK_SOURCE_ID; }
 
-// Use the named instruction set, or the best for "auto". Returns its name, or null if this machine does not have it.
-const char* penstock_choose(const char* name) {
-  const Kernels* found = find(name);
-  if (found == nullptr) return nullptr;
-  chosen = found;
-  return found->name;
+// The size of a structure of kernels.h that crosses this border; -1 for a name that is none.
+int64_t penstock_size_of(const char* structure) {
+  static constexpr struct {
+    const char* name;
+    int64_t size;
+  } kSizes[] = {
+      {"Weight", sizeof(Weight)},     {"CacheRows", sizeof(CacheRows)}, {"Attention", sizeof(Attention)}, {"Rotation", sizeof(Rotation)},
+      {"Addition", sizeof(Addition)}, {"Largest", sizeof(Largest)},     {"Masses", sizeof(Masses)},
+  };
+  for (const auto& each : kSizes) {
+    if (std::strcmp(each.name, structure) == 0) return each.size;
+  }
+  return -1;
 }
+
+// A context with the named instruction set, or with the best for "auto"; null if this machine does not have it. One thread at a time uses a context.
+Context* penstock_open(const char* name) {
+  const Kernels* kernels = find_kernels(name);
+  return kernels != nullptr ? new Context{*kernels} : nullptr;
+}
+
+void penstock_close(Context* context) { delete context; }
+
+const char* penstock_instruction_set(const Context* context) { return context->kernels.name; }
+
+// What the workspaces have grown to.
+int64_t penstock_workspace_bytes(const Context* context) {
+  int64_t bytes = 0;
+  for (const Workspace* each : {&context->activations, &context->scales, &context->group_sums, &context->group_totals, &context->hidden,
+                                &context->unpacked, &context->partials}) {
+    bytes += each->size();
+  }
+  return bytes;
+}
+
+// Grow the workspaces to what a layer of so many rows needs, with what an MLP needs between two.
+void penstock_reserve(Context* context, const Weight* weight, int64_t rows) {
+  Gemm gemm = {};
+  begin(*context, *weight, rows, gemm);
+  take_activations(*context, *weight, rows);
+  if (weight->is_gated) take_hidden(*context, *weight, rows);
+}
+
+// The same for attention of such a step; pointers to a layer's own are not followed.
+void penstock_reserve_attention(Context* context, const Attention* attention) {
+  context->partials.take(context->kernels.attention_workspace(*attention));
+}
+
+// The same for a search through such logits.
+void penstock_reserve_search(Context* context, int64_t rows, int64_t vocab) { take_partials(*context, rows, vocab); }
 
 // Pack source [n][k] bf16 (and bias [n] or null) into the weight's data, scales, sums and bias, which are the caller's: as it is, or quantized by
 // columns.
-void penstock_pack(const Weight* weight, const uint16_t* source, const uint16_t* bias) {
+void penstock_pack(Context*, const Weight* weight, const uint16_t* source, const uint16_t* bias) {
   const Weight& w = *weight;
 #pragma omp parallel for schedule(static)
   for (int64_t column = 0; column < w.padded_n; ++column) {
@@ -204,7 +259,7 @@ void penstock_pack(const Weight* weight, const uint16_t* source, const uint16_t*
 }
 
 // Pack int8 codes [n][k] with their columns' scales [n].
-void penstock_pack_columns(const Weight* weight, const int8_t* codes, const float* column_scales, const uint16_t* bias) {
+void penstock_pack_columns(Context*, const Weight* weight, const int8_t* codes, const float* column_scales, const uint16_t* bias) {
   const Weight& w = *weight;
 #pragma omp parallel for schedule(static)
   for (int64_t column = 0; column < w.padded_n; ++column) {
@@ -215,7 +270,7 @@ void penstock_pack_columns(const Weight* weight, const int8_t* codes, const floa
 }
 
 // Pack codes [n][k], one in a byte, four-bit or int8, with their groups' scales (float16), zeros and minima (float16; or null): [n][ceil(k / group)].
-void penstock_pack_groups(const Weight* weight, const uint8_t* codes, const uint16_t* group_scales, const int8_t* zeros, const uint16_t* minima,
+void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, const uint16_t* group_scales, const int8_t* zeros, const uint16_t* minima,
                           const uint16_t* bias) {
   const Weight& w = *weight;
   const int64_t source_groups = (w.k + w.group - 1) / w.group, groups = w.padded_k / w.group;
@@ -239,55 +294,56 @@ void penstock_pack_groups(const Weight* weight, const uint8_t* codes, const uint
 }
 
 // out = norm(x) * weight + bias, or residual + it; norm_weight null: x as it is. out null: float32 to out_float.
-void penstock_linear(const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, const uint16_t* residual,
-                     uint16_t* out, float* out_float) {
+void penstock_linear(Context* context, const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
+                     const uint16_t* residual, uint16_t* out, float* out_float) {
   if (rows == 0) return;  // a step of chunks that are not the last of their prompts wants no logits
   Gemm gemm = {};
   gemm.residual = residual;
   gemm.out = out;
   gemm.out_float = out_float;
-  run_rows(*weight, x, norm_weight, eps, rows, gemm);
+  run_rows(*context, *weight, x, norm_weight, eps, rows, gemm);
 }
-
-// queries and out [tokens] as in kernels.h; workspace is found here.
-void penstock_attention(const Attention* attention) {
-  Attention a = *attention;
-  a.workspace = partials.take(chosen->attention_workspace(a));
-  chosen->attention(a);
-}
-
-void penstock_rotate_and_write(const Rotation* rotation) { chosen->rotate_and_write(*rotation); }
-
-void penstock_find_largest(const Largest* largest) {
-  if (largest->rows == 0) return;
-  Largest l = *largest;
-  l.maxima = reinterpret_cast<float*>(partials.take(l.rows * (l.vocab / kChunk + 1) * 4));
-  chosen->find_largest(l);
-}
-
-void penstock_sum_masses(const Masses* masses) {
-  Masses m = *masses;
-  m.partial = reinterpret_cast<float*>(partials.take(m.count * (m.vocab / kChunk + 1) * 4));
-  chosen->sum_masses(m);
-}
-
-// out = x + multiplier * norm(h).
-void penstock_add_rows(const Addition* addition) { chosen->add_rows(*addition); }
-
-// logits [count] become cap * tanh(multiplier * logit / cap), where they are.
-void penstock_finish_logits(float* logits, int64_t count, float multiplier, float cap) { chosen->finish_logits(logits, count, multiplier, cap); }
 
 // out = residual + down(activation(gate) * up), with gate and up from norm(x); residual or norm_weight null: without it.
-void penstock_mlp(const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
+void penstock_mlp(Context* context, const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
                   const uint16_t* residual, uint16_t* out) {
   if (rows == 0) return;
   Gemm first = {}, second = {};
-  const int64_t inter = (gate_up->n / 2 + 31) / 32 * 32;
-  first.out = reinterpret_cast<uint16_t*>(hidden.take((rows + 31) / 32 * 32 * inter * 2));
-  first.out_padded_k = inter;
-  run_rows(*gate_up, x, norm_weight, eps, rows, first);
+  first.out = take_hidden(*context, *gate_up, rows);
+  first.out_padded_k = hidden_inputs(*gate_up);
+  run_rows(*context, *gate_up, x, norm_weight, eps, rows, first);
   second.residual = residual;
   second.out = out;
-  run_tiles(*down, first.out, inter, rows, second);
+  run_tiles(*context, *down, first.out, first.out_padded_k, rows, second);
+}
+
+// queries and out [tokens] as in kernels.h; workspace is found here.
+void penstock_attention(Context* context, const Attention* attention) {
+  Attention a = *attention;
+  a.workspace = context->partials.take(context->kernels.attention_workspace(a));
+  context->kernels.attention(a);
+}
+
+void penstock_rotate_and_write(Context* context, const Rotation* rotation) { context->kernels.rotate_and_write(*rotation); }
+
+// out = x + multiplier * norm(h).
+void penstock_add_rows(Context* context, const Addition* addition) { context->kernels.add_rows(*addition); }
+
+// logits [count] become cap * tanh(multiplier * logit / cap), where they are.
+void penstock_finish_logits(Context* context, float* logits, int64_t count, float multiplier, float cap) {
+  context->kernels.finish_logits(logits, count, multiplier, cap);
+}
+
+void penstock_find_largest(Context* context, const Largest* largest) {
+  if (largest->rows == 0) return;
+  Largest l = *largest;
+  l.maxima = take_partials(*context, l.rows, l.vocab);
+  context->kernels.find_largest(l);
+}
+
+void penstock_sum_masses(Context* context, const Masses* masses) {
+  Masses m = *masses;
+  m.partial = take_partials(*context, m.count, m.vocab);
+  context->kernels.sum_masses(m);
 }
 }

@@ -6,7 +6,8 @@ from itertools import accumulate
 
 import torch
 
-from services.compute.backends.cpu.library import Attention, CacheRows, Rotation, load_library, pointer
+from services.compute.backends.buffers import Buffers
+from services.compute.backends.cpu.library import Attention, CacheRows, Context, Rotation, pointer
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import kv_group
 
@@ -27,19 +28,20 @@ class NativePlan:
 class NativeAttention:
     """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own (cache.inc), in blocks of a multiple of 16."""
 
-    def __init__(self, heads: Heads, scores: Scores | None = None) -> None:
-        library = load_library()
-        assert library is not None and heads.are_supported
-        self.library = library
+    def __init__(self, context: Context, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
+        assert heads.are_supported
+        self.context = context
+        self.buffers = buffers
         self.heads = heads
         self.scores = scores or Scores.of(heads)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> NativePlan:
         width = max(-(-context // block_size) for context in inputs.context_lens)
-        tables = torch.tensor([table[:width] + (0,) * (width - len(table)) for table in inputs.block_tables])
-        starts, contexts = torch.tensor([0, *accumulate(inputs.query_lens)]), torch.tensor(inputs.context_lens)
+        tables = self.buffers.fill("block_tables", [block for table in inputs.block_tables for block in table[:width] + (0,) * (width - len(table))])
+        starts = self.buffers.fill("query_starts", [0, *accumulate(inputs.query_lens)])
+        contexts = self.buffers.fill("context_lens", inputs.context_lens)
         heads, num_tokens = self.heads, len(inputs.slot_mapping)
-        out = torch.empty((num_tokens, heads.num_heads * heads.head_dim), dtype=torch.bfloat16)
+        out = self.buffers.take("attention", (num_tokens, heads.num_heads * heads.head_dim), torch.bfloat16)
         rotation = Rotation(
             slots=inputs.slot_mapping.data_ptr(), tokens=num_tokens, num_heads=heads.num_heads, head_dim=heads.head_dim,
             rotary_dim=heads.rotary_dim or heads.head_dim,
@@ -64,6 +66,6 @@ class NativeAttention:
         rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps
         rotation.is_norm_joint = int(norms[0] is not None and len(norms[0]) != self.heads.head_dim)
         attention.query_stride, attention.window = qkv.shape[1], window or 0
-        self.library.penstock_rotate_and_write(ctypes.byref(rotation))
-        self.library.penstock_attention(ctypes.byref(attention))
+        self.context.rotate_and_write(ctypes.byref(rotation))
+        self.context.attention(ctypes.byref(attention))
         return plan.out

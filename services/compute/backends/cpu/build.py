@@ -17,12 +17,12 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock_kernels.so"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
-FLAGS = {
-    "api.cpp": [],
-    "avx2.cpp": ["-mavx2", "-mfma", "-mf16c"],
-    "avx512.cpp": AVX512,
-    "amx.cpp": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+INSTRUCTION_SETS = {  # best first, as in registry.inc: each one's file has its name, and is compiled with these flags
+    "amx": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
+    "avx512": AVX512,
+    "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
+FLAGS: dict[str, list[str]] = {"api.cpp": []} | {f"{name}.cpp": flags for name, flags in INSTRUCTION_SETS.items()}
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 
 

@@ -1,4 +1,4 @@
-// What an instruction set offers, and the weights it works on. One table of functions for each; api.cpp chooses.
+// What an instruction set offers, and the weights it works on. One table of functions for each; registry.inc has them all.
 #pragma once
 
 #include <cstdint>
@@ -93,7 +93,7 @@ struct Rotation {
 
 // out = x + multiplier * h, of which h is normalized first if there is a norm.
 struct Addition {
-  const uint16_t *x, *h;        // bf16 [rows][k]
+  const uint16_t *x, *h;        // bf16 [rows][k]; x null: there is nothing to add to
   const uint16_t* norm_weight;  // [k] or null
   float eps, multiplier;
   int64_t rows, k;
@@ -102,7 +102,7 @@ struct Addition {
 
 constexpr int64_t kChunk = 64;  // logits that share a maximum
 
-// The k largest of each row of logits, by falling value, equal ones by rising id.
+// The k largest of each row of logits, by falling value, equal ones by rising id. Of a row with a NaN anywhere all values are NaN.
 struct Largest {
   const float* logits;  // [rows][vocab]
   int64_t rows, vocab, k;

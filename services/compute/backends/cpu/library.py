@@ -5,20 +5,22 @@ A call costs a few microseconds, and a layer makes few. `PENSTOCK_KERNELS` names
 
 import ctypes
 import os
-from functools import cache
+import weakref
+from collections.abc import Callable
+from functools import partial
 
 import torch
 
-from services.compute.backends.cpu.build import LIBRARY, source_id
+from services.compute.backends.cpu.build import INSTRUCTION_SETS, LIBRARY, source_id
 from shared.errors import StartupError
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
 VARIABLE = "PENSTOCK_KERNELS"
-CHOICES = ("auto", "amx", "avx512", "avx2", "torch")
+CHOICES = ("auto", *INSTRUCTION_SETS, "torch")
 
-Pointer = ctypes.c_void_p
+Pointer, Int, Float = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Weight(ctypes.Structure):
@@ -95,9 +97,41 @@ class Masses(ctypes.Structure):
     ]
 
 
-@cache
-def load_library() -> ctypes.CDLL | None:
-    """The library with an instruction set chosen; None: run on torch. Says once which, and why. Raises StartupError for a wrong choice."""
+STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Largest, Masses)
+
+
+class Context:
+    """An instruction set of the library, and workspaces that grow to the largest call. One thread at a time may use it; another opens its own."""
+
+    def __init__(self, library: ctypes.CDLL, handle: int) -> None:
+        """handle: of penstock_open. It is closed with this object, which is kept by whoever calls its functions."""
+        weakref.finalize(self, library.penstock_close, handle).atexit = False  # the end of the process gives back more
+
+        def function(name: str, *arguments: object, result: object = None) -> Callable[..., int]:
+            found = getattr(library, f"penstock_{name}")
+            found.argtypes, found.restype = [Pointer, *arguments], result
+            return partial(found, handle)
+
+        weight = ctypes.POINTER(Weight)
+        self.workspace_bytes = function("workspace_bytes", result=Int)
+        self.reserve = function("reserve", weight, Int)
+        self.reserve_attention = function("reserve_attention", ctypes.POINTER(Attention))
+        self.reserve_search = function("reserve_search", Int, Int)
+        self.pack = function("pack", weight, *[Pointer] * 2)
+        self.pack_columns = function("pack_columns", weight, *[Pointer] * 3)
+        self.pack_groups = function("pack_groups", weight, *[Pointer] * 5)
+        self.linear = function("linear", weight, *[Pointer] * 2, Float, Int, *[Pointer] * 3)
+        self.mlp = function("mlp", weight, weight, *[Pointer] * 2, Float, Int, *[Pointer] * 2)
+        self.add_rows = function("add_rows", ctypes.POINTER(Addition))
+        self.finish_logits = function("finish_logits", Pointer, Int, Float, Float)
+        self.attention = function("attention", ctypes.POINTER(Attention))
+        self.rotate_and_write = function("rotate_and_write", ctypes.POINTER(Rotation))
+        self.find_largest = function("find_largest", ctypes.POINTER(Largest))
+        self.sum_masses = function("sum_masses", ctypes.POINTER(Masses))
+
+
+def open_context() -> Context | None:
+    """A context of the instruction set that PENSTOCK_KERNELS names; None: run on torch. Says which, or why not. Raises StartupError for a wrong choice."""
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise StartupError(f"{VARIABLE}={wanted}: expected one of {', '.join(CHOICES)}")
@@ -107,37 +141,29 @@ def load_library() -> ctypes.CDLL | None:
         log.warning("the native kernels are not built, torch computes instead", fix="install g++ and run: penstock build-kernels")
         return None
     library = ctypes.CDLL(str(LIBRARY))  # after torch: its libgomp is then the one that both use
-    if not hasattr(library, "penstock_source_id") or not _is_built_from(library, source_id()):
+    if not is_of_these_sources(library):
         log.warning("the native kernels were built from other sources, torch computes instead", fix="run: penstock build-kernels")
         return None
-    library.penstock_choose.restype = ctypes.c_char_p
-    library.penstock_pack.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer]
-    library.penstock_pack_columns.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 3]
-    library.penstock_pack_groups.argtypes = [ctypes.POINTER(Weight), *[Pointer] * 5]
-    library.penstock_linear.argtypes = [ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer, Pointer, Pointer]
-    library.penstock_mlp.argtypes = [ctypes.POINTER(Weight), ctypes.POINTER(Weight), Pointer, Pointer, ctypes.c_float, ctypes.c_int64, Pointer, Pointer]
-    library.penstock_add_rows.argtypes = [ctypes.POINTER(Addition)]
-    library.penstock_finish_logits.argtypes = [Pointer, ctypes.c_int64, ctypes.c_float, ctypes.c_float]
-    library.penstock_attention.argtypes = [ctypes.POINTER(Attention)]
-    library.penstock_rotate_and_write.argtypes = [ctypes.POINTER(Rotation)]
-    library.penstock_find_largest.argtypes = [ctypes.POINTER(Largest)]
-    library.penstock_sum_masses.argtypes = [ctypes.POINTER(Masses)]
-    names = ("pack", "pack_columns", "pack_groups", "linear", "mlp", "add_rows", "finish_logits", "attention", "rotate_and_write", "find_largest", "sum_masses")
-    for name in names:
-        getattr(library, f"penstock_{name}").restype = None
-    chosen = library.penstock_choose(wanted.encode())
-    if chosen is None and wanted != "auto":
+    library.penstock_open.restype, library.penstock_close.argtypes, library.penstock_close.restype = Pointer, [Pointer], None
+    library.penstock_instruction_set.argtypes, library.penstock_instruction_set.restype = [Pointer], ctypes.c_char_p
+    handle = library.penstock_open(wanted.encode())
+    if handle is None and wanted != "auto":
         raise StartupError(f"{VARIABLE}={wanted}: this machine does not have it")
-    if chosen is None:
+    if handle is None:
         log.warning("this processor has none of AVX2, AVX-512 and AMX, torch computes instead")
         return None
-    log.info("native kernels", instruction_set=chosen.decode())
-    return library
+    log.info("native kernels", instruction_set=library.penstock_instruction_set(handle).decode())
+    return Context(library, handle)
 
 
-def _is_built_from(library: ctypes.CDLL, sources: str) -> bool:
-    library.penstock_source_id.restype = ctypes.c_char_p
-    return bool(library.penstock_source_id().decode() == sources)
+def is_of_these_sources(library: ctypes.CDLL) -> bool:
+    """Whether it was built from the C++ beside this file, and its structures are those above."""
+    if not hasattr(library, "penstock_source_id") or not hasattr(library, "penstock_size_of"):
+        return False
+    library.penstock_source_id.restype, library.penstock_size_of.restype = ctypes.c_char_p, Int
+    if library.penstock_source_id().decode() != source_id():
+        return False
+    return all(library.penstock_size_of(each.__name__.encode()) == ctypes.sizeof(each) for each in STRUCTURES)
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:

@@ -11,7 +11,8 @@ from enum import IntEnum
 
 import torch
 
-from services.compute.backends.cpu.library import Weight, load_library, pointer
+from services.compute.backends.backend import Linear
+from services.compute.backends.cpu.library import Context, Weight, pointer
 from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix
 from services.compute.backends.torch.reference import quantize_four_bit
 from services.compute.host_memory import mapped_zeros
@@ -69,7 +70,14 @@ def _is_half(numbers: Tensor) -> bool:
 
 
 def pack_linear(
-    matrix: Matrix, bias: Tensor | None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+    context: Context,
+    matrix: Matrix,
+    bias: Tensor | None,
+    *,
+    quantization: str = "none",
+    group: int = 64,
+    is_gated: bool = False,
+    activation: str = "silu",
 ) -> "NativeLinear":
     """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it is not packable, is quantized as `quantization` says;
     all else stays what it is."""
@@ -83,14 +91,14 @@ def pack_linear(
     else:
         form = Form(Kind.INT8 if isinstance(matrix, Int8Columns) or quantization == "w8a8" else Kind.BF16)
     n, k = matrix.shape
-    layer = NativeLinear(n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
+    layer = NativeLinear(context, n, k, form, is_gated=is_gated, has_bias=bias is not None, activation=activation)
     layer.pack(matrix, bias)
     return layer
 
 
-def restore_linear(parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> "NativeLinear":
+def restore_linear(context: Context, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> "NativeLinear":
     """A layer from the parts of one that was packed before, in whatever form they are. Raises ValueError for parts of another layer."""
-    layer = NativeLinear(n, k, _form_of(parts), is_gated=is_gated, has_bias=has_bias, activation=activation)
+    layer = NativeLinear(context, n, k, _form_of(parts), is_gated=is_gated, has_bias=has_bias, activation=activation)
     layer.restore(parts)
     return layer
 
@@ -109,11 +117,9 @@ def _form_of(parts: dict[str, Tensor]) -> Form:
 class NativeLinear:
     """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in memory or in a file."""
 
-    def __init__(self, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> None:
+    def __init__(self, context: Context, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> None:
         """n, k: outputs and inputs; with is_gated the first half of n is the gate's, which goes through the activation."""
-        library = load_library()
-        assert library is not None
-        self.library = library
+        self.context = context
         self.form = form
         padded_n, padded_k = _padded(n, k, form, is_gated)
         self.num_outputs = n // 2 if is_gated else n
@@ -142,16 +148,16 @@ class NativeLinear:
         assert bias is None or bias.dtype == torch.bfloat16
         if isinstance(matrix, Dense):
             weight = matrix.dequantize(torch.bfloat16).contiguous()
-            self.library.penstock_pack(self.address, weight.data_ptr(), pointer(bias))
+            self.context.pack(self.address, weight.data_ptr(), pointer(bias))
         elif isinstance(matrix, Int8Columns):
             codes, scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
-            self.library.penstock_pack_columns(self.address, codes.data_ptr(), scales.data_ptr(), pointer(bias))
+            self.context.pack_columns(self.address, codes.data_ptr(), scales.data_ptr(), pointer(bias))
         else:
             if matrix.table is not None:
                 self.parts["table"].copy_(matrix.table)
             codes, zeros = matrix.codes.contiguous(), matrix.zeros.contiguous() if matrix.zeros is not None else None
             halves = [each.half().contiguous() if each is not None else None for each in (matrix.scales, matrix.minima)]
-            self.library.penstock_pack_groups(self.address, codes.data_ptr(), pointer(halves[0]), pointer(zeros), pointer(halves[1]), pointer(bias))
+            self.context.pack_groups(self.address, codes.data_ptr(), pointer(halves[0]), pointer(zeros), pointer(halves[1]), pointer(bias))
 
     def restore(self, parts: dict[str, Tensor]) -> None:
         """Fill the parts from others of the same layer. Raises ValueError if they are not."""
@@ -162,16 +168,16 @@ class NativeLinear:
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
         out = torch.empty((x.shape[0], self.num_outputs), dtype=torch.bfloat16)
-        self.library.penstock_linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None)
+        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, x.shape[0], pointer(residual), out.data_ptr(), None)
         return out
 
-    def logits(self, x: Tensor, *, norm: Tensor, eps: float) -> Tensor:
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
         """The same in float32, as the sampler wants it, in memory that the next call writes again: fresh pages would take the system longer than
         the kernel takes to fill them."""
         rows = x.shape[0]
         if rows > len(self.rows):
             self.rows = mapped_zeros(rows * self.num_outputs * 4).view(torch.float32).view(rows, self.num_outputs)
-        self.library.penstock_linear(self.address, x.data_ptr(), norm.data_ptr(), eps, rows, None, None, self.rows.data_ptr())
+        self.context.linear(self.address, x.data_ptr(), pointer(norm), eps, rows, None, None, self.rows.data_ptr())
         return self.rows[:rows]
 
 
@@ -182,10 +188,14 @@ class NativeMlp:
         self.gate_up = gate_up
         self.down = down
 
+    @property
+    def linears(self) -> dict[str, Linear]:
+        return {"gate_up.": self.gate_up, "down.": self.down}
+
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
         out = torch.empty_like(x)
         residual = x.data_ptr() if has_residual else None
-        self.down.library.penstock_mlp(self.gate_up.address, self.down.address, x.data_ptr(), pointer(norm), eps, x.shape[0], residual, out.data_ptr())
+        self.down.context.mlp(self.gate_up.address, self.down.address, x.data_ptr(), pointer(norm), eps, x.shape[0], residual, out.data_ptr())
         return out
 
 

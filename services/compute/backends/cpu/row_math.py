@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from services.compute.backends.cpu.library import Addition, load_library, pointer
+from services.compute.backends.cpu.library import Addition, Context, pointer
 
 Tensor = torch.Tensor
 
@@ -12,17 +12,21 @@ Tensor = torch.Tensor
 class NativeRowMath:
     """As TorchRowMath, on rows in bfloat16; a sum is rounded once."""
 
-    def __init__(self) -> None:
-        library = load_library()
-        assert library is not None
-        self.library = library
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
+        return self._add(None, x, weight, eps, 1.0)
 
     def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
-        rows, k = x.shape
-        out = torch.empty_like(x)
-        self.library.penstock_add_rows(ctypes.byref(Addition(x.data_ptr(), h.data_ptr(), pointer(norm), eps, multiplier, rows, k, out.data_ptr())))
+        return self._add(x, h, norm, eps, multiplier)
+
+    def _add(self, x: Tensor | None, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
+        rows, k = h.shape
+        out = torch.empty_like(h)
+        self.context.add_rows(ctypes.byref(Addition(pointer(x), h.data_ptr(), pointer(norm), eps, multiplier, rows, k, out.data_ptr())))
         return out
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
-        self.library.penstock_finish_logits(logits.data_ptr(), logits.numel(), multiplier, cap)
+        self.context.finish_logits(logits.data_ptr(), logits.numel(), multiplier, cap)
         return logits

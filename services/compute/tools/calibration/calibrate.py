@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 import torch
 from tqdm import tqdm
 
-from services.compute.backends.dispatch import Linear, make_linear, make_mlp
+from services.compute.backends.backend import Backend, Linear
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.backends.torch.linear import TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import rms_norm
@@ -43,28 +43,29 @@ def fast_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def calibrate(loader: Loader, packing: Packed, windows: Tensor) -> ModelWeights:
-    """The quantized model. loader: of dense weights in float32; windows: [N, length] int64, the text's tokens. Raises StartupError."""
+def calibrate(loader: Loader, packing: Packed, windows: Tensor, backend: Backend) -> ModelWeights:
+    """The quantized model, of the backend. loader: of dense weights in float32; windows: [N, length] int64, the text's tokens. Raises StartupError."""
     with fast_products(), torch.inference_mode():
-        return Calibration(loader, packing, windows).run()
+        return Calibration(loader, packing, windows, backend).run()
 
 
 class Calibration:
     """A model on its way from dense to quantized."""
 
-    def __init__(self, loader: Loader, packing: Packed, windows: Tensor) -> None:
+    def __init__(self, loader: Loader, packing: Packed, windows: Tensor, backend: Backend) -> None:
         config = loader.config
+        self.backend = backend
         self.loader = loader
         self.packing = packing
         self.form = Form(packing.quantization, packing.group)
         self.num_rows = windows.numel()
         embedding = loader.source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         norm = loader.norm("model.norm.weight", config.hidden_size)
-        self.decoder = Decoder(config, ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding)))
+        self.decoder = Decoder(config, ModelWeights(embedding=embedding, layers=[], norm=norm, lm_head=loader.head(embedding)), loader.backend)
         self.batches = [whole_windows(part) for part in torch.split(windows, WINDOWS_AT_ONCE)]
         num_blocks = blocks_of(windows[:WINDOWS_AT_ONCE])
         one_layer = replace(config, num_layers=1)
-        self.kv = KVCache(one_layer, num_blocks=num_blocks, block_size=BLOCK_SIZE, dtype=torch.float32, device=embedding.device).layers[0]
+        self.kv = KVCache(one_layer, loader.backend, num_blocks=num_blocks, block_size=BLOCK_SIZE).layers[0]
         self.states = [self.decoder.embed(batch.input_ids) for batch in self.batches]
 
     def run(self) -> ModelWeights:
@@ -95,10 +96,10 @@ class Calibration:
         linears = [qkv, output, gate_up, down]
         simulated = [simulate(matrix, each, self.form) for matrix, each in zip(matrices, linears, strict=True)]
         self.states = self._run(number, replace(layer, norms=norms, qkv=simulated[0], output=simulated[1], mlp=TorchMlp(*simulated[2:])))
-        packed = [pack(matrix, each) for matrix, each in zip(matrices, linears, strict=True)]
+        packed = [self._pack(matrix, each) for matrix, each in zip(matrices, linears, strict=True)]
         kept = {each.name: getattr(norms, each.name) for each in fields(Norms)}
         kept = {name: None if norm is None else norm.bfloat16() for name, norm in kept.items()}
-        return LayerWeights(norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=make_mlp(*packed[2:]))
+        return LayerWeights(norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=self.backend.make_mlp(*packed[2:]))
 
     def _fold(self, norm: Tensor | None, linear: ObservedLinear) -> Tensor | None:
         """The norm before the layer with its inputs' scales in it. Where none is before it, there is nothing to fold them into."""
@@ -116,7 +117,12 @@ class Calibration:
             head.keep(rms_norm(x, norm, self.loader.config.rms_norm_eps))
         folded, scales = fold_into_norm(norm, find_scales(head.rows, head.weight, form))
         head.scale(scales)
-        return folded.bfloat16(), pack(round_layer(head, form), head)
+        return folded.bfloat16(), self._pack(round_layer(head, form), head)
+
+    def _pack(self, matrix: Matrix, linear: TorchLinear) -> Linear:
+        """The layer for the backend, in the form that its matrix has."""
+        bias = None if linear.bias is None else linear.bias.bfloat16()
+        return self.backend.make_linear(matrix, bias, is_gated=linear.is_gated, activation=linear.activation)
 
 
 def observe(linear: Linear, num_rows: int) -> ObservedLinear:
@@ -134,9 +140,3 @@ def simulate(matrix: Matrix, linear: TorchLinear, form: Form) -> TorchLinear:
     if isinstance(matrix, Dense):
         return TorchLinear(matrix.weight, linear.bias, is_gated=linear.is_gated, activation=linear.activation)
     return SimulatedLinear(matrix, linear.bias, form, is_gated=linear.is_gated, activation=linear.activation)
-
-
-def pack(matrix: Matrix, linear: TorchLinear) -> Linear:
-    """The layer for the native kernels, in the form that its matrix has."""
-    bias = None if linear.bias is None else linear.bias.bfloat16()
-    return make_linear(matrix, torch.bfloat16, bias, is_gated=linear.is_gated, activation=linear.activation)

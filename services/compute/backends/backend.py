@@ -1,0 +1,156 @@
+"""Backend: what a model is made of. One is chosen at load (choose.py), and handed to all that make a part of the model or run one.
+
+`torch/` is the definition and runs anywhere, in any dtype; `cpu/` is native code for bfloat16. Parts are objects that were made once: a linear layer with
+its weights in the form that it reads, an MLP, attention. All backends' parts have the same methods.
+
+A step is prepared once: all that depends on its batch goes into the backend's buffers, attention's plan among it. The forward pass then reads those only.
+
+x: [T, k], a row a token. Where a norm is given, x is normalized first; where a residual is given, the result is added to it.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from services.compute.backends.buffers import Buffers
+from services.compute.backends.matrix import Matrix
+from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+
+Tensor = torch.Tensor
+Array = np.ndarray[Any, Any]
+
+QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")
+
+
+class Linear(Protocol):
+    def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
+        """Returns [T, n], or [T, n / 2] of a gated layer, in x's dtype."""
+        ...
+
+    def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
+        """The same in float32: the last layer, or a router. The result is good until the next call."""
+        ...
+
+
+class Mlp(Protocol):
+    @property
+    def linears(self) -> dict[str, Linear]:
+        """Its layers, by the names that a packed checkpoint has for them."""
+        ...
+
+    def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
+        """down(activation(gate) * up), with gate and up of x, normalized where there is a norm; with has_residual, x is added. Returns [T, hidden]."""
+        ...
+
+
+class Attention(Protocol):
+    def plan(self, inputs: AttentionInputs, block_size: int) -> Any:
+        """What the layers' calls need to know of a step. Good until the next plan."""
+        ...
+
+    def __call__(
+        self, qkv: Tensor, kv: Tensor, plan: Any, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+    ) -> Tensor:
+        """Normalize and rotate q and k, write K and V, attend: see TorchAttention. The result is good until the plan's next call."""
+        ...
+
+
+class RowMath(Protocol):
+    """What is done to rows between layers, where a layer can't do it itself."""
+
+    def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
+        """RMSNorm, for what several layers read. Returns [T, k]."""
+        ...
+
+    def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
+        """x + multiplier * norm(h), x and h [T, hidden]. Returns [T, hidden]."""
+        ...
+
+    def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
+        """multiplier * logits, and then cap * tanh(it / cap) if there is a cap. logits: [R, vocab] float32, overwritten."""
+        ...
+
+
+class RowSearch(Protocol):
+    """Logits [R, vocab] float32 to what candidates are made of."""
+
+    def find_largest(self, logits: Tensor, k: int) -> tuple[Array, Array]:
+        """The k largest of each row, by falling value, ties by rising token id. Returns values and ids, [R, k]. Of a row with a NaN anywhere, the first
+        value is NaN."""
+        ...
+
+    def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
+        """Of each of some rows [n] int64 the sum of exp((logit - largest) / temperature), float32 [n] both. Returns [n] float64."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LargestStep:
+    """What working memory follows from."""
+
+    linears: list[Linear]  # that get all of its tokens
+    head: Linear  # that gets num_logits of them
+    attention: Attention
+    num_tokens: int
+    num_logits: int
+    max_model_len: int
+
+
+class Backend(Protocol):
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of activations."""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def buffers(self) -> Buffers: ...
+
+    @property
+    def row_math(self) -> RowMath: ...
+
+    @property
+    def row_search(self) -> RowSearch: ...
+
+    def is_kept(self, matrix: Matrix) -> bool:
+        """Whether a layer keeps the form in which the file holds its weights; else it is widened to dtype."""
+        ...
+
+    def make_linear(
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+    ) -> Linear:
+        """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a gate, and the result activation(gate) * the other half;
+        activation: silu or gelu_tanh.
+
+        quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not kept; group: inputs that share a scale, with four bits.
+        Raises StartupError for a quantization that can't run here.
+        """
+        ...
+
+    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> Linear:
+        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of another layer, StartupError where nothing reads them."""
+        ...
+
+    def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
+        """The MLP of two of this backend's layers, of which the first is gated."""
+        ...
+
+    def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
+        """Attention over make_kv_layer's caches; scores: Scores.of(heads) if there are none."""
+        ...
+
+    def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
+        """What a token's keys and values take of a layer's cache; group: dimensions that share a scale in a cache of int8, 0: a cache of dtype."""
+        ...
+
+    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+        """A layer's cache, [2, num_blocks, ...] of keys and of values, zeros."""
+        ...
+
+    def workspace_bytes(self, step: LargestStep) -> int:
+        """What the largest step takes beside weights and KV cache."""
+        ...

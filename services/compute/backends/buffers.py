@@ -1,0 +1,35 @@
+"""Buffers: what a step fills before its forward pass, and the pass reads. They stay where they are, so that a pass can be recorded once and run again."""
+
+import math
+
+import torch
+
+from services.compute.host_memory import mapped_zeros
+
+Tensor = torch.Tensor
+
+
+class Buffers:
+    """Tensors by name, which grow to the largest step. What a step gets is good until the next step takes the same name."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor of this shape, at the name's place; what is in it is left from before."""
+        size, held = math.prod(shape), self._held.get(name)
+        if held is None or held.numel() < size:
+            with torch.inference_mode(False):  # else only inference could write to it
+                is_host = self.device.type == "cpu"
+                held = mapped_zeros(size * dtype.itemsize).view(dtype) if is_host else torch.empty(size, dtype=dtype, device=self.device)
+            self._held[name] = held
+        return held[:size].view(shape)
+
+    def fill(self, name: str, values: list[int]) -> Tensor:
+        """The numbers as int64."""
+        return self.take(name, (len(values),), torch.int64).copy_(torch.tensor(values, dtype=torch.int64))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(held.nbytes for held in self._held.values())

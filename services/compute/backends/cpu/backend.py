@@ -1,0 +1,76 @@
+"""CpuBackend: bfloat16 on an x86-64 CPU, in native code."""
+
+import ctypes
+
+import torch
+
+from services.compute.backends.backend import Attention, LargestStep, Linear
+from services.compute.backends.cpu.attention import NativeAttention
+from services.compute.backends.cpu.library import Context
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
+from services.compute.backends.cpu.row_math import NativeRowMath
+from services.compute.backends.cpu.row_search import NativeRowSearch
+from services.compute.backends.matrix import Matrix
+from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.backend import TorchBackend
+
+Tensor = torch.Tensor
+
+
+class CpuBackend:
+    """One thread at a time may run its parts: they share a context's workspaces."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))  # for heads that native code does not know, over the same caches
+        self.dtype = self.torch.dtype
+        self.device = self.torch.device
+        self.buffers = self.torch.buffers
+        self.row_math = NativeRowMath(context)
+        self.row_search = NativeRowSearch(context)
+
+    def is_kept(self, matrix: Matrix) -> bool:
+        return is_packable(matrix)
+
+    def make_linear(
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+    ) -> NativeLinear:
+        return pack_linear(self.context, matrix, bias, quantization=quantization, group=group, is_gated=is_gated, activation=activation)
+
+    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> NativeLinear:
+        return restore_linear(self.context, parts, n, k, is_gated=is_gated, has_bias=has_bias, activation=activation)
+
+    def make_mlp(self, gate_up: Linear, down: Linear) -> NativeMlp:
+        assert isinstance(gate_up, NativeLinear) and isinstance(down, NativeLinear)
+        return NativeMlp(gate_up, down)
+
+    def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
+        return NativeAttention(self.context, self.buffers, heads, scores) if heads.are_supported else self.torch.make_attention(heads, scores)
+
+    def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
+        return self.torch.kv_token_bytes(num_kv_heads, head_dim, group=group)
+
+    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+        return self.torch.make_kv_layer(num_blocks, block_size, num_kv_heads, head_dim, group=group)
+
+    def workspace_bytes(self, step: LargestStep) -> int:
+        """Grows the workspaces on the way: room that nobody has written to yet takes no memory."""
+        for linear, rows in [*((each, step.num_tokens) for each in step.linears), (step.head, step.num_logits)]:
+            assert isinstance(linear, NativeLinear)
+            self.context.reserve(linear.address, rows)
+        assert isinstance(step.head, NativeLinear)
+        self.context.reserve_search(step.num_logits, step.head.num_outputs)
+        if isinstance(step.attention, NativeAttention):
+            self._reserve_attention(step.attention, step.num_tokens, step.max_model_len)
+        logits = step.num_logits * step.head.num_outputs * 4
+        return self.context.workspace_bytes() + self.buffers.num_bytes + logits
+
+    def _reserve_attention(self, attention: NativeAttention, num_tokens: int, max_model_len: int) -> None:
+        """At the end of the longest sequence, for chunks of several lengths: those of few tokens may be divided among threads, which takes more."""
+        while num_tokens:
+            longest = max(max_model_len, num_tokens)
+            inputs = AttentionInputs([num_tokens], [longest], [(0,)], torch.zeros(num_tokens, dtype=torch.int64), ())
+            plan = attention.plan(inputs, block_size=longest)
+            plan.attention.cache.num_kv_heads = attention.heads.num_kv_heads
+            self.context.reserve_attention(ctypes.byref(plan.attention))
+            num_tokens //= 2

@@ -1,0 +1,32 @@
+"""Searches through rows of logits in native code."""
+
+import ctypes
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.compute.backends.cpu.library import Context, Largest, Masses
+
+Array = np.ndarray[Any, Any]
+
+
+class NativeRowSearch:
+    """As TorchRowSearch, on a CPU."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+
+    def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
+        assert logits.is_contiguous()
+        num_rows, vocab_size = logits.shape
+        values, ids = np.empty((num_rows, k), np.float32), np.empty((num_rows, k), np.int64)
+        self.context.find_largest(ctypes.byref(Largest(logits.data_ptr(), num_rows, vocab_size, k, values.ctypes.data, ids.ctypes.data)))
+        return values, ids
+
+    def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
+        assert logits.is_contiguous()
+        out = np.empty(len(rows))
+        pointers = (rows.ctypes.data, largest.ctypes.data, temperatures.ctypes.data, out.ctypes.data)
+        self.context.sum_masses(ctypes.byref(Masses(logits.data_ptr(), logits.shape[1], len(rows), *pointers)))
+        return out

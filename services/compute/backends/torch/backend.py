@@ -1,0 +1,65 @@
+"""TorchBackend: every part in plain torch. The definition, in any dtype, on any device."""
+
+import torch
+
+from services.compute.backends.backend import LargestStep, Linear
+from services.compute.backends.buffers import Buffers
+from services.compute.backends.matrix import Dense, Matrix
+from services.compute.backends.torch.attention import Heads, Scores, TorchAttention
+from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
+from services.compute.backends.torch.reference import kv_row_size, quantize_weight
+from services.compute.backends.torch.row_math import TorchRowMath
+from services.compute.backends.torch.row_search import TorchRowSearch
+from services.compute.host_memory import mapped_zeros
+from shared.errors import StartupError
+
+Tensor = torch.Tensor
+
+
+class TorchBackend:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.buffers = Buffers(device)
+        self.row_math = TorchRowMath()
+        self.row_search = TorchRowSearch()
+
+    def is_kept(self, matrix: Matrix) -> bool:
+        return isinstance(matrix, Dense)
+
+    def make_linear(
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+    ) -> TorchLinear:
+        if quantization == "none":
+            return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
+        if self.device.type != "cpu" or self.dtype != torch.bfloat16:
+            raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {self.device.type} in {self.dtype}")
+        quantized = quantize_weight(matrix.dequantize(self.dtype), quantization, group) if isinstance(matrix, Dense) else matrix
+        return QuantizedTorchLinear(quantized, bias, is_gated=is_gated, activation=activation)
+
+    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> TorchLinear:  # noqa: ARG002
+        raise StartupError(
+            "this checkpoint is packed for the native kernels, which run in bfloat16 on a CPU: build them (penstock build-kernels), or use its source"
+        )
+
+    def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
+        return TorchMlp(gate_up, down)
+
+    def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
+        return TorchAttention(heads, scores)
+
+    def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
+        return 2 * num_kv_heads * (kv_row_size(head_dim, group) if group else head_dim * self.dtype.itemsize)
+
+    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+        """[2, num_blocks, num_kv_heads, block_size, head_dim], or a row of int8 groups instead of head_dim."""
+        dtype = torch.uint8 if group else self.dtype
+        shape = (2, num_blocks, num_kv_heads, block_size, kv_row_size(head_dim, group) if group else head_dim)
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        return mapped_zeros(num_blocks * block_size * self.kv_token_bytes(num_kv_heads, head_dim, group=group)).view(dtype).view(shape)
+
+    def workspace_bytes(self, step: LargestStep) -> int:
+        """Inputs and outputs of the layer that has most, and once more in float32, as norms, activations and logits are computed."""
+        sizes = [(linear, step.num_tokens) for linear in step.linears] + [(step.head, step.num_logits)]
+        return max(rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4) for linear, rows in sizes if isinstance(linear, TorchLinear))

@@ -1,0 +1,73 @@
+"""Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use the vector units; on a GPU torch's."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+Array = np.ndarray[Any, Any]
+
+CHUNK = 64  # logits that share a maximum in the search for the largest
+
+
+class TorchRowSearch:
+    def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
+        """One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest logit from below, so only the few logits that reach it are
+        sorted. A maximum of NaN is NaN, and numpy and torch take it for the largest."""
+        num_rows, vocab_size = logits.shape
+        num_chunks = vocab_size // CHUNK
+        is_host = logits.device.type == "cpu"
+        if k == 1:
+            best = torch.from_numpy(logits.numpy().argmax(axis=1)) if is_host else logits.argmax(dim=-1)  # the first of equal ones
+            return logits.gather(1, best[:, None]).cpu().numpy(), best[:, None].cpu().numpy()
+        if num_chunks <= k:
+            ordered, order = logits.sort(dim=-1, descending=True, stable=True)
+            return ordered[:, :k].cpu().numpy(), order[:, :k].cpu().numpy()
+        if is_host:
+            values, ids = np.empty((num_rows, k), np.float32), np.empty((num_rows, k), np.int64)
+            for row in range(num_rows):
+                values[row], ids[row] = _largest_of_row(logits[row].numpy(), k, num_chunks)
+            return values, ids
+        return largest_on_device(logits, k, num_chunks)
+
+    def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
+        """In float32. The order of numpy's summation does not depend on the number of threads."""
+        masses = np.empty(len(rows))
+        for at, row in enumerate(rows.tolist()):
+            weights = (logits[row] - float(largest[at])).div_(float(temperatures[at])).exp_()
+            masses[at] = weights.numpy().sum() if logits.device.type == "cpu" else weights.sum().item()
+        return masses
+
+
+def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
+    """A chunk is every num_chunks-th logit: so all maxima come from elementwise comparisons of long runs. A row with NaN has nothing else to say."""
+    chunked, rest = row[: CHUNK * num_chunks].reshape(CHUNK, num_chunks), row[CHUNK * num_chunks :]
+    maxima = chunked.max(axis=0)
+    if np.isnan(maxima).any() or np.isnan(rest).any():
+        return np.full(k, np.nan, np.float32), np.zeros(k, np.int64)
+    bound = np.partition(maxima, num_chunks - k)[num_chunks - k]
+    chunks = np.flatnonzero(maxima >= bound)
+    at = np.flatnonzero(chunked[:, chunks] >= bound)
+    ids = np.concatenate((at // len(chunks) * num_chunks + chunks[at % len(chunks)], np.flatnonzero(rest >= bound) + CHUNK * num_chunks))
+    values = row[ids]
+    order = np.argsort(-values, kind="stable")[:k]
+    return values[order], ids[order]
+
+
+def largest_on_device(logits: torch.Tensor, k: int, num_chunks: int) -> tuple[Array, Array]:
+    """The same for all rows at once, with the k best chunks of each; ties at the border, which might lie beyond them, are looked for."""
+    num_rows, vocab_size = logits.shape
+    maxima, chunks = logits[:, : num_chunks * CHUNK].view(num_rows, CHUNK, num_chunks).amax(dim=1).topk(min(k + 1, num_chunks), dim=-1)
+    offsets = torch.arange(CHUNK, device=logits.device)[:, None] * num_chunks
+    ids = (offsets + chunks[:, None, :k].sort(dim=-1).values).flatten(1)
+    if num_chunks * CHUNK < vocab_size:
+        rest = torch.arange(num_chunks * CHUNK, vocab_size, device=logits.device)
+        ids = torch.cat((ids, rest.expand(num_rows, -1)), dim=1)
+    values, order = logits.gather(1, ids).sort(dim=-1, descending=True, stable=True)
+    values, ids = values[:, :k].clone(), ids.gather(1, order[:, :k])
+    is_tied = (maxima[:, -1] >= values[:, k - 1]) & ~values[:, 0].isnan()
+    for row in is_tied.nonzero().flatten().tolist():
+        tied = (logits[row] >= values[row, -1]).nonzero().flatten()
+        best, order = logits[row, tied].sort(descending=True, stable=True)
+        values[row], ids[row] = best[:k], tied[order[:k]]
+    return values.cpu().numpy(), ids.cpu().numpy()

@@ -1,0 +1,130 @@
+"""The native library's border, contexts and workspaces; and that what a step works in is counted before the cache takes the rest."""
+
+import ctypes
+import threading
+
+import pytest
+import torch
+
+from services.compute.backends.backend import LargestStep
+from services.compute.backends.cpu import library as library_module
+from services.compute.backends.matrix import Dense
+from services.compute.cache import kv_cache
+from services.compute.cache.kv_cache import choose_num_blocks
+from services.compute.engine import build_engine
+from services.compute.models.config import read_config
+from services.compute.models.decoder import Decoder
+from services.compute.tools.calibration.perplexity import BLOCK_SIZE, whole_windows
+from services.compute.weights.loader import load_weights
+from shared.errors import StartupError
+from shared.model_files import DEMO_MODEL, open_model
+from shared.settings import ComputeSettings
+from tests.kernels.backends import FLOAT32, native_backend
+from tests.kernels.families import Engine
+
+PROMPTS = [[5, 6, 7], list(range(40, 90)), list(range(100, 117))]
+
+
+def generated(quantization: str) -> tuple[list[list[int]], list[torch.Tensor]]:
+    """What a model of its own, on a context of its own, says to the prompts; and its logits."""
+    engine = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization)
+    outputs = engine.generate(PROMPTS, 16)
+    return outputs, [torch.stack(engine.logits[number]) for number in range(len(PROMPTS))]
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_two_contexts_in_two_threads_give_the_same_bits() -> None:
+    modes = ("none", "w4")
+    expected = {mode: generated(mode) for mode in modes}
+    found: dict[str, list[tuple[list[list[int]], list[torch.Tensor]]]] = {mode: [] for mode in modes}
+
+    def run(mode: str) -> None:
+        for _ in range(3):
+            found[mode].append(generated(mode))
+
+    threads = [threading.Thread(target=run, args=(mode,)) for mode in modes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for mode, (outputs, logits) in expected.items():
+        assert len(found[mode]) == 3
+        for each in found[mode]:
+            assert each[0] == outputs
+            assert all(torch.equal(one, other) for one, other in zip(each[1], logits, strict=True))
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_a_context_lives_as_long_as_its_layers() -> None:
+    layer = native_backend().make_linear(Dense(torch.eye(64).bfloat16()))
+    x = torch.arange(128).view(2, 64).bfloat16()
+    assert torch.equal(layer(x), x)
+
+
+class Grown(ctypes.Structure):
+    """A structure with a field that the library does not know."""
+
+    _fields_ = [*library_module.Masses._fields_, ("more", ctypes.c_int64)]
+
+
+@pytest.mark.usefixtures("instruction_set")
+def test_a_library_with_other_structures_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    Grown.__name__ = "Masses"
+    monkeypatch.setattr(library_module, "STRUCTURES", (*library_module.STRUCTURES[:-1], Grown))
+    assert library_module.open_context() is None
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("the native kernels were built from other sources, torch computes instead")
+
+
+def test_every_structure_is_checked() -> None:
+    structures = {each for each in vars(library_module).values() if isinstance(each, type) and issubclass(each, ctypes.Structure)}
+    assert structures == set(library_module.STRUCTURES)
+
+
+@pytest.mark.usefixtures("instruction_set")
+@pytest.mark.parametrize("quantization", ["none", "w8a8", "w4"])
+def test_the_largest_step_works_in_what_was_counted(quantization: str) -> None:
+    config = read_config(open_model("demo").config)
+    backend = native_backend()
+    assert backend.context.workspace_bytes() == 0
+    model = Decoder(config, load_weights(DEMO_MODEL, config, backend, quantization=quantization), backend)
+    counted = model.workspace_bytes(512, 64, 512)
+    before = backend.context.workspace_bytes()
+    assert 64 * config.vocab_size * 4 < counted - before < 16 << 20  # logits, and attention's buffer
+    for length in (512, 128, 1):
+        batch = whole_windows(torch.arange(512).view(-1, length) % config.vocab_size)
+        kv = [backend.make_kv_layer(512, BLOCK_SIZE, config.num_kv_heads, config.head_dim, group=0) for _ in range(config.num_layers)]
+        hidden = model.forward(batch, model.plan(batch, BLOCK_SIZE), kv)
+        backend.row_search.find_largest(model.logits(hidden, batch.logit_rows[:64]), 64)
+        assert backend.context.workspace_bytes() == before
+
+
+def test_torch_counts_its_rows() -> None:
+    layers = [FLOAT32.make_linear(Dense(torch.zeros(n, 100))) for n in (300, 900)]
+    step = LargestStep(layers[:1], layers[1], None, num_tokens=50, num_logits=10, max_model_len=100)
+    assert FLOAT32.workspace_bytes(step) == 50 * 400 * 8
+
+
+def test_the_cache_is_what_remains_beside_the_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = read_config(open_model("demo").config)
+    block_bytes = config.num_layers * 16 * FLOAT32.kv_token_bytes(config.num_kv_heads, config.head_dim, group=0)
+    monkeypatch.setattr(kv_cache, "free_memory", lambda _: 100 * block_bytes)
+    settings = ComputeSettings(kv_cache_share=1.0, block_size=16)
+    assert choose_num_blocks(settings, config, FLOAT32, 0) == 100
+    assert choose_num_blocks(settings, config, FLOAT32, 30 * block_bytes) == 70
+    with pytest.raises(StartupError, match="one block of it takes"):
+        choose_num_blocks(settings, config, FLOAT32, 200 * block_bytes)
+    asked = ComputeSettings(kv_cache_memory=80 * block_bytes, block_size=16)
+    assert choose_num_blocks(asked, config, FLOAT32, 20 * block_bytes) == 80
+    with pytest.raises(StartupError, match="only .* GiB are free beside the weights and .* GiB to work in"):
+        choose_num_blocks(asked, config, FLOAT32, 21 * block_bytes)
+
+
+def test_an_engine_counts_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more tokens in a step there are fewer in the cache."""
+    monkeypatch.setattr(kv_cache, "free_memory", lambda _: 256 << 20)
+    tokens = {}
+    for max_batched_tokens in (256, 8192):
+        engine = build_engine(ComputeSettings(max_batched_tokens=max_batched_tokens, num_threads=1, dtype="bfloat16"), open_model("demo"))
+        tokens[max_batched_tokens] = engine.runner.kv_cache.num_blocks
+    assert tokens[8192] < tokens[256]
