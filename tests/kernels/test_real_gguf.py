@@ -1,4 +1,4 @@
-"""GGUF files that people have: $PENSTOCK_TEST_GGUF names some (paths, joined as in PATH); needs `pip install accelerate`, which transformers reads them with."""
+"""GGUF files that people have: $PENSTOCK_TEST_GGUF names some (paths, joined as in PATH); needs accelerate, which transformers reads them with."""
 
 import os
 from pathlib import Path
