@@ -109,6 +109,15 @@ def test_the_form_of_a_matrix_follows_the_type_and_the_dtype(tmp_path: Path) -> 
         source.close()
 
 
+def test_all_parts_of_a_matrix_are_on_the_models_device(tmp_path: Path) -> None:
+    path = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.Q4_1)
+    source = GgufSource(path, torch.bfloat16, torch.device("meta"))
+    matrix = source.matrix("model.layers.0.mlp.up_proj.", (WIDE["intermediate_size"], WIDE["hidden_size"]))
+    source.close()
+    assert isinstance(matrix, Grouped) and matrix.table is not None and matrix.minima is not None
+    assert {each.device.type for each in (matrix.codes, matrix.scales, matrix.table, matrix.minima)} == {"meta"}
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path) -> None:
     """All fields of transformers' own config.json, but for Llama 3's rope, which the file has as numbers: there the frequencies are the same."""

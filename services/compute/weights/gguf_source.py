@@ -4,7 +4,9 @@ import mmap
 import re
 import sys
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -102,7 +104,8 @@ class GgufSource:
         if grouped is None:
             log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
             return Dense(self._dequantize(rows, kind, shape).to(self.device))
-        return grouped
+        moved: dict[str, Any] = {each.name: part.to(self.device) for each in fields(grouped) if isinstance(part := getattr(grouped, each.name), Tensor)}
+        return replace(grouped, **moved)
 
     def has(self, name: str) -> bool:
         return self._translate(name) in self._kinds
