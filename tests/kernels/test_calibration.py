@@ -1,6 +1,7 @@
 """Calibration: rounding by second order, scales that are folded, and checkpoints that know more than rounding to nearest leaves."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import CONFIGS, Engine, reference_model
+from tests.kernels.quantized import awq, layers_only, write_checkpoint
+from tests.kernels.test_formats import awq_config
 
 CPU = torch.device("cpu")
 CONVERSATIONS = DEMO_MODEL.parent / "conversations.txt"
@@ -218,6 +221,18 @@ def test_a_bad_text_is_one_line(content: bytes | str | None, message: str, tmp_p
 def test_too_few_tokens_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "-1"]) == 2
     assert capsys.readouterr().err == "penstock: --calibration-tokens -1: at least 2,560 are needed\n"
+
+
+def test_what_can_not_be_calibrated_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference_model("mixtral", tmp_path / "mixtral")
+    write_checkpoint(tmp_path / "awq", layers_only(awq(64)), awq_config(64))
+    for name, message in (("mixtral", "calibration knows dense MLPs only"), ("awq", "is quantized already (AWQ, 4 bits in groups of 64)")):
+        folder = tmp_path / name
+        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])  # loading it would fail
+        shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
+        assert main(["quantize", str(folder), str(tmp_path / "out"), "--calibrate", str(CONVERSATIONS)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert message in line and not (tmp_path / "out").exists()
 
 
 def test_the_default_text_is_long_and_the_same_each_time() -> None:

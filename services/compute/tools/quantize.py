@@ -22,7 +22,7 @@ from services.compute.models.moe import MoeMlp
 from services.compute.tools.calibration.calibrate import calibrate
 from services.compute.tools.calibration.perplexity import perplexity
 from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
-from services.compute.weights.loader import Loader, load_weights, norm_names, open_source
+from services.compute.weights.loader import Loader, check_quantizable, load_weights, norm_names, open_source
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, ModelFiles, open_model
 
@@ -37,12 +37,12 @@ class Result:
     perplexities: tuple[float, float] | None  # of text that calibration did not see; None without calibration
 
 
-def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS) -> Result:
-    """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError.
+def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS) -> Result:
+    """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`. Raises StartupError.
 
     calibration: a text's path, or default, of which so many tokens are used; None: weights are rounded to nearest, whatever the layers' inputs are.
     """
-    files = open_model(source, weights=True)
+    files = open_model(model, weights=True)
     if out.resolve() in (files.folder, files.weights):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
     if load_library() is None:
@@ -50,7 +50,12 @@ def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None
     config = read_config(files.config)
     if config.packed is not None:
         raise StartupError(f"{files.weights} is quantized already")
+    if config.moe is not None and calibration is not None:
+        raise StartupError(f"--calibrate: {files.weights} is a mixture of experts; calibration knows dense MLPs only")
     windows = None if calibration is None else read_windows(calibration, files, tokens)
+    source = open_source(files.weights, config, BFLOAT16 if windows is None else torch.float32, CPU)
+    source.close()
+    check_quantizable(source, f"--quantization {packing.quantization}")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -75,8 +80,6 @@ def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows
     give_back_free_memory()
     source = open_source(files.weights, config, torch.float32, CPU)
     try:
-        if source.quantized_as:
-            raise StartupError(f"{files.weights} is quantized already ({source.quantized_as}); only dense checkpoints are")
         weights = calibrate(Loader(source, config, torch.float32, Packed("none", packing.group)), packing, windows.calibration)
     finally:
         source.close()

@@ -46,8 +46,6 @@ IN_GEMMA_LAYER = {
 class GgufSource:
     """A WeightSource."""
 
-    quantized_as = ""  # what has another form than a layer can keep may be quantized anew
-
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = path
         self.dtype = dtype
@@ -59,7 +57,7 @@ class GgufSource:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         num_reads = len(self._kinds) + ("output.weight" not in self._kinds)  # a tied embedding is read twice
-        self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
+        self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
         """The tensor's type, once it is clear that all of it is in the file. Raises StartupError."""
@@ -73,6 +71,12 @@ class GgufSource:
             raise StartupError(f"{self.folder} ends in the middle of {info.name}: is it complete?")
         return kind
 
+    @property
+    def quantized_as(self) -> str:
+        """The type of most of the tensors that keep their form; what is dequantized anyway may be quantized anew."""
+        kept = Counter(kind.name for kind in self._kinds.values() if self._is_kept(kind)).most_common(1)
+        return f"GGUF, {kept[0][0]}" if kept else ""
+
     def report(self) -> None:
         """One line of log: which types the file has, and how each is kept."""
         counts = Counter(self._kinds.values()).most_common()
@@ -83,8 +87,8 @@ class GgufSource:
         log.info("GGUF weights", file=self.folder.name, tensors="; ".join(kept))
 
     def _is_kept(self, kind: GGMLQuantizationType) -> bool:
-        """Whether a matrix of that type keeps its form: unless that form rounds, and the model computes in float32."""
-        return kind in FORMATS and not (FORMATS[kind].has_products and self.dtype == torch.float32)
+        """Whether a matrix of that type keeps its form. In float32, for which no kernel reads any, it is dequantized."""
+        return kind in FORMATS and self.dtype != torch.float32
 
     def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
         info, kind = self._find(name, shape)
