@@ -30,7 +30,7 @@ from services.compute.tools.calibration.calibrate import fast_products, observe
 from services.compute.tools.calibration.perplexity import next_token_logs
 from services.compute.tools.calibration.simulation import ObservedLinear
 from services.compute.tools.calibration.texts import split
-from services.compute.weights.loader import load_weights
+from services.compute.weights.loader import load_weights, open_source
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
 
@@ -82,8 +82,15 @@ def read(files: ModelFiles, mode: Mode, windows: torch.Tensor) -> Iterator[torch
     """The log probabilities of each window's next tokens."""
     config = read_config(files.config)
     packing = {} if config.packed is not None else asdict(mode.packing)
-    model = Decoder(config, load_weights(files.folder, config, torch.bfloat16, CPU, **packing))
+    model = Decoder(config, load_weights(files.weights, config, torch.bfloat16, CPU, **packing))
     return next_token_logs(model, windows, kv_group=mode.kv_group)
+
+
+def keeps_its_form(files: ModelFiles) -> bool:
+    """Whether the checkpoint is quantized already, so that only the modes of the KV cache are left."""
+    source = open_source(files.weights, read_config(files.config), torch.bfloat16, CPU)
+    source.close()
+    return bool(source.quantized_as)
 
 
 def measure(files: ModelFiles, mode: Mode, windows: torch.Tensor, reference: list[torch.Tensor]) -> Quality:
@@ -117,8 +124,9 @@ def compare_modes(files: ModelFiles, modes: list[Mode], quantized: list[Path], w
 def observed_layers(files: ModelFiles, windows: torch.Tensor) -> dict[str, list[ObservedLinear]]:
     """Each kind of layer, with rows of what it sees of the text, in float32."""
     config = read_config(files.config)
-    weights = load_weights(files.folder, config, torch.float32, CPU)
-    layers, by_kind = [], {kind: [] for kind in ("qkv", "output", "gate and up", "down")}  # type: dict[str, list[ObservedLinear]]
+    weights = load_weights(files.weights, config, torch.float32, CPU)
+    layers = []
+    by_kind: dict[str, list[ObservedLinear]] = {kind: [] for kind in ("qkv", "output", "gate and up", "down")}
     for layer in weights.layers:
         assert isinstance(layer.mlp, TorchMlp)
         parts = [observe(each, windows.numel()) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
@@ -173,7 +181,7 @@ def choose_model(name: str | None) -> ModelFiles:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Perplexity, agreement and number formats' errors.")
-    parser.add_argument("--model", help=f"a checkpoint folder or a model's name (default: {DEFAULT_MODEL} if it is there, else the demo)")
+    parser.add_argument("--model", help=f"a checkpoint folder, a GGUF file or a model's name (default: {DEFAULT_MODEL} if it is there, else the demo)")
     parser.add_argument("--quantized", type=Path, nargs="*", default=[], help="checkpoints of the same model, of penstock quantize")
     parser.add_argument("--only", nargs="*", choices=[mode.name for mode in MODES], help="these modes, and bf16 (default: all)")
     parser.add_argument("--tokens", type=int, default=3584, help="of prose (default: %(default)s)")
@@ -183,6 +191,9 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
     windows = split(docstrings()[: args.tokens * 10], tokenizer, WINDOW)[: args.tokens // WINDOW]
     modes = [mode for mode in MODES if args.only is None or mode.name in ("bf16", *args.only)]
+    if keeps_its_form(files):
+        print(f"{files.name} is quantized already: bf16 is as it is served, and it is not quantized anew")
+        modes = [mode for mode in modes if mode.packing.quantization == "none"]
     with fast_products(), torch.inference_mode():
         qualities = compare_modes(files, modes, args.quantized, windows)
         ratios = compare_formats(files, windows[: args.format_tokens // WINDOW]) if args.format_tokens >= WINDOW else {}

@@ -1,5 +1,6 @@
 """GGUF files against transformers on what their blocks mean: token for token, and logits to 1e-4; and what is wrong with a file, in one line."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, PreTrainedModel
 
+from bench import quality
 from services.cli import main
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.models.config import read_config
@@ -122,6 +124,17 @@ def test_only_what_is_dequantized_anyway_is_quantized_anew(kind: Kind, tmp_path:
         command += ["--calibrate", "default", "--calibration-tokens", "2560"]  # for which it is dequantized
     assert main(command) == 0
     assert open_model(str(tmp_path / "out")).config["quantization_config"]["quantization"] == "w8a8"
+
+
+def test_the_quality_bench_measures_a_file_in_the_modes_that_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = Writer(random_model(LlamaConfig(**WIDE)), tmp_path / "model.gguf").write(Kind.Q4_1)
+    monkeypatch.setattr("sys.argv", ["quality", "--model", str(path), "--tokens", "256", "--format-tokens", "256"])
+    quality.main()
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert list(result["modes"]) == ["bf16", "bf16, KV int8 by 64", "bf16, KV int8 by 8"] and result["modes"]["bf16"]["agreement"] == 1.0
+    assert set(result["fp8_over_int8"]) == {"qkv", "output", "gate and up", "down", "LM head"}
 
 
 def test_all_parts_of_a_matrix_are_on_the_models_device(tmp_path: Path) -> None:
