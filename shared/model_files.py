@@ -44,6 +44,14 @@ class ModelFiles:
         return length
 
     @property
+    def vocab_size(self) -> int:
+        """Raises StartupError."""
+        size = self.config.get("vocab_size")
+        if not isinstance(size, int) or size < 1:
+            raise StartupError(f"{self.folder / 'config.json'}: vocab_size is not a positive number")
+        return size
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer: generation_config.json's word before config.json's."""
         for source in (self.generation_config, self.config):
@@ -80,7 +88,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         return config
     whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")}
-    return TEXT_DEFAULTS.get(text.get("model_type", ""), {}) | text | whole
+    return TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text | whole
 
 
 def _find(model: str, weights: bool) -> tuple[Path, str]:
@@ -128,7 +136,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise StartupError(f"{path}: expected an object")

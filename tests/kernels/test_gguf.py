@@ -233,6 +233,8 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
     refused(small_file.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba' is not supported")
     refused(small_file.replace(b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), "big-endian")
     refused(small_file.replace(b"gpt-2", b"gpt-9"), "pre-tokenizer 'gpt-9'")
+    at = small_file.index(b"block_count") + len(b"block_count") + 4
+    refused(small_file[:at] + b"\xff" * 4 + small_file[at + 4 :], "block_count is 4294967295; at most 4096 layers are read")
     name = b"blk.1.ffn_up.weight"
     at = small_file.index(name) + len(name) + 4 + 16
     refused(small_file[:at] + (77).to_bytes(4, "little") + small_file[at + 4 :], "unknown type, number 77")

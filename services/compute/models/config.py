@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import Rope, no_rope, read_rope
+from services.compute.models.sizes import LARGEST_WINDOW, check_size, check_sizes
 from shared.errors import StartupError
 
 PACKED_METHOD = "penstock"  # quantization_config's quant_method
@@ -75,13 +76,37 @@ class ModelConfig:
     packed: Packed | None = None
     quantization_config: dict[str, Any] | None = None  # config.json's, of a format of weights/formats/
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no model can be."""
+        for name in (each.name for each in fields(self) if each.type is float):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} is {value!r}, not a number")
+        if self.rms_norm_eps <= 0:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, not positive")
+        for window in set(self.sliding_windows) - {None}:
+            check_size("sliding_window", window, LARGEST_WINDOW)
+        if not all(isinstance(number, int) and 0 <= number < len(self.ropes) for number in set(self.rope_of_layer)):
+            raise ValueError("what it says of the layers that rotate (no_rope_layers) is not a 0 or 1 for each")
+        for rope in self.ropes:
+            if 2 * len(rope.inv_freq) > self.head_dim or not bool(rope.inv_freq.isfinite().all()) or not math.isfinite(rope.scale):
+                raise ValueError(f"its RoPE has frequencies that are not finite, or more than a head of {self.head_dim} dimensions turns by")
+
+
+def architecture_of(config: Config) -> str:
+    """The first that config.json names; `none` if it names none. Raises StartupError."""
+    names = config.get("architectures") or ["none"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise StartupError("config.json: architectures is not a list of names")
+    return names[0]
+
 
 def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
     """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run.
 
     max_model_len: the longest sequence that will be computed, if it is not the model's own (see read_rope).
     """
-    architecture = (config.get("architectures") or ["none"])[0]
+    architecture = architecture_of(config)
     reader = ARCHITECTURES.get(architecture)
     if reader is None:
         raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
@@ -92,12 +117,14 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     if config.get("use_bidirectional_attention"):
         raise StartupError("use_bidirectional_attention is not supported: this model embeds text, it does not generate")
     try:
+        check_sizes(config)
         read = reader(config, max_model_len or config["max_position_embeddings"])
         packed = _packed(quantized) if is_packed else None
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise StartupError(f"config.json has a value of the wrong type or out of range: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
+        reason = str(error).partition("\n")[0][:200]
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {reason}") from None
     if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
         raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
     if read.num_heads % read.num_kv_heads:
@@ -217,6 +244,8 @@ def _phi3(config: Config, max_model_len: int) -> ModelConfig:
     """Phi-3, 3.5 and 4. Their first checkpoints call longrope su, or yarn."""
     config = config | {name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)}
     share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor is {share}, not a share")
     read = _llama(config, max_model_len, rotary_share=share)
     return replace(read, has_fused_projections=True, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
 
