@@ -22,11 +22,11 @@ from services.compute.tools.calibration.perplexity import next_token_logs, perpl
 from services.compute.tools.calibration.rounding import objectives, round_four_bit
 from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
 from services.compute.tools.calibration.simulation import Form, quantize_inputs, quantize_matrix
-from services.compute.tools.calibration.texts import default_text, split
+from services.compute.tools.calibration.texts import default_text, read_windows, split
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL
+from shared.model_files import DEMO_MODEL, open_model
 from tests.kernels.families import CONFIGS, Engine, reference_model
 from tests.kernels.quantized import awq, layers_only, write_checkpoint
 from tests.kernels.test_formats import awq_config
@@ -228,11 +228,32 @@ def test_what_can_not_be_calibrated_is_said_before_anything_is_loaded(tmp_path: 
     write_checkpoint(tmp_path / "awq", layers_only(awq(64)), awq_config(64))
     for name, message in (("mixtral", "calibration knows dense MLPs only"), ("awq", "is quantized already (AWQ, 4 bits in groups of 64)")):
         folder = tmp_path / name
-        (folder / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes()[:-8])  # loading it would fail
         shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
+        capsys.readouterr()
         assert main(["quantize", str(folder), str(tmp_path / "out"), "--calibrate", str(CONVERSATIONS)]) == 2
         [line] = capsys.readouterr().err.splitlines()
         assert message in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("tokens", "calibrated", "held_out"), [(2560, 5, 8), (4096, 8, 8), (5700, 11, 8), (7168, 14, 6), (8192, 16, 4), (100_000, 16, 4)])
+def test_as_many_tokens_are_used_as_are_asked_for(tokens: int, calibrated: int, held_out: int, tmp_path: Path) -> None:
+    """Eight more windows are held out, where the text has them; this one has 20."""
+    files = open_model("demo")
+    text = tmp_path / "text"
+    text.write_text(CONVERSATIONS.read_text(encoding="utf-8") * 3, encoding="utf-8")
+    words = split(text.read_text(encoding="utf-8"), Tokenizer.from_file(str(files.folder / "tokenizer.json")), 512)[:20]
+    text.write_text(Tokenizer.from_file(str(files.folder / "tokenizer.json")).decode(words.flatten().tolist(), skip_special_tokens=False), encoding="utf-8")
+    windows = read_windows(str(text), files, tokens)
+    assert (len(windows.calibration), len(windows.held_out)) == (calibrated, held_out)
+
+
+def test_a_tokenizer_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--calibrate", str(CONVERSATIONS)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "tokenizer.json: the tokenizer can't be loaded" in line
 
 
 def test_the_default_text_is_long_and_the_same_each_time() -> None:
