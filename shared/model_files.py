@@ -12,6 +12,7 @@ DEMO_MODEL = Path(__file__).parent.parent / "services" / "demo" / "model"
 PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
+OTHER_FORMS = ["*/*", "consolidated*.safetensors"]  # in a hub's repository, of the same model, with names of their makers' own
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
 
 
@@ -111,7 +112,7 @@ def _only_gguf(folder: Path) -> Path | None:
         return None
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
-        raise StartupError(f"{folder} holds {len(files)} GGUF files: name one of them, as {files[0].name}")
+        raise StartupError(f"{folder} holds {len(files)} GGUF files: name one of them, as {files[0]}")
     return files[0] if files else None
 
 
@@ -121,7 +122,7 @@ def _download(model: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # 0.4 s that a local model need not pay
 
     try:
-        return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else [])))
+        return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else []), ignore_patterns=OTHER_FORMS))
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
         raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {download_error(error)}") from None
 
