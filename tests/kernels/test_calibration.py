@@ -256,6 +256,28 @@ def test_a_tokenizer_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.Cap
     assert "tokenizer.json: the tokenizer can't be loaded" in line
 
 
+@pytest.mark.parametrize("old", ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model.gguf"])
+def test_old_weights_never_stay_in_charge(old: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / old).touch()
+    assert main(["quantize", "demo", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{old} is there already" in line and [path.name for path in tmp_path.iterdir()] == [old]
+
+
+def test_weights_that_were_written_by_half_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full_disk(_tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("services.compute.tools.quantize.save_file", full_disk)
+        assert main(["quantize", "demo", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the checkpoint can't be written: No space left on device")
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert main(["quantize", "demo", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
+
+
 def test_the_default_text_is_long_and_the_same_each_time() -> None:
     text = default_text()
     assert text == default_text()

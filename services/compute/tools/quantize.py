@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from services.compute.backends.cpu.library import load_library
@@ -26,6 +27,7 @@ from services.compute.weights.loader import Loader, check_quantizable, load_weig
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, ModelFiles, open_model
 
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")  # as a folder's readers find them
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
 
@@ -45,6 +47,8 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
     files = open_model(model, weights=True)
     if out.resolve() in (files.folder, files.weights):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
+    if (old := next((file for pattern in WEIGHTS for file in sorted(out.glob(pattern))), None)) is not None:
+        raise StartupError(f"{out}: {old.name} is there already; the quantized checkpoint needs a folder without weights")
     if load_library() is None:
         raise StartupError("quantizing needs the native kernels: penstock build-kernels")
     config = read_config(files.config)
@@ -87,15 +91,19 @@ def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows
 
 
 def _write(out: Path, files: ModelFiles, config: ModelConfig, packing: Packed, weights: ModelWeights) -> int:
-    """Write weights, config.json and the tokenizer's files. Returns the bytes of the weights' file."""
-    save_file(collect(config, weights), out / "model.safetensors", metadata={"format": "pt"})
-    for pattern in TOKENIZER_FILES:
-        for file in files.folder.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, out)
+    """Write the tokenizer's files, config.json and the weights, which have their name when all is there. Returns the bytes of the weights' file."""
+    aside = out / "model.safetensors.unfinished"
     described = {"quant_method": PACKED_METHOD} | asdict(packing)
-    (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
-    return (out / "model.safetensors").stat().st_size
+    try:
+        for pattern in TOKENIZER_FILES:
+            for file in files.folder.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copy(file, out)
+        (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
+        save_file(collect(config, weights), aside, metadata={"format": "pt"})
+        return aside.rename(out / "model.safetensors").stat().st_size
+    except (OSError, SafetensorError) as error:
+        raise StartupError(f"{out}: the checkpoint can't be written: {error}") from None
 
 
 def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:
