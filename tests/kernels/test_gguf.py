@@ -153,7 +153,10 @@ def test_the_configuration_is_the_one_that_was_written(name: str, tmp_path: Path
     path = Writer(random_model(config), tmp_path / "model.gguf").write(Kind.F32)
     found, expected = open_model(str(path)).config, config.to_dict()
     ours = {"architectures", "dtype", "bos_token_id", "pad_token_id", "rope_parameters", "mlp_bias", "hidden_act", "attention_bias", "head_dim"}
-    ours |= {"partial_rotary_factor"}  # which transformers keeps among the rope parameters
+    ours |= {
+        "attention_out_bias",
+        "partial_rotary_factor",
+    }  # no config.json has the first, and the second is one which transformers keeps among the rope parameters
     ours |= {"model_type"} if name == "mistral" else set()  # without a window it is a Llama
     assert {key: value for key, value in found.items() if key not in ours} == {key: expected[key] for key in found if key not in ours}
     for key in ("hidden_act", "attention_bias", "mlp_bias", "head_dim"):
@@ -186,6 +189,22 @@ def test_bfloat16_is_close(tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
     assert (torch.stack(engine.logits[0]) - logits).pow(2).mean().sqrt() < 0.05 * logits.std()
+
+
+@pytest.mark.parametrize("biases", ["qkv", "o", "qkvo", "k"])
+def test_biases_are_read_where_the_file_has_them_or_the_file_is_refused(biases: str, tmp_path: Path) -> None:
+    model = random_model(LlamaConfig(**WIDE, attention_bias=True))
+    for layer in model.model.layers:
+        for each in "qkvo":
+            if each not in biases:  # a bias of zeros is the same as none
+                torch.nn.init.zeros_(getattr(layer.self_attn, f"{each}_proj").bias)
+    left_out = [name for name, parameter in model.named_parameters() if name.endswith(".bias") and not bool(parameter.any())]
+    path = Writer(model, tmp_path / "model.gguf", frozenset(left_out)).write(Kind.F32)
+    if biases == "k":
+        with pytest.raises(StartupError, match="blk.0.attn_k.bias and 1 more are of no layer that is known here"):
+            load(path)
+    else:
+        check_against(model, path, num_prompts=1)
 
 
 @pytest.fixture(scope="module")
@@ -231,6 +250,7 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
     refused(small_file[:2000], "middle of its metadata")
     refused(small_file.replace(b"blk.1.attn_q.weight", b"blk.1.attn_x.weight"), "no tensor blk.1.attn_q.weight")
     refused(small_file.replace(b"\x05\0\0\0\0\0\0\0llama", b"\x05\0\0\0\0\0\0\0mamba"), "'mamba' is not supported")
+    refused(small_file.replace(b"block_count\4\0\0\0\3", b"block_count\4\0\0\0\1"), "blk.1.*are of no layer")
     refused(small_file.replace(b"GGUF\x03\0\0\0", b"GGUF\0\0\0\x03"), "big-endian")
     refused(small_file.replace(b"gpt-2", b"gpt-9"), "pre-tokenizer 'gpt-9'")
     at = small_file.index(b"block_count") + len(b"block_count") + 4

@@ -38,6 +38,7 @@ IN_LAYER = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")  # which follow from the metadata
 IN_GEMMA_LAYER = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
@@ -53,6 +54,7 @@ class GgufSource:
         self.head: GgufHead = read_head(path)
         self.architecture = self.head.text("general.architecture")
         self._size = path.stat().st_size
+        self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -78,7 +80,11 @@ class GgufSource:
         return f"GGUF, {kept[0][0]}" if kept else ""
 
     def report(self) -> None:
-        """One line of log: which types the file has, and how each is kept."""
+        """One line of log: which types the file has, and how each is kept. Raises StartupError for layers' tensors that nobody has read."""
+        left = [name for name in self._kinds if name.startswith("blk.") and name not in self._read and UNNEEDED.fullmatch(name) is None]
+        if left:
+            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise StartupError(f"{self.folder}: {left[0]}{others} are of no layer that is known here: without them the model would answer wrongly")
         counts = Counter(self._kinds.values()).most_common()
         grouped = ", ".join(f"{count} {kind.name}" for kind, count in counts if self._is_kept(kind))
         dense = ", ".join(f"{count} {kind.name}" for kind, count in counts if not self._is_kept(kind))
@@ -146,6 +152,7 @@ class GgufSource:
         num_rows = info.shape[0] if len(info.shape) > 1 or kind in FLOATS else 1
         data = torch.from_numpy(np.frombuffer(self._map, np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
         self._forget(info.offset, size)
+        self._read.add(info.name)
         self._bar.update()
         heads = {".self_attn.q_proj.": "head_count", ".self_attn.k_proj.": "head_count_kv"}
         for part, key in heads.items():
