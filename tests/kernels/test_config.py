@@ -4,10 +4,12 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -61,6 +63,24 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
 def test_a_wrong_value_is_named(name: str, change: dict[str, Any], message: str) -> None:
     with pytest.raises(StartupError, match=message):
         read_config(FAMILIES[name] | change)
+
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+            "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", [{}, {"use_sliding_window": True, "max_window_layers": 2}], ids=["plain", "windows"])
+@pytest.mark.parametrize("name", sorted({type(config).__name__: name for name, config in CONFIGS.items()}.values()))
+def test_what_is_left_out_is_as_the_models_own_class_has_it(name: str, switch: dict[str, Any]) -> None:
+    """Where config.json says no more than the sizes."""
+    least = {key: FAMILIES[name][key] for key in REQUIRED if key in FAMILIES[name]} | {"num_hidden_layers": 7} | switch
+    architecture = {"architectures": FAMILIES[name]["architectures"]}
+    found, expected = read_config(least | architecture), read_config(type(CONFIGS[name])(**least).to_dict() | architecture)
+    for field in fields(found):
+        if field.name != "ropes":
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
+    for rope, expected_rope in zip(found.ropes, expected.ropes, strict=True):
+        assert torch.equal(rope.inv_freq, expected_rope.inv_freq) and rope.scale == expected_rope.scale
 
 
 NUMBERS = st.integers(-2, 70) | st.sampled_from([2**31 - 1, 2**40, 2**62, 10**400]) | st.floats()

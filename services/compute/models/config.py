@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from services.compute.models.defaults import DEFAULTS
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import Rope, no_rope, read_rope
 from services.compute.models.sizes import LARGEST_WINDOW, check_size, check_sizes
@@ -110,6 +111,7 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     reader = ARCHITECTURES.get(architecture)
     if reader is None:
         raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+    config = DEFAULTS.get(architecture, {}) | config
     quantized = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(quantized, dict):
         raise StartupError("config.json: quantization_config is not an object")
@@ -216,8 +218,11 @@ def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """Of the layers before max_window_layers, every other has a window, the first among them; when switched on."""
+    first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)]
     moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
-    return replace(_qwen2(config, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe)
+    return replace(_qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe)
 
 
 def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
@@ -259,7 +264,7 @@ def _gemma(config: Config, max_model_len: int) -> ModelConfig:
     """Its first checkpoints say gelu and mean the tanh form."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
-    read = _llama({"tie_word_embeddings": True} | config | {"hidden_activation": activation}, max_model_len)
+    read = _llama(config | {"hidden_activation": activation}, max_model_len)
     return replace(read, norm_offset=1.0, embedding_multiplier=math.sqrt(read.hidden_size))
 
 
@@ -277,7 +282,6 @@ def _gemma2(config: Config, max_model_len: int) -> ModelConfig:
 
 def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
     """Five layers with a window, and RoPE of their own, for each that sees all. The text part of the multimodal models, too."""
-    config = {"rope_theta": 1_000_000.0, "sliding_window": 4096} | config
     kinds = _layer_types(config, pattern=int(config.get("sliding_window_pattern", 6)))
     read = _gemma2(config | {"layer_types": kinds}, max_model_len)
     local = config | {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", 10000.0)}
@@ -290,13 +294,12 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
-    read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
+    read = _llama(config, max_model_len)
     return replace(read, has_pre_norms=False, has_post_norms=True, has_qk_norm=True, is_qk_norm_joint=True)
 
 
 def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
     """OLMo 2 with a window in three of four layers; only the fourth's RoPE is scaled."""
-    config = {"rope_theta": 500_000.0} | config
     kinds = _layer_types(config, pattern=4)
     read = _olmo2(config, max_model_len)
     local = read_rope(config | {"rope_scaling": None}, read.head_dim, max_model_len, SLIDING)
@@ -305,7 +308,7 @@ def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
 
 def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
     """Where some layers have a window, the others do not rotate."""
-    read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
+    read = _llama(config, max_model_len)
     has_windows = config.get("sliding_window") is not None
     pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
     kinds = _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern)) if has_windows else [FULL] * read.num_layers
@@ -331,13 +334,13 @@ def _granite(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
-    read = _llama({"attention_bias": True} | config, max_model_len)
+    read = _llama(config, max_model_len)
     return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
 
 
 def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
     """Every fourth layer does not rotate. no_rope_layers has a 1 for each that does."""
-    read = _llama({"rope_theta": 2_000_000.0, "tie_word_embeddings": True} | config, max_model_len)
+    read = _llama(config, max_model_len)
     interval = config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(read.num_layers)]
     rotated = rotated[: read.num_layers]
