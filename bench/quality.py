@@ -32,7 +32,7 @@ from services.compute.tools.calibration.calibrate import fast_products, observe
 from services.compute.tools.calibration.perplexity import next_token_logs
 from services.compute.tools.calibration.simulation import ObservedLinear
 from services.compute.tools.calibration.texts import split
-from services.compute.weights.loader import load_weights
+from services.compute.weights.loader import load_weights, open_source
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
 
@@ -85,8 +85,15 @@ def read(files: ModelFiles, mode: Mode, windows: torch.Tensor) -> Iterator[torch
     config = read_config(files.config)
     packing = {} if config.packed is not None else asdict(mode.packing)
     backend = choose_backend(torch.bfloat16, CPU)
-    model = Decoder(config, load_weights(files.folder, config, backend, **packing), backend)
+    model = Decoder(config, load_weights(files.weights, config, backend, **packing), backend)
     return next_token_logs(model, windows, kv_group=mode.kv_group)
+
+
+def keeps_its_form(files: ModelFiles) -> bool:
+    """Whether the checkpoint is quantized already, so that only the modes of the KV cache are left."""
+    source = open_source(files.weights, read_config(files.config), choose_backend(torch.bfloat16, CPU))
+    source.close()
+    return bool(source.quantized_as)
 
 
 def measure(files: ModelFiles, mode: Mode, windows: torch.Tensor, reference: list[torch.Tensor]) -> Quality:
@@ -121,8 +128,9 @@ def observed_layers(files: ModelFiles, windows: torch.Tensor) -> dict[str, list[
     """Each kind of layer, with rows of what it sees of the text, in float32."""
     config = read_config(files.config)
     backend = TorchBackend(torch.float32, CPU)
-    weights = load_weights(files.folder, config, backend)
-    layers, by_kind = [], {kind: [] for kind in ("qkv", "output", "gate and up", "down")}  # type: dict[str, list[ObservedLinear]]
+    weights = load_weights(files.weights, config, backend)
+    layers = []
+    by_kind: dict[str, list[ObservedLinear]] = {kind: [] for kind in ("qkv", "output", "gate and up", "down")}
     for layer in weights.layers:
         assert isinstance(layer.mlp, TorchMlp)
         parts = [observe(each, windows.numel()) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down)]
@@ -177,7 +185,7 @@ def choose_model(name: str | None) -> ModelFiles:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Perplexity, agreement and number formats' errors.")
-    parser.add_argument("--model", help=f"a checkpoint folder or a model's name (default: {DEFAULT_MODEL} if it is there, else the demo)")
+    parser.add_argument("--model", help=f"a checkpoint folder, a GGUF file or a model's name (default: {DEFAULT_MODEL} if it is there, else the demo)")
     parser.add_argument("--quantized", type=Path, nargs="*", default=[], help="checkpoints of the same model, of penstock quantize")
     parser.add_argument("--only", nargs="*", choices=[mode.name for mode in MODES], help="these modes, and bf16 (default: all)")
     parser.add_argument("--tokens", type=int, default=3584, help="of prose (default: %(default)s)")
@@ -187,6 +195,9 @@ def main() -> None:
     tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
     windows = split(docstrings()[: args.tokens * 10], tokenizer, WINDOW)[: args.tokens // WINDOW]
     modes = [mode for mode in MODES if args.only is None or mode.name in ("bf16", *args.only)]
+    if keeps_its_form(files):
+        print(f"{files.name} is quantized already: bf16 is as it is served, and it is not quantized anew")
+        modes = [mode for mode in modes if mode.packing.quantization == "none"]
     with fast_products(), torch.inference_mode():
         qualities = compare_modes(files, modes, args.quantized, windows)
         ratios = compare_formats(files, windows[: args.format_tokens // WINDOW]) if args.format_tokens >= WINDOW else {}

@@ -111,7 +111,11 @@ def read(stream: Stream) -> Answer:
         if data == b"[DONE]":
             error = ""
             break
-        chunk: dict[str, Any] = json.loads(data)
+        try:
+            chunk: dict[str, Any] = json.loads(data)
+        except ValueError:
+            error = "the stream ends in the middle of an event"
+            break
         if "error" in chunk:
             error = str(chunk["error"])
             break

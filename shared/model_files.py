@@ -12,6 +12,7 @@ DEMO_MODEL = Path(__file__).parent.parent / "services" / "demo" / "model"
 PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
+OTHER_FORMS = ["*/*", "consolidated*.safetensors"]  # in a hub's repository, of the same model, with names of their makers' own
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
 
 
@@ -42,6 +43,14 @@ class ModelFiles:
         if not isinstance(length, int) or length < 1:
             raise StartupError(f"{self.folder / 'config.json'}: {name} is not a positive number")
         return length
+
+    @property
+    def vocab_size(self) -> int:
+        """Raises StartupError."""
+        size = self.config.get("vocab_size")
+        if not isinstance(size, int) or size < 1:
+            raise StartupError(f"{self.folder / 'config.json'}: vocab_size is not a positive number")
+        return size
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -80,7 +89,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(text, dict):
         return config
     whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")}
-    return TEXT_DEFAULTS.get(text.get("model_type", ""), {}) | text | whole
+    return TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text | whole
 
 
 def _find(model: str, weights: bool) -> tuple[Path, str]:
@@ -103,7 +112,7 @@ def _only_gguf(folder: Path) -> Path | None:
         return None
     files = sorted(folder.glob("*.gguf"))
     if len(files) > 1:
-        raise StartupError(f"{folder} holds {len(files)} GGUF files: name one of them, as {files[0].name}")
+        raise StartupError(f"{folder} holds {len(files)} GGUF files: name one of them, as {files[0]}")
     return files[0] if files else None
 
 
@@ -113,7 +122,7 @@ def _download(model: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # 0.4 s that a local model need not pay
 
     try:
-        return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else [])))
+        return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else []), ignore_patterns=OTHER_FORMS))
     except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
         raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {download_error(error)}") from None
 
@@ -128,7 +137,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{path}: {error}") from None
     if not isinstance(value, dict):
         raise StartupError(f"{path}: expected an object")

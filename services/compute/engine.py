@@ -11,7 +11,7 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
-from services.compute.models.config import ARCHITECTURES, read_config
+from services.compute.models.config import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
@@ -62,7 +62,7 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     """Whether our own executor runs the model, rather than transformers' modules."""
     if settings.model_impl != "auto":
         return settings.model_impl == "native"
-    return (files.config.get("architectures") or [None])[0] in ARCHITECTURES
+    return architecture_of(files.config) in ARCHITECTURES
 
 
 def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None) -> Model:

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 from services.tokenizer.template_worker import read_frame, write_frame
-from shared.errors import Invalid
+from shared.errors import Invalid, StartupError
 from shared.messages import ChatMessage
 from shared.telemetry import get_logger
 
@@ -24,8 +24,11 @@ class ChatTemplate:
     """Owns the worker that renders. One that takes too long is killed, and the next begins anew."""
 
     def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: of transformers."""
-        self._template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
+        """tokenizer: of transformers. Raises StartupError where it has several templates and none of them is the default."""
+        try:
+            self._template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
+        except ValueError as error:
+            raise StartupError(f"the model's chat template can't be chosen: {error}") from None
         self._special_tokens = dict(tokenizer.special_tokens_map) if self._template else {}
         self._worker: _Worker | None = None
 

@@ -19,7 +19,7 @@ class Encoder:
         self.tokenizer = tokenizer
         self.chat_template = ChatTemplate(tokenizer)
         self.model = files.name
-        self.vocab_size = int(files.config["vocab_size"])
+        self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Invalid]:

@@ -10,6 +10,7 @@ from shared.gguf.reader import GgufHead
 
 F32 = 0  # ggml's number of the type
 CONTROL = 3  # a token's type
+MAX_LAYERS = 4096
 # What ends a turn, whatever a file calls its end token: instruct models have one token for the end of a text and another for the end of a turn.
 END_TOKENS = frozenset(
     {
@@ -39,7 +40,9 @@ def make_config(head: GgufHead) -> dict[str, Any]:
     prefix = name + "."
     if head.metadata.get(prefix + "expert_count"):
         raise StartupError(f"{head.path} is a mixture of experts; of these, no GGUF files are read")
-    hidden, num_heads = head.number(prefix + "embedding_length"), head.number(prefix + "attention.head_count")
+    hidden, num_heads, num_layers = (head.number(prefix + key) for key in ("embedding_length", "attention.head_count", "block_count"))
+    if num_layers > MAX_LAYERS:
+        raise StartupError(f"{head.path}: {prefix}block_count is {num_layers}; at most {MAX_LAYERS} layers are read")
     head_dim = head.number(prefix + "attention.key_length", hidden // num_heads)
     if head.number(prefix + "attention.value_length", head_dim) != head_dim:
         raise StartupError(f"{head.path}: heads whose keys and values differ in length are not supported")
@@ -50,7 +53,7 @@ def make_config(head: GgufHead) -> dict[str, Any]:
         "vocab_size": _vocab_size(head),
         "hidden_size": hidden,
         "intermediate_size": head.number(prefix + "feed_forward_length"),
-        "num_hidden_layers": head.number(prefix + "block_count"),
+        "num_hidden_layers": num_layers,
         "num_attention_heads": num_heads,
         "num_key_value_heads": head.number(prefix + "attention.head_count_kv", num_heads),
         "head_dim": head_dim,
@@ -58,7 +61,8 @@ def make_config(head: GgufHead) -> dict[str, Any]:
         "rms_norm_eps": head.real(prefix + "attention.layer_norm_rms_epsilon"),
         "rope_parameters": _rope(head, prefix, head_dim),
         "tie_word_embeddings": "output.weight" not in head.tensors,
-        "attention_bias": "blk.0.attn_output.bias" in head.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in head.tensors or "blk.0.attn_qkv.bias" in head.tensors,
+        "attention_out_bias": "blk.0.attn_output.bias" in head.tensors,
         "bos_token_id": _token_id(head, "bos"),
         "eos_token_id": _token_id(head, "eos"),
         "pad_token_id": _token_id(head, "padding"),
@@ -69,7 +73,8 @@ def make_config(head: GgufHead) -> dict[str, Any]:
 def make_generation_config(head: GgufHead) -> dict[str, Any]:
     """The file's generation_config.json: every token that ends an answer."""
     named = [_token_id(head, kind) for kind in ("eos", "eot", "eom")]
-    tokens, kinds = head.items("tokenizer.ggml.tokens", str), head.metadata.get("tokenizer.ggml.token_type") or []
+    tokens = head.items("tokenizer.ggml.tokens", str)
+    kinds = head.items("tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in head.metadata else []
     by_text = [number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL and token in END_TOKENS]
     return {"eos_token_id": sorted({each for each in [*named, *by_text] if each is not None})}
 

@@ -40,7 +40,6 @@ class GgufHead:
     path: Path
     metadata: dict[str, Any]  # numbers, strings, booleans, and lists of these
     tensors: dict[str, TensorInfo]
-    data_offset: int
 
     def require(self, key: str) -> Any:
         """The value of a key that must be there. Raises StartupError."""
@@ -121,7 +120,7 @@ class _Cursor:
         for info in tensors.values():
             if info.offset > self.size:
                 raise StartupError(f"{self.path}: {_short(info.name)} lies beyond the end of the file: is it complete?")
-        return GgufHead(self.path, metadata, tensors, data_offset)
+        return GgufHead(self.path, metadata, tensors)
 
     def _data_offset(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)

@@ -4,7 +4,7 @@ Two kinds: byte-level BPE with merges (tokenizer.ggml.model "gpt2"), split into 
 order of merges follows from the tokens' scores.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shared.errors import StartupError
@@ -12,6 +12,7 @@ from shared.gguf.reader import GgufHead
 
 SPACE = "▁"  # SentencePiece's
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # a token's type
+MAX_TOKEN = 1024  # characters that are made by merging: each of a token's cuts is tried
 WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens swallow the white space behind them
 
 
@@ -45,7 +46,8 @@ _GPT4O = Split(
 SPLITS = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), Split()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), Split(single_digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "dbrx", "smaug-bpe"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
+    **dict.fromkeys(("dbrx", "smaug-bpe"), replace(_LLAMA3, whole_words=False, adds_bos=False)),
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen", "megrez", "kormo"), _QWEN2),
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2"), _GPT4O),
@@ -234,6 +236,8 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
         raise StartupError(f"{head.path}: {len(tokens)} tokens, but scores of {len(scores)}")
     ranked = []
     for token, number in number_of.items():
+        if len(token) > MAX_TOKEN:
+            raise StartupError(f"{head.path}: token {number} has {len(token)} characters; at most {MAX_TOKEN} are merged")
         for cut in range(1, len(token)):
             left, right = number_of.get(token[:cut]), number_of.get(token[cut:])
             if left is not None and right is not None:

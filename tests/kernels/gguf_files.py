@@ -39,6 +39,7 @@ class Writer:
 
     model: PreTrainedModel
     path: Path
+    left_out: frozenset[str] = frozenset()  # parameters
 
     def __post_init__(self) -> None:
         self.config: PretrainedConfig = self.model.config
@@ -53,6 +54,8 @@ class Writer:
             self.writer.add_chat_template(chat_template)
         self.rope_factors()
         for number, (name, parameter) in enumerate(list(self.model.named_parameters())):
+            if name in self.left_out:
+                continue
             self.tensor(name, parameter, kind if parameter.dim() == 2 else Kind.F32, seed=number)
         self.writer.write_header_to_file()
         self.writer.write_kv_data_to_file()

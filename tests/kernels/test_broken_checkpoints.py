@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from services.cli import main
 from services.compute.models.config import read_config
+from services.compute.weights.formats.options import Options
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from tests.kernels.backends import FLOAT32
@@ -122,6 +123,8 @@ CONFIGS: list[tuple[Any, str]] = [
     (gptq_config(4, 64, checkpoint_format="marlin"), "checkpoint_format 'marlin' is not supported"),
     (gptq_config(4, 64, sym="yes"), "sym 'yes' is not supported"),
     (gptq_config(4, 64, dynamic={"+:(": {}}), "is not a regular expression"),
+    (gptq_config(4, 64, dynamic={"+:([a-z0-9_.]+)+!": {}}), "may take for ever"),
+    (gptq_config(4, 64, dynamic={"-:" + "(a|b.|a)" * 30: {}}), "may take for ever"),
     ({"quant_method": "auto-round", "bits": 4}, "quantization_config has no packing_format"),
     ({"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:nv_fp"}, "packing_format 'auto_round:nv_fp' is not supported"),
     ({"quant_method": "gptq", "group_size": 64}, "quantization_config has no bits"),
@@ -132,6 +135,7 @@ CONFIGS: list[tuple[Any, str]] = [
     (compressed(scheme(4, "group", group=0), layout="pack-quantized"), "group_size 0 is not supported"),
     (compressed(scheme(4, "group"), layout="pack-quantized"), "weights has no group_size"),
     (compressed(scheme(8, "channel"), layout="int-quantized", ignore=("re:*",)), "is not a regular expression"),
+    (compressed(scheme(8, "channel"), layout="int-quantized", ignore=("re:(.+)+!",)), "may take for ever"),
     ({**compressed(scheme(8, "channel"), layout="int-quantized"), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config is not supported"),
     ({**compressed(layout="int-quantized"), "config_groups": {"W8A8": ["Linear"]}}, "W8A8 .* must be an object"),
     (fp8_config(weight_block_size=[128]), "weight_block_size .* must be 2 positive integers"),
@@ -146,6 +150,15 @@ def test_a_configuration_that_is_not_supported_is_named(config: Any, message: st
     with pytest.raises(StartupError, match=message) as raised:
         load(tmp_path)
     assert one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [rf"model\.layers\.(?:{'|'.join(map(str, range(64)))})\..*", r".*\.(?:self_attn|mlp)\.(?:[qkvo]|gate|up|down)_proj$", r"^(?!.*mlp\.experts).*$",
+     r"model\.layers\.([0-9]|[1-5][0-9])\.mlp\.experts\.\d+\.(gate|up|down)_proj", r".*mlp.*experts.*gate_proj.*"],
+)  # fmt: skip
+def test_patterns_that_people_write_are_read(pattern: str) -> None:
+    assert Options({}).pattern(pattern) == pattern
 
 
 def test_the_config_and_the_file_must_agree(tmp_path: Path) -> None:
@@ -323,16 +336,9 @@ def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[P
 @settings(max_examples=60, deadline=None)
 def test_a_mutated_header_is_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
     folder = tmp_path_factory.mktemp("header")
-    (folder / "config.json").write_text(json.dumps({"architectures": ["LlamaForCausalLM"]}))
     (folder / "model.safetensors").write_bytes(len(noise).to_bytes(8, "little") + noise)
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": 8,
-        "hidden_size": 8,
-        "intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 1,
-    }
-    with pytest.raises(StartupError) as raised:
-        load_weights(folder, read_config(config), FLOAT32)
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 8}
+    config = read_config({"architectures": ["LlamaForCausalLM"]} | sizes)
+    with pytest.raises(StartupError, match="can't be read") as raised:
+        load_weights(folder, config, FLOAT32)
     assert "\n" not in str(raised.value)

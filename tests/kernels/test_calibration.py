@@ -1,6 +1,7 @@
 """Calibration: rounding by second order, scales that are folded, and checkpoints that know more than rounding to nearest leaves."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,13 +23,15 @@ from services.compute.tools.calibration.perplexity import next_token_logs, perpl
 from services.compute.tools.calibration.rounding import objectives, round_four_bit
 from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
 from services.compute.tools.calibration.simulation import Form, quantize_inputs, quantize_matrix
-from services.compute.tools.calibration.texts import default_text, split
+from services.compute.tools.calibration.texts import default_text, read_windows, split
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL
+from shared.model_files import DEMO_MODEL, open_model
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import CONFIGS, Engine, reference_model
+from tests.kernels.quantized import awq, layers_only, write_checkpoint
+from tests.kernels.test_formats import awq_config
 
 CONVERSATIONS = DEMO_MODEL.parent / "conversations.txt"
 
@@ -222,6 +225,61 @@ def test_a_bad_text_is_one_line(content: bytes | str | None, message: str, tmp_p
 def test_too_few_tokens_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "-1"]) == 2
     assert capsys.readouterr().err == "penstock: --calibration-tokens -1: at least 2,560 are needed\n"
+
+
+def test_what_can_not_be_calibrated_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reference_model("mixtral", tmp_path / "mixtral")
+    write_checkpoint(tmp_path / "awq", layers_only(awq(64)), awq_config(64))
+    for name, message in (("mixtral", "calibration knows dense MLPs only"), ("awq", "is quantized already (AWQ, 4 bits in groups of 64)")):
+        folder = tmp_path / name
+        shutil.copy(DEMO_MODEL / "tokenizer.json", folder)
+        capsys.readouterr()
+        assert main(["quantize", str(folder), str(tmp_path / "out"), "--calibrate", str(CONVERSATIONS)]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert message in line and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("tokens", "calibrated", "held_out"), [(2560, 5, 8), (4096, 8, 8), (5700, 11, 8), (7168, 14, 6), (8192, 16, 4), (100_000, 16, 4)])
+def test_as_many_tokens_are_used_as_are_asked_for(tokens: int, calibrated: int, held_out: int, tmp_path: Path) -> None:
+    """Eight more windows are held out, where the text has them; this one has 20."""
+    files = open_model("demo")
+    text = tmp_path / "text"
+    text.write_text(CONVERSATIONS.read_text(encoding="utf-8") * 3, encoding="utf-8")
+    words = split(text.read_text(encoding="utf-8"), Tokenizer.from_file(str(files.folder / "tokenizer.json")), 512)[:20]
+    text.write_text(Tokenizer.from_file(str(files.folder / "tokenizer.json")).decode(words.flatten().tolist(), skip_special_tokens=False), encoding="utf-8")
+    windows = read_windows(str(text), files, tokens)
+    assert (len(windows.calibration), len(windows.held_out)) == (calibrated, held_out)
+
+
+def test_a_tokenizer_that_is_none_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    assert main(["quantize", str(folder), str(tmp_path / "out"), "--calibrate", str(CONVERSATIONS)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "tokenizer.json: the tokenizer can't be loaded" in line
+
+
+@pytest.mark.parametrize("old", ["model.safetensors.index.json", "model-00001-of-00002.safetensors", "model.gguf"])
+def test_old_weights_never_stay_in_charge(old: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / old).touch()
+    assert main(["quantize", "demo", str(tmp_path)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert f"{old} is there already" in line and [path.name for path in tmp_path.iterdir()] == [old]
+
+
+def test_weights_that_were_written_by_half_are_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full_disk(_tensors: object, path: Path, **_: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("services.compute.tools.quantize.save_file", full_disk)
+        assert main(["quantize", "demo", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the checkpoint can't be written: No space left on device")
+    assert not list(tmp_path.glob("*.safetensors"))
+    assert main(["quantize", "demo", str(tmp_path)]) == 0
+    assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]
 
 
 def test_the_default_text_is_long_and_the_same_each_time() -> None:

@@ -4,11 +4,13 @@ import json
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from services.compute.backends.cpu.linear import NativeLinear, is_packable
 from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix, concatenate
@@ -253,3 +255,21 @@ def test_alike_matrices_are_joined() -> None:
         assert torch.equal(joined.dequantize(torch.float64), torch.cat([part.dequantize(torch.float64) for part in parts]))
     mixed = [held("four bits", 3, 96, 32), held("four bits, minima", 3, 96, 32)]
     assert isinstance(concatenate(mixed, torch.bfloat16), Dense)
+
+
+def test_widening_a_matrix_takes_little_beside_the_matrix() -> None:
+    """However long its rows are: 16 MiB of float32 at a time."""
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            found = func(*args, **(kwargs or {}))
+            if isinstance(found, torch.Tensor) and found.dtype == torch.float32 and func is not torch.ops.aten.empty.memory_format:
+                self.numel = max(self.numel, found.numel())
+            return found
+
+    matrix = Grouped(torch.ones(700, 16_384, dtype=torch.int8), torch.ones(700, 512, dtype=torch.float16), 32)
+    with Largest() as largest:
+        widened = matrix.dequantize(torch.float32)
+    assert bool((widened == 1).all()) and largest.numel <= 1 << 22

@@ -5,9 +5,12 @@ from dataclasses import dataclass, field
 
 import psutil
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer.chat_template import ChatTemplate
-from shared.errors import Invalid
+from shared.errors import Invalid, StartupError
 from shared.messages import ChatMessage
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
@@ -64,6 +67,12 @@ def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
 def test_a_template_that_is_none_is_an_error_of_the_request(text: str) -> None:
     [found] = ChatTemplate(Texts(text)).render([say("Hi")])
     assert isinstance(found, Invalid) and found.status == 400
+
+
+def test_templates_by_name_without_a_default_are_one_line() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})), chat_template={"tool_use": "{{ messages }}", "rag": "{{ messages }}"})
+    with pytest.raises(StartupError, match="can't be chosen: This model has multiple chat templates with no default"):
+        ChatTemplate(tokenizer)
 
 
 def test_a_model_without_a_template_says_so() -> None:

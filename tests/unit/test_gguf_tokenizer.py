@@ -1,6 +1,7 @@
 """Tokenizers made of GGUF metadata against those that the metadata were taken from."""
 
 import json
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -171,11 +172,27 @@ def test_added_tokens_are_found_whole_and_bos_is_where_the_file_wants_it(tmp_pat
     metadata = dict(head.metadata)
     metadata["tokenizer.ggml.tokens"] = [*metadata["tokenizer.ggml.tokens"], "<think>", "<think>"]
     metadata["tokenizer.ggml.token_type"] = [*metadata["tokenizer.ggml.token_type"], 4, 1]
-    made = build(GgufHead(head.path, metadata, {}, 0))
+    made = build(GgufHead(head.path, metadata, {}))
     number = len(metadata["tokenizer.ggml.tokens"]) - 2
     assert made.encode("a<think>b").ids == [1, *original.encode("a").ids, number, *original.encode("b").ids, 2]
     assert made.decode([number]) == "<think>", "not special: it is part of the answer's text"
     assert made.get_vocab_size() == number + 2, "a token that is there twice keeps its place"
+
+
+@pytest.mark.parametrize(("pre", "is_llama3"), [("llama-bpe", True), ("lfm2", True), ("dbrx", False), ("smaug-bpe", False)])
+def test_names_that_split_alike_may_begin_and_merge_differently(pre: str, is_llama3: bool, tmp_path: Path) -> None:
+    """As llama.cpp has it: ignore_merges and a BOS token are of Llama 3's own, and of some relatives."""
+    made = make_tokenizer(to_gguf(byte_level("llama-bpe"), tmp_path / "model.gguf", pre=pre))
+    assert made["model"]["ignore_merges"] == is_llama3 and (made["post_processor"] is not None) == is_llama3
+
+
+def test_a_token_of_megabytes_is_refused_at_once(sentencepiece_file: GgufHead) -> None:
+    tokens = [*sentencepiece_file.metadata["tokenizer.ggml.tokens"], "ab" * 1_000_000]
+    scores = [*sentencepiece_file.metadata["tokenizer.ggml.scores"], -1.0]
+    kinds = [*sentencepiece_file.metadata["tokenizer.ggml.token_type"], 1]
+    lists = {"tokenizer.ggml.tokens": tokens, "tokenizer.ggml.scores": scores, "tokenizer.ggml.token_type": kinds}
+    with pytest.raises(StartupError, match=f"token {len(tokens) - 1} has 2000000 characters; at most 1024 are merged"):
+        make_tokenizer(replace(sentencepiece_file, metadata=sentencepiece_file.metadata | lists))
 
 
 @pytest.mark.parametrize(
@@ -192,4 +209,4 @@ def test_added_tokens_are_found_whole_and_bos_is_where_the_file_wants_it(tmp_pat
 def test_what_can_not_be_a_tokenizer_is_named(key: str, value: Any, message: str, tmp_path: Path) -> None:
     head = to_gguf(byte_level("gpt-2"), tmp_path / "model.gguf", pre="gpt-2")
     with pytest.raises(StartupError, match=message):
-        make_tokenizer(GgufHead(head.path, head.metadata | {key: value}, {}, 0))
+        make_tokenizer(GgufHead(head.path, head.metadata | {key: value}, {}))

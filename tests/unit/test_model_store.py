@@ -112,12 +112,47 @@ def test_of_a_hub_repository_what_a_model_needs_is_fetched(models: Path, monkeyp
         pull("some/model")
     assert not (models / "some").exists()
     assert pull("some/model") == models / "some" / "model"
-    assert sorted(path.name for path in (models / "some" / "model").iterdir()) == ["config.json"] and "*.safetensors" in asked[0]
+    assert sorted(path.name for path in (models / "some" / "model").iterdir()) == ["config.json"] and "model.safetensors" in asked[0]
     assert "some/model" in list_models() and "bfloat16" in list_models()
     with pytest.raises(StartupError, match="404 not found$"):
         pull("some/gone")
     with pytest.raises(StartupError, match="holds no file x.gguf"):
         pull("some/other", "x.gguf")
+
+
+@pytest.fixture
+def files_of_a_hub(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository of three GGUF files, of which what is asked for is written."""
+
+    def download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
+        local_dir.mkdir(parents=True, exist_ok=True)
+        for file in {"A.gguf", "B.gguf", "sub/C.gguf"}.intersection(allow_patterns):
+            (local_dir / file).parent.mkdir(parents=True, exist_ok=True)
+            (local_dir / file).write_text(file)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+
+
+@pytest.mark.usefixtures("files_of_a_hub")
+def test_another_file_of_a_repository_is_fetched_beside_the_first(models: Path) -> None:
+    for file in ("A.gguf", "B.gguf", "sub/C.gguf", "sub/C.gguf"):
+        assert pull("some/model", file) == models / "some" / "model"
+    assert sorted(path.name for path in (models / "some" / "model").iterdir()) == ["A.gguf", "B.gguf", "C.gguf"]
+    assert pull("some/other", "sub/C.gguf") == models / "some" / "other"
+    assert [path.name for path in (models / "some" / "other").iterdir()] == ["C.gguf"], "what lies deeper could not be served"
+    assert list((models / ".hub").iterdir()) == []
+    for file in ("../../some/other/C.gguf", "D.gguf"):
+        with pytest.raises(StartupError, match="some/third holds no file"):
+            pull("some/third", file)
+    assert (models / "some" / "other" / "C.gguf").exists()
+
+
+def test_of_a_checkpoint_only_its_own_form_is_fetched() -> None:
+    own = ["config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json", "tokenizer.json"]
+    other = ["README.md", "consolidated.safetensors", "original/consolidated.00.safetensors", "onnx/config.json", "fp32/model.safetensors"]
+    assert choose_files("a/b", [*own, *other]) == own
+    with pytest.raises(StartupError, match="neither"):
+        choose_files("a/b", other)
 
 
 def test_of_several_gguf_files_one_must_be_named() -> None:

@@ -57,6 +57,12 @@ def test_what_is_no_whole_stream_is_an_error() -> None:
     assert read(stream_of(b"", [])).error
 
 
+def test_a_stream_that_is_cut_in_an_event_is_that_answers_error() -> None:
+    data = response(is_chunked=False)
+    for cut in range(data.index(b"data:"), len(data) - len(b"data: [DONE]\n\n")):
+        assert read(stream_of(data[:cut], [])).error in ("the stream ends in the middle of an event", "the stream has no end")
+
+
 def test_prompts_have_their_lengths_and_begin_differently() -> None:
     requests = lengths_of("crowd", 64, seed=0)
     assert all(100 <= each.num_prompt_tokens <= 900 and 30 <= each.num_output_tokens <= 130 for each in requests)

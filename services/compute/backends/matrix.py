@@ -11,7 +11,7 @@ import torch
 Tensor = torch.Tensor
 
 
-SLICE = 16_384  # rows of a matrix that are widened at once
+SLICE = 1 << 22  # weights of a matrix that are widened at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,8 @@ class Grouped:
         """Returns [n, k], computed in float32 at least."""
         wide, (n, k) = torch.promote_types(dtype, torch.float32), self.codes.shape
         out = torch.empty(n, k, dtype=dtype, device=self.device)
-        for rows in (slice(start, start + SLICE) for start in range(0, n, SLICE)):
+        step = max(1, SLICE // k)
+        for rows in (slice(start, start + step) for start in range(0, n, step)):
             values = self.codes[rows].to(wide) if self.table is None else self.table.to(wide)[self.codes[rows].long()]
             spread = {name: each[rows].to(wide).repeat_interleave(self.group, 1)[:, :k] for name, each in self.by_group().items()}
             if "zeros" in spread:

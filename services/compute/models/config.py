@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from services.compute.models.defaults import DEFAULTS
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import Rope, no_rope, read_rope
+from services.compute.models.sizes import LARGEST_WINDOW, check_size, check_sizes
 from shared.errors import StartupError
 
 PACKED_METHOD = "penstock"  # quantization_config's quant_method
@@ -75,16 +77,41 @@ class ModelConfig:
     packed: Packed | None = None
     quantization_config: dict[str, Any] | None = None  # config.json's, of a format of weights/formats/
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no model can be."""
+        for name in (each.name for each in fields(self) if each.type is float):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise ValueError(f"{name} is {value!r}, not a number")
+        if self.rms_norm_eps <= 0:
+            raise ValueError(f"rms_norm_eps is {self.rms_norm_eps}, not positive")
+        for window in set(self.sliding_windows) - {None}:
+            check_size("sliding_window", window, LARGEST_WINDOW)
+        if not all(isinstance(number, int) and 0 <= number < len(self.ropes) for number in set(self.rope_of_layer)):
+            raise ValueError("what it says of the layers that rotate (no_rope_layers) is not a 0 or 1 for each")
+        for rope in self.ropes:
+            if 2 * len(rope.inv_freq) > self.head_dim or not bool(rope.inv_freq.isfinite().all()) or not math.isfinite(rope.scale):
+                raise ValueError(f"its RoPE has frequencies that are not finite, or more than a head of {self.head_dim} dimensions turns by")
+
+
+def architecture_of(config: Config) -> str:
+    """The first that config.json names; `none` if it names none. Raises StartupError."""
+    names = config.get("architectures") or ["none"]
+    if not isinstance(names, list) or not isinstance(names[0], str):
+        raise StartupError("config.json: architectures is not a list of names")
+    return names[0]
+
 
 def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
     """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run.
 
     max_model_len: the longest sequence that will be computed, if it is not the model's own (see read_rope).
     """
-    architecture = (config.get("architectures") or ["none"])[0]
+    architecture = architecture_of(config)
     reader = ARCHITECTURES.get(architecture)
     if reader is None:
         raise StartupError(f"architecture {architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+    config = DEFAULTS.get(architecture, {}) | config
     quantized = config.get("quantization_config") or config.get("compression_config") or {}
     if not isinstance(quantized, dict):
         raise StartupError("config.json: quantization_config is not an object")
@@ -92,12 +119,14 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
     if config.get("use_bidirectional_attention"):
         raise StartupError("use_bidirectional_attention is not supported: this model embeds text, it does not generate")
     try:
+        check_sizes(config)
         read = reader(config, max_model_len or config["max_position_embeddings"])
         packed = _packed(quantized) if is_packed else None
     except KeyError as error:
         raise StartupError(f"config.json has no {error.args[0]}") from None
-    except (TypeError, ValueError, ArithmeticError, AttributeError) as error:
-        raise StartupError(f"config.json has a value of the wrong type or out of range: {error}") from None
+    except (TypeError, ValueError, ArithmeticError, AttributeError, RuntimeError) as error:  # torch raises the last for a list of other things than numbers
+        reason = str(error).partition("\n")[0][:200]
+        raise StartupError(f"config.json has a value of the wrong type or out of range: {reason}") from None
     if {len(read.sliding_windows), len(read.rope_of_layer)} != {read.num_layers}:
         raise StartupError(f"config.json describes {len(read.sliding_windows)} layers one by one, num_hidden_layers is {read.num_layers}")
     if read.num_heads % read.num_kv_heads:
@@ -129,7 +158,7 @@ def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> 
         rms_norm_eps=config.get("rms_norm_eps", 1e-6),
         activation=ACTIVATIONS[activation],
         has_qkv_bias=has_attention_bias,
-        has_output_bias=has_attention_bias,
+        has_output_bias=bool(config.get("attention_out_bias", has_attention_bias)),
         has_mlp_bias=bool(config.get("mlp_bias", False)),
         is_tied=bool(config.get("tie_word_embeddings", False)),
         attention_scale=1.0 / math.sqrt(head_dim),
@@ -189,8 +218,11 @@ def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
+    """Of the layers before max_window_layers, every other has a window, the first among them; when switched on."""
+    first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
+    kinds = config.get("layer_types") or [SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)]
     moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
-    return replace(_qwen2(config, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe)
+    return replace(_qwen2(config | {"layer_types": kinds}, max_model_len), has_qkv_bias=config.get("qkv_bias", True), moe=moe)
 
 
 def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
@@ -217,6 +249,8 @@ def _phi3(config: Config, max_model_len: int) -> ModelConfig:
     """Phi-3, 3.5 and 4. Their first checkpoints call longrope su, or yarn."""
     config = config | {name: _as_longrope(config[name]) for name in ("rope_scaling", "rope_parameters") if config.get(name)}
     share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if not 0 < share <= 1:
+        raise ValueError(f"partial_rotary_factor is {share}, not a share")
     read = _llama(config, max_model_len, rotary_share=share)
     return replace(read, has_fused_projections=True, sliding_windows=(config.get("sliding_window"),) * read.num_layers)
 
@@ -230,7 +264,7 @@ def _gemma(config: Config, max_model_len: int) -> ModelConfig:
     """Its first checkpoints say gelu and mean the tanh form."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
-    read = _llama({"tie_word_embeddings": True} | config | {"hidden_activation": activation}, max_model_len)
+    read = _llama(config | {"hidden_activation": activation}, max_model_len)
     return replace(read, norm_offset=1.0, embedding_multiplier=math.sqrt(read.hidden_size))
 
 
@@ -248,7 +282,6 @@ def _gemma2(config: Config, max_model_len: int) -> ModelConfig:
 
 def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
     """Five layers with a window, and RoPE of their own, for each that sees all. The text part of the multimodal models, too."""
-    config = {"rope_theta": 1_000_000.0, "sliding_window": 4096} | config
     kinds = _layer_types(config, pattern=int(config.get("sliding_window_pattern", 6)))
     read = _gemma2(config | {"layer_types": kinds}, max_model_len)
     local = config | {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", 10000.0)}
@@ -261,13 +294,12 @@ def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _olmo2(config: Config, max_model_len: int) -> ModelConfig:
-    read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
+    read = _llama(config, max_model_len)
     return replace(read, has_pre_norms=False, has_post_norms=True, has_qk_norm=True, is_qk_norm_joint=True)
 
 
 def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
     """OLMo 2 with a window in three of four layers; only the fourth's RoPE is scaled."""
-    config = {"rope_theta": 500_000.0} | config
     kinds = _layer_types(config, pattern=4)
     read = _olmo2(config, max_model_len)
     local = read_rope(config | {"rope_scaling": None}, read.head_dim, max_model_len, SLIDING)
@@ -276,7 +308,7 @@ def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
 
 def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
     """Where some layers have a window, the others do not rotate."""
-    read = _llama({"rms_norm_eps": 1e-5} | config, max_model_len)
+    read = _llama(config, max_model_len)
     has_windows = config.get("sliding_window") is not None
     pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
     kinds = _layer_types(config, pattern=pattern if isinstance(pattern, int) else len(pattern)) if has_windows else [FULL] * read.num_layers
@@ -302,13 +334,13 @@ def _granite(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _seed_oss(config: Config, max_model_len: int) -> ModelConfig:
-    read = _llama({"attention_bias": True} | config, max_model_len)
+    read = _llama(config, max_model_len)
     return replace(read, has_output_bias=bool(config.get("attention_out_bias", False)))
 
 
 def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
     """Every fourth layer does not rotate. no_rope_layers has a 1 for each that does."""
-    read = _llama({"rope_theta": 2_000_000.0, "tie_word_embeddings": True} | config, max_model_len)
+    read = _llama(config, max_model_len)
     interval = config.get("no_rope_layer_interval", 4)
     rotated = config.get("no_rope_layers") or [int((layer + 1) % interval != 0) for layer in range(read.num_layers)]
     rotated = rotated[: read.num_layers]

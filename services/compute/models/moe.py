@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from services.compute.backends.backend import Linear, RowMath
+from services.compute.models.sizes import LARGEST, LARGEST_MIXTURE, check_size
 
 Tensor = torch.Tensor
 
@@ -23,6 +24,14 @@ class MoeConfig:
     has_normalized_weights: bool  # the weights of a token's experts are made to sum to 1
     shared_intermediate_size: int  # of the expert that all tokens have; 0: there is none
     sparse_layers: frozenset[int]  # the other layers have a plain MLP
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for what no mixture can be."""
+        check_size("the number of experts", self.num_experts, LARGEST_MIXTURE)
+        check_size("num_experts_per_tok", self.num_active, self.num_experts)
+        check_size("the experts' intermediate size", self.intermediate_size, LARGEST["intermediate_size"])
+        if self.shared_intermediate_size != 0:
+            check_size("shared_expert_intermediate_size", self.shared_intermediate_size, LARGEST["intermediate_size"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from services.compute.backends.choose import choose_backend
@@ -22,10 +23,11 @@ from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.tools.calibration.calibrate import calibrate
 from services.compute.tools.calibration.perplexity import perplexity
 from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
-from services.compute.weights.loader import Loader, load_weights, norm_names, open_source
+from services.compute.weights.loader import Loader, check_quantizable, load_weights, norm_names, open_source
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, ModelFiles, open_model
 
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")  # as a folder's readers find them
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
 
@@ -37,21 +39,28 @@ class Result:
     perplexities: tuple[float, float] | None  # of text that calibration did not see; None without calibration
 
 
-def quantize(source: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS) -> Result:
-    """Write the packed checkpoint of `source` (a folder, a hub id or demo) to `out`. Raises StartupError.
+def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS) -> Result:
+    """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`. Raises StartupError.
 
     calibration: a text's path, or default, of which so many tokens are used; None: weights are rounded to nearest, whatever the layers' inputs are.
     """
-    files = open_model(source, weights=True)
+    files = open_model(model, weights=True)
     if out.resolve() in (files.folder, files.weights):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
+    if (old := next((file for pattern in WEIGHTS for file in sorted(out.glob(pattern))), None)) is not None:
+        raise StartupError(f"{out}: {old.name} is there already; the quantized checkpoint needs a folder without weights")
     backend = choose_backend(BFLOAT16, CPU)
     if not isinstance(backend, CpuBackend):
         raise StartupError("quantizing needs the native kernels: penstock build-kernels")
     config = read_config(files.config)
     if config.packed is not None:
         raise StartupError(f"{files.weights} is quantized already")
+    if config.moe is not None and calibration is not None:
+        raise StartupError(f"--calibrate: {files.weights} is a mixture of experts; calibration knows dense MLPs only")
     windows = None if calibration is None else read_windows(calibration, files, tokens)
+    source = open_source(files.weights, config, backend if windows is None else TorchBackend(torch.float32, CPU))
+    source.close()
+    check_quantizable(source, f"--quantization {packing.quantization}")
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -77,8 +86,6 @@ def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows
     exact = TorchBackend(torch.float32, CPU)
     source = open_source(files.weights, config, exact)
     try:
-        if source.quantized_as:
-            raise StartupError(f"{files.weights} is quantized already ({source.quantized_as}); only dense checkpoints are")
         weights = calibrate(Loader(source, config, exact, Packed("none", packing.group)), packing, windows.calibration, backend)
     finally:
         source.close()
@@ -86,15 +93,19 @@ def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows
 
 
 def _write(out: Path, files: ModelFiles, config: ModelConfig, packing: Packed, weights: ModelWeights) -> int:
-    """Write weights, config.json and the tokenizer's files. Returns the bytes of the weights' file."""
-    save_file(collect(config, weights), out / "model.safetensors", metadata={"format": "pt"})
-    for pattern in TOKENIZER_FILES:
-        for file in files.folder.glob(pattern):
-            if not file.name.endswith(".index.json"):
-                shutil.copy(file, out)
+    """Write the tokenizer's files, config.json and the weights, which have their name when all is there. Returns the bytes of the weights' file."""
+    aside = out / "model.safetensors.unfinished"
     described = {"quant_method": PACKED_METHOD} | asdict(packing)
-    (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
-    return (out / "model.safetensors").stat().st_size
+    try:
+        for pattern in TOKENIZER_FILES:
+            for file in files.folder.glob(pattern):
+                if not file.name.endswith(".index.json"):
+                    shutil.copy(file, out)
+        (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
+        save_file(collect(config, weights), aside, metadata={"format": "pt"})
+        return aside.rename(out / "model.safetensors").stat().st_size
+    except (OSError, SafetensorError) as error:
+        raise StartupError(f"{out}: the checkpoint can't be written: {error}") from None
 
 
 def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:

@@ -36,7 +36,6 @@ class Parts:
 class BlockFormat:
     split: Callable[[Tensor], Parts]  # of blocks [blocks, bytes] uint8
     table: tuple[int, ...] | None  # what the codes mean; None: themselves
-    has_products: bool = False  # a group's scale is a product of two, which float16 rounds
 
 
 def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Grouped | None:
@@ -139,8 +138,8 @@ FORMATS = {
     GGMLQuantizationType.Q5_0: BlockFormat(_q5_0, None),
     GGMLQuantizationType.Q5_1: BlockFormat(_q5_1, None),
     GGMLQuantizationType.Q8_0: BlockFormat(_q8_0, None),
-    GGMLQuantizationType.Q4_K: BlockFormat(_q4_k, PLAIN, has_products=True),
-    GGMLQuantizationType.Q5_K: BlockFormat(_q5_k, None, has_products=True),
+    GGMLQuantizationType.Q4_K: BlockFormat(_q4_k, PLAIN),
+    GGMLQuantizationType.Q5_K: BlockFormat(_q5_k, None),
     GGMLQuantizationType.IQ4_NL: BlockFormat(_q4_0, IQ4),
-    GGMLQuantizationType.IQ4_XS: BlockFormat(_iq4_xs, IQ4, has_products=True),
+    GGMLQuantizationType.IQ4_XS: BlockFormat(_iq4_xs, IQ4),
 }

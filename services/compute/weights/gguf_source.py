@@ -4,7 +4,9 @@ import mmap
 import re
 import sys
 from collections import Counter
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -36,6 +38,7 @@ IN_LAYER = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
+UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")  # which follow from the metadata
 IN_GEMMA_LAYER = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
@@ -44,8 +47,6 @@ IN_GEMMA_LAYER = {
 class GgufSource:
     """A WeightSource."""
 
-    quantized_as = ""  # what has another form than a layer can keep may be quantized anew
-
     def __init__(self, path: Path, dtype: torch.dtype, device: torch.device) -> None:
         self.folder = path
         self.dtype = dtype
@@ -53,11 +54,12 @@ class GgufSource:
         self.head: GgufHead = read_head(path)
         self.architecture = self.head.text("general.architecture")
         self._size = path.stat().st_size
+        self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         num_reads = len(self._kinds) + ("output.weight" not in self._kinds)  # a tied embedding is read twice
-        self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
+        self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
         """The tensor's type, once it is clear that all of it is in the file. Raises StartupError."""
@@ -71,8 +73,18 @@ class GgufSource:
             raise StartupError(f"{self.folder} ends in the middle of {info.name}: is it complete?")
         return kind
 
+    @property
+    def quantized_as(self) -> str:
+        """The type of most of the tensors that keep their form; what is dequantized anyway may be quantized anew."""
+        kept = Counter(kind.name for kind in self._kinds.values() if self._is_kept(kind)).most_common(1)
+        return f"GGUF, {kept[0][0]}" if kept else ""
+
     def report(self) -> None:
-        """One line of log: which types the file has, and how each is kept."""
+        """One line of log: which types the file has, and how each is kept. Raises StartupError for layers' tensors that nobody has read."""
+        left = [name for name in self._kinds if name.startswith("blk.") and name not in self._read and UNNEEDED.fullmatch(name) is None]
+        if left:
+            others = f" and {len(left) - 1} more" if len(left) > 1 else ""
+            raise StartupError(f"{self.folder}: {left[0]}{others} are of no layer that is known here: without them the model would answer wrongly")
         counts = Counter(self._kinds.values()).most_common()
         grouped = ", ".join(f"{count} {kind.name}" for kind, count in counts if self._is_kept(kind))
         dense = ", ".join(f"{count} {kind.name}" for kind, count in counts if not self._is_kept(kind))
@@ -81,8 +93,8 @@ class GgufSource:
         log.info("GGUF weights", file=self.folder.name, tensors="; ".join(kept))
 
     def _is_kept(self, kind: GGMLQuantizationType) -> bool:
-        """Whether a matrix of that type keeps its form: unless that form rounds, and the model computes in float32."""
-        return kind in FORMATS and not (FORMATS[kind].has_products and self.dtype == torch.float32)
+        """Whether a matrix of that type keeps its form. In float32, for which no kernel reads any, it is dequantized."""
+        return kind in FORMATS and self.dtype != torch.float32
 
     def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
         info, kind = self._find(name, shape)
@@ -102,7 +114,8 @@ class GgufSource:
         if grouped is None:
             log.warning("float16 can't hold this tensor's scales: it is dequantized", file=self.folder.name, tensor=info.name)
             return Dense(self._dequantize(rows, kind, shape).to(self.device))
-        return grouped
+        moved: dict[str, Any] = {each.name: part.to(self.device) for each in fields(grouped) if isinstance(part := getattr(grouped, each.name), Tensor)}
+        return replace(grouped, **moved)
 
     def has(self, name: str) -> bool:
         return self._translate(name) in self._kinds
@@ -139,6 +152,7 @@ class GgufSource:
         num_rows = info.shape[0] if len(info.shape) > 1 or kind in FLOATS else 1
         data = torch.from_numpy(np.frombuffer(self._map, np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
         self._forget(info.offset, size)
+        self._read.add(info.name)
         self._bar.update()
         heads = {".self_attn.q_proj.": "head_count", ".self_attn.k_proj.": "head_count_kv"}
         for part, key in heads.items():

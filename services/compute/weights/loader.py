@@ -32,6 +32,14 @@ def open_source(location: Path, config: ModelConfig, backend: Backend) -> Safete
     return GgufSource(location, dtype, device) if location.is_file() else SafetensorsSource(location, dtype, device, config.quantization_config)
 
 
+def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> None:
+    """Raises StartupError, which names the option that asks for it, where layers keep the form that they have in the file."""
+    if source.quantized_as:
+        anew = "; penstock quantize --calibrate dequantizes it first" if isinstance(source, GgufSource) else ""
+        reason = f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized{anew}"
+        raise StartupError(f"{option}: {source.folder} {reason}")
+
+
 def load_weights(
     folder: Path,
     config: ModelConfig,
@@ -56,9 +64,8 @@ def load_weights(
     source = open_source(folder, config, backend)
     loader = Loader(source, config, backend, config.packed or Packed(quantization, group, attention_output, lm_head))
     try:
-        if source.quantized_as and (quantization != "none" or attention_output or lm_head):
-            option = f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output"
-            raise StartupError(f"{option}: {folder} is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized")
+        if quantization != "none" or attention_output or lm_head:
+            check_quantizable(source, f"--quantization {quantization}" if quantization != "none" else "--quantize-attention-output")
         embedding = source.dense("model.embed_tokens.weight", (config.vocab_size, config.hidden_size))
         layers = []
         for number in range(config.num_layers):

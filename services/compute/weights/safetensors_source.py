@@ -38,7 +38,7 @@ class SafetensorsSource:
         self._name_in_file = {_text_name(name): name for name in files}
         self.format: Format | None = read_format(config) if (config := quantization_config or self._older_config()) else None
         self.kept: Counter[str] = Counter()  # quantized matrices, by how they are kept
-        self._bar = tqdm(total=len(self.file_by_name), desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5)
+        self._bar = tqdm(total=len(self.file_by_name), desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
         self._open: dict[Path, Any] = {}
 
     def _index(self) -> dict[str, Path]:

@@ -25,7 +25,6 @@ from services.compute.tools.calibration.rounding import round_four_bit
 from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
 from services.compute.tools.calibration.simulation import Form, ObservedLinear, SimulatedLinear, quantize_matrix
 from services.compute.weights.loader import Loader
-from shared.errors import StartupError
 
 Tensor = torch.Tensor
 
@@ -44,7 +43,8 @@ def fast_products() -> Iterator[None]:
 
 
 def calibrate(loader: Loader, packing: Packed, windows: Tensor, backend: Backend) -> ModelWeights:
-    """The quantized model, of the backend. loader: of dense weights in float32; windows: [N, length] int64, the text's tokens. Raises StartupError."""
+    """The quantized model, of the backend. loader: of weights in float32, without mixtures of experts; windows: [N, length] int64, the text's tokens.
+    Raises StartupError."""
     with fast_products(), torch.inference_mode():
         return Calibration(loader, packing, windows, backend).run()
 
@@ -84,8 +84,7 @@ class Calibration:
     def _layer(self, number: int) -> LayerWeights:
         """Observe, scale, round, and go on behind the layer as it now is. Returns it packed."""
         layer = self.loader.layer(number)
-        if not isinstance(layer.mlp, TorchMlp):
-            raise StartupError("calibration knows dense MLPs only")
+        assert isinstance(layer.mlp, TorchMlp)
         qkv, output, gate_up, down = (observe(each, self.num_rows) for each in (layer.qkv, layer.output, layer.mlp.gate_up, layer.mlp.down))
         self._run(number, replace(layer, qkv=qkv, output=output, mlp=TorchMlp(gate_up, down)))
         down.scale(find_scales(down.rows, down.weight, self.form))

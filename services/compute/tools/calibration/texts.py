@@ -27,18 +27,25 @@ class Windows:
 
 
 def read_windows(text: str, files: ModelFiles, tokens: int) -> Windows:
-    """text: a file's path, or default; tokens: to calibrate with, at most. The last windows are held out: a fifth, eight at most. Raises StartupError if
-    the text is too short or not one."""
+    """text: a file's path, or default; tokens: to calibrate with, at most. The last windows are held out: eight beside these tokens, of a text that is too
+    short for both a fifth, if no more. Raises StartupError if the text is shorter still, or not one."""
     length = min(WINDOW, files.max_model_len or WINDOW)
     if tokens < MIN_WINDOWS * length:
         raise StartupError(f"--calibration-tokens {tokens}: at least {MIN_WINDOWS * length:,} are needed")
-    tokenizer = Tokenizer.from_file(str(files.folder / "tokenizer.json"))
-    wanted = tokens // length + HELD_OUT_WINDOWS
-    windows = split(read_text(text)[: wanted * length * CHARACTERS_A_TOKEN], tokenizer, length)[:wanted]
+    asked = tokens // length
+    wanted = asked + HELD_OUT_WINDOWS
+    windows = split(read_text(text)[: wanted * length * CHARACTERS_A_TOKEN], _load_tokenizer(files.folder / "tokenizer.json"), length)[:wanted]
     if len(windows) < MIN_WINDOWS:
         raise StartupError(f"--calibrate {text}: it has fewer than {MIN_WINDOWS * length:,} tokens, which is too little to calibrate with")
-    held_out = min(HELD_OUT_WINDOWS, len(windows) // 5)
+    held_out = min(HELD_OUT_WINDOWS, max(len(windows) // 5, len(windows) - asked))
     return Windows(windows[:-held_out], windows[-held_out:])
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more exact
+        raise StartupError(f"{path}: the tokenizer can't be loaded: {error}") from None
 
 
 def read_text(text: str) -> str:

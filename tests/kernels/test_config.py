@@ -1,0 +1,132 @@
+"""What a config.json may say: whatever stands in it is read, or refused in one line that says what is wrong."""
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.compute.models.config import read_config
+from shared.errors import StartupError
+from shared.model_files import DEMO_MODEL, open_model
+from tests.kernels.families import CONFIGS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def config_of(name: str) -> dict[str, Any]:
+    """As config.json would have it."""
+    config = CONFIGS[name]
+    kind = {"gemma3": "Gemma3ForCausalLM"}.get(name, type(config).__name__.removesuffix("Config") + "ForCausalLM")
+    found: dict[str, Any] = json.loads(json.dumps(config.to_dict() | {"architectures": [kind]}))
+    return found
+
+
+FAMILIES = {name: config_of(name) for name in CONFIGS}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("llama2", {"num_hidden_layers": 2**31 - 1}, "num_hidden_layers is 2147483647, not an integer from 1 to 4096"),
+        ("llama2", {"num_hidden_layers": True}, "num_hidden_layers is True"),
+        ("llama2", {"head_dim": 2**40}, "head_dim is 1099511627776"),
+        ("llama2", {"head_dim": 33}, "more than a head of 33 dimensions"),
+        ("llama2", {"num_attention_heads": 0, "head_dim": 16}, "num_attention_heads is 0"),
+        ("llama2", {"num_key_value_heads": "2"}, "num_key_value_heads is '2'"),
+        ("llama2", {"num_key_value_heads": -1}, "num_key_value_heads is -1"),
+        ("llama2", {"hidden_size": None, "head_dim": 16}, "hidden_size is None"),
+        ("llama2", {"architectures": {"a": 1}}, "architectures is not a list of names"),
+        ("llama2", {"architectures": [["x"]]}, "architectures is not a list of names"),
+        ("llama2", {"rms_norm_eps": "x"}, "rms_norm_eps is 'x', not a number"),
+        ("llama2", {"rms_norm_eps": None}, "rms_norm_eps is None, not a number"),
+        ("llama2", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a number"),
+        ("llama2", {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, not positive"),
+        ("llama2", {"rope_parameters": {"rope_theta": -1.0}}, "frequencies that are not finite"),
+        ("mixtral", {"num_experts_per_tok": 100, "num_local_experts": 2}, "num_experts_per_tok is 100, not an integer from 1 to 2"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": "x"}, "shared_expert_intermediate_size is 'x'"),
+        ("smollm3", {"no_rope_layers": [7, 7, 7]}, "no_rope_layers"),
+        ("mistral-window", {"sliding_window": "x"}, "sliding_window is 'x'"),
+        ("gemma2", {"sliding_window": -5}, "sliding_window is -5"),
+        ("phi3", {"rope_parameters": {"partial_rotary_factor": 1e12}}, "partial_rotary_factor is 1000000000000.0"),
+        ("phi3-longrope", {"rope_parameters": {"rope_type": "longrope", "long_factor": [None], "short_factor": [None]}}, "wrong type"),
+        ("granite", {"embedding_multiplier": "x"}, "embedding_multiplier is 'x'"),
+    ],
+)
+def test_a_wrong_value_is_named(name: str, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(StartupError, match=message):
+        read_config(FAMILIES[name] | change)
+
+
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+            "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size")  # fmt: skip
+
+
+@pytest.mark.parametrize("switch", [{}, {"use_sliding_window": True, "max_window_layers": 2}], ids=["plain", "windows"])
+@pytest.mark.parametrize("name", sorted({type(config).__name__: name for name, config in CONFIGS.items()}.values()))
+def test_what_is_left_out_is_as_the_models_own_class_has_it(name: str, switch: dict[str, Any]) -> None:
+    """Where config.json says no more than the sizes."""
+    least = {key: FAMILIES[name][key] for key in REQUIRED if key in FAMILIES[name]} | {"num_hidden_layers": 7} | switch
+    architecture = {"architectures": FAMILIES[name]["architectures"]}
+    found, expected = read_config(least | architecture), read_config(type(CONFIGS[name])(**least).to_dict() | architecture)
+    for field in fields(found):
+        if field.name != "ropes":
+            assert getattr(found, field.name) == getattr(expected, field.name), field.name
+    for rope, expected_rope in zip(found.ropes, expected.ropes, strict=True):
+        assert torch.equal(rope.inv_freq, expected_rope.inv_freq) and rope.scale == expected_rope.scale
+
+
+NUMBERS = st.integers(-2, 70) | st.sampled_from([2**31 - 1, 2**40, 2**62, 10**400]) | st.floats()
+VALUES = st.recursive(
+    st.none() | st.booleans() | NUMBERS | st.text(max_size=5), lambda each: st.lists(each, max_size=3) | st.dictionaries(st.text(max_size=5), each, max_size=2)
+)
+
+
+@given(st.data())
+@settings(max_examples=600, deadline=None)
+def test_any_value_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
+    config = json.loads(json.dumps(FAMILIES[data.draw(st.sampled_from(sorted(FAMILIES)))]))
+    inner = config
+    while nested := [key for key, value in inner.items() if isinstance(value, dict) and value]:
+        if data.draw(st.booleans()):
+            break
+        inner = inner[data.draw(st.sampled_from(nested))]
+    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(VALUES)
+    try:
+        read_config(config)
+    except StartupError as error:
+        assert len(str(error)) > 20 and "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 100_000, "recursion"),
+        ('{"architectures": {"a": 1}, "vocab_size": 8}', "architectures is not a list of names"),
+        ('{"architectures": [["x"]], "vocab_size": 8}', "architectures is not a list of names"),
+    ],
+)
+def test_compute_ends_with_one_line_and_exit_code_2(text: str, message: str, tmp_path: Path) -> None:
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text(text)
+    command = [sys.executable, "-m", "services.compute", "--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    [line] = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
+    assert message in line
+
+
+def test_a_text_part_of_no_type_has_no_defaults(tmp_path: Path) -> None:
+    shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "config.json").write_text('{"text_config": {"model_type": ["x"], "vocab_size": 8}}')
+    assert open_model(str(tmp_path)).vocab_size == 8
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(StartupError, match="vocab_size is not a positive number"):
+        _ = open_model(str(tmp_path)).vocab_size
