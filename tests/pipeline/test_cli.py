@@ -3,54 +3,21 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
 
 from tests.deployment import free_port
+from tests.pipeline.up import Up, run
 from tests.waiting import wait_until
-
-COMMAND = [sys.executable, "-m", "services.cli"]
-
-
-def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
-
-
-class Up:
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.data_dir = folder / "data"
-        self.log = folder / "up.log"
-        command = [*COMMAND, "up", "--model", "demo", "--port", str(self.port), "--data-dir", str(self.data_dir), "--samplers", "2", "--tokenizers", "2"]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=60)
-
-    def ask(self) -> int:
-        body = {"model": "penstock-demo", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
-        try:
-            return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30, trust_env=False).status_code
-        except httpx.HTTPError:
-            return 0
-
-    def children(self) -> list[psutil.Process]:
-        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-        return children
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = Up(tmp_path_factory.mktemp("up"))
+    started = Up(tmp_path_factory.mktemp("up"), "--samplers", "2", "--tokenizers", "2")
     yield started
-    for process in [*started.children(), started.process] if started.process.poll() is None else []:
-        process.kill()
+    started.end()
 
 
 def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
