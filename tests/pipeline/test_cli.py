@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,12 +61,14 @@ def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
 
 def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
+    (tmp_path / "empty.gguf").touch()
     (tmp_path / "several").mkdir()
     for name in ("a", "b"):
         (tmp_path / "several" / f"{name}.gguf").write_bytes(b"GGUF")
     cases = [
         (["up", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
         (["serve", "compute", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
+        (["up", "--model", str(tmp_path / "empty.gguf")], "empty.gguf: the file is empty"),
         (["up", "--model", __file__], "is not a GGUF file"),
         (["up", "--model", str(tmp_path / "several")], "holds 2 GGUF files: name one of them"),
         (["pull", "nope"], "no model 'nope'"),
@@ -82,6 +85,13 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         assert result.returncode == 2, (arguments, result.stderr)
         assert message in result.stderr and "Traceback" not in result.stderr, result.stderr
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_path: Path) -> None:
+    began = time.monotonic()
+    result = run("pull", "owner/name", HF_ENDPOINT="http://127.0.0.1:9", HOME=str(tmp_path))
+    assert result.returncode == 2 and time.monotonic() - began < 10
+    assert result.stderr.startswith("penstock: owner/name can't be fetched from the hub: ") and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_help_teaches() -> None:
