@@ -151,13 +151,11 @@ class Launcher:
         return all(files.name in served for files in self.models)
 
     def _announce(self, seconds: float) -> None:
-        name = self.models[0].name
         print(
             f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True
         )
-        question = "What is Penstock?" if name == "penstock-demo" else "What is a hydroelectric power plant?"
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
-        print(f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
+        path, body = example(self.models[0])
+        print(f"  curl {self._url}{path} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
 
     def _ask_to_stop(self) -> None:
         if not self.is_stopping:
@@ -179,6 +177,14 @@ def default_model() -> str:
         print(f"penstock: {error}. Serving the demo model instead", file=sys.stderr, flush=True)
         return "demo"
     return DEFAULT_MODEL
+
+
+def example(files: ModelFiles) -> tuple[str, str]:
+    """A path and a body to send to it, that this model answers."""
+    if not files.has_chat_template:
+        return "/v1/completions", f'{{"model": "{files.name}", "prompt": "A hydroelectric power plant is", "max_tokens": 40}}'
+    question = "What is Penstock?" if files.name == "penstock-demo" else "What is a hydroelectric power plant?"
+    return "/v1/chat/completions", f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
 
 
 def check_port(host: str, port: int) -> None:

@@ -44,6 +44,12 @@ class ModelFiles:
         return length
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer's files bring a template, in one of the places that transformers looks at."""
+        is_own_file = any((self.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+        return is_own_file or bool((_read_json(self.folder / "tokenizer_config.json") or {}).get("chat_template"))
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The tokens that end an answer: generation_config.json's word before config.json's."""
         for source in (self.generation_config, self.config):
