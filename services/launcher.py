@@ -52,10 +52,11 @@ class Launcher:
     stages: list[Child] = field(default_factory=list)
     models: list[ModelFiles] = field(default_factory=list)
     is_stopping: bool = False
+    exit_code: int = 0
     lifeline: Lifeline = field(init=False)
 
     def run(self) -> int:
-        """Until a signal. Returns the exit code."""
+        """Until a signal, or until a stage can't run as configured. Returns the exit code."""
         self._prepare()
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop())
         signal.signal(signal.SIGINT, lambda *_: self._ask_to_stop())
@@ -70,7 +71,7 @@ class Launcher:
                 time.sleep(0.1)
         finally:
             self._stop()
-        return 0
+        return self.exit_code
 
     def _prepare(self) -> None:
         """Check what can be checked before anything starts; then list the processes."""
@@ -126,8 +127,9 @@ class Launcher:
         now = time.monotonic()
         for child in self.redis + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
-                if code == STARTUP_ERROR:
-                    raise StartupError(f"the {child.name} can't run as configured (see above)")
+                if code == STARTUP_ERROR:  # it has said why
+                    self.exit_code, self.is_stopping = code, True
+                    return
                 if now - child.started_at > STABLE_AFTER_S:
                     child.delay_s = FIRST_RESTART_S
                 log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)

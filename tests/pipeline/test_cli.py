@@ -2,14 +2,20 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from shared.model_files import DEMO_MODEL, open_model
 from tests.deployment import free_port
+from tests.kernels.families import CONFIGS
+from tests.kernels.gguf_files import Kind, Writer
 from tests.pipeline.up import Up, run
 from tests.waiting import wait_until
 
@@ -85,6 +91,28 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         assert result.returncode == 2, (arguments, result.stderr)
         assert message in result.stderr and "Traceback" not in result.stderr, result.stderr
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_a_stage_that_can_not_run_ends_the_launcher_and_its_line_is_the_only_one(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "own")
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | own))
+    result = run("up", "--model", str(folder), "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--log-level", "error")
+    assert result.returncode == 2
+    message = f"penstock: {folder}/tokenizer_config.json: auto_map names code in the checkpoint, and that is never run"
+    assert [line for line in result.stderr.splitlines() if "loading weights" not in line] == [message], result.stderr
+
+
+def test_what_is_wrong_with_a_gguf_file_is_said_of_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    path = Writer(AutoModelForCausalLM.from_config(CONFIGS["llama3"]), tmp_path / "small.gguf").write(Kind.F16)
+    (open_model(str(path)).folder / "tokenizer.json").write_text("{}")
+    for stage in ("tokenizer", "sampler"):
+        result = run("serve", stage, "--model", str(path))
+        assert result.returncode == 2 and result.stderr.startswith(f"penstock: {path}: the tokenizer can't be loaded: ")
+        assert str(tmp_path / "cache") not in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_path: Path) -> None:
