@@ -89,6 +89,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
     dtype = choose_dtype(settings.dtype, files)
     asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
+    log.info("loading the model", model=files.name, weights=files.weights)
     model = load_model(settings, files, dtype, device, asked)
     config = model.config
     num_blocks = choose_num_blocks(settings, config, dtype=dtype, device=device)

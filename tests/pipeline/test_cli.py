@@ -34,6 +34,8 @@ def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     lines = status.stdout.splitlines()
     assert [sum(line.startswith(f"{stage}-") for line in lines) for stage in ("gateway", "tokenizer", "compute", "sampler")] == [1, 2, 1, 2]
     assert any(line.startswith("output tokens/s") for line in lines)
+    [compute] = [line for line in lines if line.startswith("compute-")]
+    assert compute.endswith("running 0 waiting 0 kv 0%"), "and nothing of the rest that /metrics has"
 
 
 def test_chat_answers_and_remembers_nothing_wrong(up: Up) -> None:
@@ -113,6 +115,12 @@ def test_what_is_wrong_with_a_gguf_file_is_said_of_that_file(tmp_path: Path, mon
         result = run("serve", stage, "--model", str(path))
         assert result.returncode == 2 and result.stderr.startswith(f"penstock: {path}: the tokenizer can't be loaded: ")
         assert str(tmp_path / "cache") not in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_a_log_file_has_lines_and_no_bars(up: Up, tmp_path: Path) -> None:
+    logged = up.log.read_bytes()
+    assert b"\r" not in logged and logged.index(b"loading the model") < logged.index(b"model loaded")
+    assert b"\r" not in run("make-model", str(tmp_path), "--shape", "tiny").stderr.encode()
 
 
 def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_path: Path) -> None:
