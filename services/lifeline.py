@@ -52,8 +52,8 @@ class Lifeline:
         deadline = time.monotonic() + REST_TIMEOUT_S
         while not _lock(self._shared):
             if time.monotonic() > deadline:
-                left = ", ".join(f"{name} (process {pid})" for pid, name in self._noted().items() if _is_alive(pid)) or "processes"
-                raise StartupError(f"{left} of an earlier penstock up still in {data_dir}: end that first, or give this one its own --data-dir")
+                left = ", ".join(f"{name} (process {pid})" for pid, name in self._noted().items() if _is_alive(pid)) or "a process"
+                raise StartupError(f"what an earlier penstock up started still uses {data_dir}: {left}; end that, or give this one its own --data-dir")
             time.sleep(0.1)
 
     @property
