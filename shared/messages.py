@@ -76,6 +76,7 @@ class TokenizedRequest:
     echo_text: str | None = None
     created_at: float = 0.0
     scheduling: SchedulingParams = SchedulingParams()
+    echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # where each prompt token begins in echo_text; empty: nobody asked
 
     def __post_init__(self) -> None:
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
@@ -93,11 +94,12 @@ class PromptLogprobs:
     top_logprobs: Float32Array  # [(P - 1) * k]
     spelled_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # all of the above, each once: the sampler knows their texts
     texts: tuple[str, ...] = ()  # of the spelled tokens
+    text_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [P] where each token begins in the echoed text; empty: none is
 
     def __post_init__(self) -> None:
         num_rows, num_top = len(self.logprobs), len(self.top_token_ids)
-        if len(self.token_ids) != num_rows + 1 or len(self.ranks) != num_rows:
-            raise Invalid("PromptLogprobs: not a row for each token after the first")
+        if len(self.token_ids) != num_rows + 1 or len(self.ranks) != num_rows or len(self.text_offsets) not in (0, num_rows + 1):
+            raise Invalid("PromptLogprobs: not a row for each token after the first, or not an offset for each token")
         if num_top != len(self.top_logprobs) or num_top % max(num_rows, 1) or len(self.texts) != len(self.spelled_token_ids):
             raise Invalid("PromptLogprobs: columns of different lengths")
 
@@ -185,6 +187,7 @@ class TokenLogprob:
     raw: bytes
     logprob: float
     top: tuple[TopLogprob, ...] = ()
+    text_offset: int = 0  # characters of the text that the client gets, an echoed prompt's included, before this token's
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,8 +285,7 @@ def decode(message_type: type[M], data: bytes) -> M:
         raise Invalid(f"not a {tag} message")
     if not isinstance(values[1], int) or values[1] > version:
         raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
-    message: M = _unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag)
-    return message
+    return typing.cast(M, _unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag))
 
 
 @cache

@@ -13,6 +13,8 @@ PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` bri
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
 OTHER_FORMS = ["*/*", "consolidated*.safetensors"]  # in a hub's repository, of the same model, with names of their makers' own
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # whatever else a config.json has
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
 
 
@@ -33,6 +35,10 @@ class ModelFiles:
     generation_config: dict[str, Any]
     aliases: tuple[str, ...] = ()  # further names
 
+    def file(self, name: str) -> Path:
+        """What the user knows the file by, for messages: of a GGUF file's metadata, that file."""
+        return self.weights if self.weights.is_file() else self.folder / name
+
     @property
     def max_model_len(self) -> int | None:
         """The longest sequence the model was made for; None: config.json does not say, as where positions are not learned (ALiBi)."""
@@ -41,7 +47,7 @@ class ModelFiles:
             return None
         length = self.config[name]
         if not isinstance(length, int) or length < 1:
-            raise StartupError(f"{self.folder / 'config.json'}: {name} is not a positive number")
+            raise StartupError(f"{self.file('config.json')}: {name} is not a positive number")
         return length
 
     @property
@@ -51,6 +57,12 @@ class ModelFiles:
         if not isinstance(size, int) or size < 1:
             raise StartupError(f"{self.folder / 'config.json'}: vocab_size is not a positive number")
         return size
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer's files bring a template, in one of the places that transformers looks at."""
+        is_own_file = any((self.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+        return is_own_file or bool((_read_json(self.folder / "tokenizer_config.json") or {}).get("chat_template"))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -78,9 +90,32 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
         raise StartupError(f"{folder} holds no config.json: is it a Hugging Face checkpoint folder?")
     if not (folder / "tokenizer.json").is_file():
         raise StartupError(f"{folder} holds no tokenizer.json, the fast tokenizer's file")
+    if weights and file is None:
+        _check_weights(folder)
     names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
     generation = _read_json(folder / "generation_config.json") or {}
-    return ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]))
+    files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]))
+    _check_config(files)
+    return files
+
+
+def _check_weights(folder: Path) -> None:
+    """That there are some; what is in them is compute's to read. Raises StartupError."""
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
+        return
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    why = f"; {pickles[0]} is a pickle, which may run code when it is read: convert it to safetensors" if pickles else "; other formats are not read"
+    raise StartupError(f"{folder} holds no *.safetensors{why}")
+
+
+def _check_config(files: ModelFiles) -> None:
+    """What every stage's library stumbles over in words of its own. Raises StartupError."""
+    for name in COUNTS:
+        value = files.config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise StartupError(f"{files.file('config.json')}: {name} is {repr(value)[:80]}, not a positive number")
+    if not isinstance(files.config.get("quantization_config"), dict | None):
+        raise StartupError(f"{files.file('config.json')}: quantization_config is not an object")
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

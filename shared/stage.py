@@ -27,6 +27,9 @@ from shared.transport import Pipeline, Transport
 
 log = get_logger("penstock.stage")
 
+LIFELINE = "PENSTOCK_LIFELINE"  # in the environment of a launcher's stage: the descriptor of a pipe that ends with the launcher
+STOP_TIMEOUT_S = 10.0  # for a stage that was told to stop
+
 
 class Stage:
     """One replica of one stage: its id, its connections, and whether it has been told to stop."""
@@ -102,6 +105,8 @@ class Stage:
 
 def run_stage(main: Callable[[], None]) -> NoReturn:
     """Run a stage's main. A failure exits non-zero, so that whoever watches the process replaces it; a bad setting is one line."""
+    if (lifeline := os.environ.pop(LIFELINE, None)) is not None:
+        threading.Thread(target=leave_with_launcher, args=(int(lifeline),), name="lifeline", daemon=True).start()
     try:
         main()
     except StartupError as error:
@@ -111,6 +116,15 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
         log.warning("stopped in the middle of something; its work will be claimed by another")
         sys.exit(0)
     sys.exit(0)
+
+
+def leave_with_launcher(lifeline: int) -> None:
+    """Once the launcher is gone, end like on its SIGTERM, and after STOP_TIMEOUT_S like on its SIGKILL."""
+    os.read(lifeline, 1)  # nobody writes: this returns at the end
+    log.warning("the launcher is gone, stopping")
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT_S)
+    os._exit(1)
 
 
 def start_logging(settings: StageSettings) -> None:

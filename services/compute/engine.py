@@ -93,6 +93,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
     backend = choose_backend(choose_dtype(settings.dtype, files), device)
     asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
+    log.info("loading the model", model=files.name, weights=files.weights)
     model = load_model(settings, files, backend, asked)
     config = model.config
     workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)

@@ -66,8 +66,8 @@ async def on_rejected(_: Request, error: Exception) -> JSONResponse:
 async def on_failed(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestFailed)
     failure = error.error
-    # What came too late is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
-    headers = {504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
+    # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
+    headers = {501: {"X-Should-Retry": "false"}, 504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
     return JSONResponse(error_body(failure.status, failure.message, failure.param, failure.code), failure.status, headers=headers)
 
 

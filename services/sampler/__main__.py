@@ -11,7 +11,7 @@ def main() -> None:
     settings = load_settings(SamplerSettings)
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name)
-    tokenizer = load_tokenizer(files.folder)
+    tokenizer = load_tokenizer(files.folder, files.file("tokenizer.json"))
     SamplerService(Stage("sampler", settings, model=files.name, aliases=files.aliases), settings, tokenizer).run()
 
 

@@ -16,12 +16,13 @@ from shared.messages import PromptLogprobs
 MAX_PENDING = 8  # tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one: decode them as they are
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The fast tokenizer of a checkpoint folder. Raises StartupError."""
+def load_tokenizer(folder: Path, known_as: Path | None = None) -> Tokenizer:
+    """The fast tokenizer of a checkpoint folder. known_as: the file, to the user, by default that in the folder. Raises StartupError."""
+    file = folder / "tokenizer.json"
     try:
-        return Tokenizer.from_file(str(folder / "tokenizer.json"))
+        return Tokenizer.from_file(str(file))
     except Exception as error:  # the Rust library raises bare Exception
-        raise StartupError(f"{folder / 'tokenizer.json'}: {error}") from None
+        raise StartupError(f"{known_as or file}: the tokenizer can't be loaded: {error}") from None
 
 
 class Detokenizer:

@@ -4,7 +4,7 @@
 over ends up in the very state of the one that lost it.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
 
@@ -55,6 +55,7 @@ class RequestState:
             start = self.num_chars
             released, stop_reason = self._feed(self.detokenizer.add(token_id))
             if logprob is not None:
+                logprob = replace(logprob, text_offset=len(self.intro.echo_text or "") + start)
                 self.unreleased.append((start, self.num_chars, logprob))
             if stop_reason is not None:
                 finish_reason = "stop"

@@ -21,7 +21,10 @@ def load_tokenizer(files: ModelFiles) -> Any:
     try:
         return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)  # False: never ask on stdin whether to run a checkpoint's code
     except Exception as error:  # transformers raises many kinds for files it can't use
-        raise StartupError(f"{files.folder}: the tokenizer can't be loaded: {error}") from None
+        if "trust_remote_code" in str(error):
+            raise StartupError(f"{files.file('tokenizer_config.json')}: auto_map names code in the checkpoint, and that is never run") from None
+        problem = " ".join(str(error).replace(str(files.folder), str(files.weights)).split()) or type(error).__name__
+        raise StartupError(f"{files.weights}: the tokenizer can't be loaded: {problem}") from None
 
 
 def main() -> None:

@@ -31,11 +31,19 @@ class ChatTemplate:
             raise StartupError(f"the model's chat template can't be chosen: {error}") from None
         self._special_tokens = dict(tokenizer.special_tokens_map) if self._template else {}
         self._worker: _Worker | None = None
+        self._problem = ""  # what makes the template unusable, whatever is said
 
     def start(self) -> None:
-        """Start the worker, so that the first conversation need not wait for it."""
-        if self._template is not None and self._worker is None:
-            self._worker = _Worker(self._template, self._special_tokens)
+        """Start the worker, which compiles the template: one that is broken is found now, and the first conversation need not wait."""
+        if self._template is None or self._worker is not None or self._problem:
+            return
+        worker = _Worker(self._template, self._special_tokens)
+        compiled, seconds = worker.begin()
+        if compiled is not None and "error" not in compiled:
+            self._worker = worker
+        elif compiled is not None or seconds >= START_TIMEOUT_S:
+            self._problem = compiled["error"] if compiled is not None else f"it does not compile within {START_TIMEOUT_S:g} s"
+            log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
     def render(self, conversations: list[tuple[ChatMessage, ...]]) -> list[str | Invalid]:
         """Each conversation as the model was trained to read it, up to where the assistant speaks; or the template's word against it.
@@ -44,6 +52,12 @@ class ChatTemplate:
         """
         if self._template is None:
             return [Invalid("this model has no chat template: use /v1/completions", param="messages", code="no_chat_template") for _ in conversations]
+        if not conversations:
+            return []
+        self.start()
+        if self._problem:
+            reason = f"this model's chat template can't be used ({self._problem}): use /v1/completions"
+            return [Invalid(reason, code="chat_template_broken", status=501) for _ in conversations]
         left, texts = BATCH_TIMEOUT_S, []
         for messages in conversations:
             text, seconds = self._render(messages, min(left, RENDER_TIMEOUT_S))
@@ -63,8 +77,7 @@ class ChatTemplate:
             return _refused("it takes too long"), 0.0
         for _ in range(2):  # a worker that was killed costs nobody a request
             self.start()
-            assert self._worker is not None
-            rendered, seconds = self._worker.render(conversation, timeout_s)
+            rendered, seconds = self._worker.ask(conversation, timeout_s) if self._worker is not None else (None, 0.0)
             if rendered is not None:
                 return rendered["text"] if "text" in rendered else _refused(rendered["error"]), seconds
             self._worker = None
@@ -82,21 +95,19 @@ class _Worker:
         command = [sys.executable, "-m", "services.tokenizer.template_worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._stop = weakref.finalize(self, _end, self._process)
-        self._is_ready = False
         self._first = (template, special_tokens)
 
-    def render(self, conversation: list[dict[str, Any]], timeout_s: float) -> tuple[dict[str, str] | None, float]:
+    def begin(self) -> tuple[dict[str, str] | None, float]:
+        """What the worker says of the template, and after how many seconds."""
+        return self.ask(self._first, START_TIMEOUT_S)
+
+    def ask(self, value: object, timeout_s: float) -> tuple[dict[str, str] | None, float]:
         """What the worker answers, and after how many seconds. None: nothing, and it has been ended."""
-        seconds = 0.0
-        rendered = None
-        if self._is_ready or self._exchange(self._first, START_TIMEOUT_S) is not None:
-            self._is_ready = True
-            started_at = time.monotonic()
-            rendered = self._exchange(conversation, timeout_s)
-            seconds = time.monotonic() - started_at
-        if rendered is None:
+        started_at = time.monotonic()
+        answer = self._exchange(value, timeout_s)
+        if answer is None:
             self._stop()
-        return rendered, seconds
+        return answer, time.monotonic() - started_at
 
     def _exchange(self, value: object, timeout_s: float) -> dict[str, str] | None:
         assert self._process.stdin is not None and self._process.stdout is not None

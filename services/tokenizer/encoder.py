@@ -4,6 +4,7 @@ import dataclasses
 from typing import Any
 
 import numpy as np
+from tokenizers.decoders import DecodeStream
 
 from services.tokenizer.chat_template import ChatTemplate
 from shared.errors import Invalid
@@ -62,6 +63,8 @@ class Encoder:
         try:
             max_tokens = self._check(request, token_ids, max_model_len)
             echo_text = self._echo(text, token_ids) if request.echo else None
+            wants_offsets = echo_text is not None and request.params.prompt_logprobs is not None
+            echo_offsets = self._offsets(text, token_ids) if wants_offsets else np.zeros(0, np.int32)
         except Invalid as error:
             return error
         return TokenizedRequest(
@@ -74,6 +77,7 @@ class Encoder:
             echo_text=echo_text,
             created_at=request.created_at,
             scheduling=request.scheduling,
+            echo_offsets=echo_offsets,
         )
 
     def _echo(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> str:
@@ -81,6 +85,27 @@ class Encoder:
             return text if text is not None else str(self.tokenizer.decode(token_ids.tolist()))
         except Exception as error:
             raise Invalid(f"the prompt's tokens can't be made text: {error}", param="prompt") from None
+
+    def _offsets(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        """Where each token begins in the text that is echoed; None: the text is decoded. What the text lacks, as a BOS, begins where the next one does."""
+        if text is None:
+            return self._decoded_offsets(token_ids.tolist())
+        offsets, end = [], 0
+        for begin, own_end in self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
+            offsets.append(end if begin == own_end else min(begin, end))  # less than the end: a part of a character; more: of some, spaces are cut off
+            end = max(end, own_end)
+        return np.array(offsets, np.int32)
+
+    def _decoded_offsets(self, token_ids: list[int]) -> np.ndarray[Any, Any]:
+        """Of the tokens in their text, special ones included."""
+        stream, offsets, end = DecodeStream(skip_special_tokens=False), [], 0
+        for token_id in token_ids:
+            offsets.append(end)
+            try:
+                end += len(stream.step(self.tokenizer.backend_tokenizer, token_id) or "")
+            except Exception as error:  # bare, from Rust
+                raise Invalid(f"the prompt's tokens can't be made text one by one: {error}", param="prompt") from None
+        return np.array(offsets, np.int32)
 
     def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
         """The request's max_tokens, bounded by what the prompt leaves of the model's length."""

@@ -2,7 +2,7 @@
 
 A template is a program that came with the model. transformers runs it sandboxed, so that it touches nothing; but it may go on for ever, or fill the
 memory. Reads frames from standard input (length, JSON): first the template and the special tokens, then conversations. Answers each frame: the first when
-it is ready, the others with the text, or with the error's. Ends when its tokenizer does, for then its input ends.
+the template is compiled, or with the error in it, the others with the text, or with the error's. Ends when its tokenizer does, for then its input ends.
 """
 
 import json
@@ -35,9 +35,23 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
     if first is None:
         return
     template, special_tokens = first
-    write_frame(sink, {})
+    write_frame(sink, compile_template(template))
     while (conversation := read_frame(source)) is not None:
         write_frame(sink, render(template, special_tokens, conversation))
+
+
+def compile_template(template: str) -> dict[str, str]:
+    """{}, or {"error": why no conversation can be rendered}."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    try:
+        render_jinja_template([], chat_template=template)
+    except TemplateSyntaxError as error:
+        return {"error": f"line {error.lineno}: {error.message}"}
+    except Exception as error:
+        return {"error": str(error) or type(error).__name__}
+    return {}
 
 
 def render(template: str, special_tokens: dict[str, str], conversation: list[dict[str, str]]) -> dict[str, str]:

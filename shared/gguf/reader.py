@@ -4,9 +4,11 @@ The format is the one that ggml's docs/gguf.md describes, versions 2 and 3, litt
 name, shape, type and offset, then the data. Every length is checked against the file before it is believed.
 """
 
+import math
 import mmap
 import struct
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,14 @@ LEAST_KEY, LEAST_TENSOR = 13, 24  # bytes of the shortest entries: what a count 
 STRING, ARRAY = 8, 9
 NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}  # numpy's names of the types
 
+# ggml's types by their numbers: weights in a block, and its bytes. What is not here has no size that is known, and is compute's to refuse.
+BLOCKS = {
+    0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 10: (256, 84), 11: (256, 110), 12: (256, 144),
+    13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110),
+    22: (256, 82), 23: (256, 136), 24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2), 34: (256, 54), 35: (256, 66),
+    39: (32, 17), 40: (64, 36), 41: (128, 18),
+}  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
@@ -33,6 +43,12 @@ class TensorInfo:
     shape: tuple[int, ...]  # as torch has it: the dimension that changes fastest is last
     type_id: int  # ggml's number of the type
     offset: int  # from the beginning of the file, in bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """At least; Python's integers, so that a shape that lies can't overflow."""
+        block, size = BLOCKS.get(self.type_id, (1, 0))
+        return math.prod(self.shape) // block * size
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,9 +97,11 @@ class GgufHead:
 def read_head(path: Path) -> GgufHead:
     """The file's metadata and tensors. Raises StartupError, in one line, for whatever is wrong with it."""
     try:
+        if path.stat().st_size == 0:
+            raise StartupError(f"{path}: the file is empty")
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Cursor(path, data).head()
-    except (OSError, ValueError) as error:  # an empty file can't be mapped: ValueError
+    except (OSError, ValueError) as error:
         raise StartupError(f"{path}: {error}") from None
 
 
@@ -113,20 +131,31 @@ class _Cursor:
                 raise StartupError(f"{self.path}: the key {_short(key)} is there twice")
             metadata[key] = self.value(*self.unpack("<I"))
         infos = [self.tensor() for _ in range(num_tensors)]
-        data_offset = self._data_offset(metadata)
+        alignment = self._alignment(metadata)
+        data_offset = -(-self.at // alignment) * alignment
         tensors = {info.name: TensorInfo(info.name, info.shape, info.type_id, data_offset + info.offset) for info in infos}
         if len(tensors) < len(infos):
             raise StartupError(f"{self.path}: a tensor is there twice")
-        for info in tensors.values():
-            if info.offset > self.size:
-                raise StartupError(f"{self.path}: {_short(info.name)} lies beyond the end of the file: is it complete?")
+        self._check_places(sorted(tensors.values(), key=lambda info: info.offset), alignment)
         return GgufHead(self.path, metadata, tensors)
 
-    def _data_offset(self, metadata: dict[str, Any]) -> int:
+    def _check_places(self, tensors: list[TensorInfo], alignment: int) -> None:
+        """That each tensor, in the order of the file, is in the file, begins where one may begin, and has its bytes for itself."""
+        for info, following in zip_longest(tensors, tensors[1:]):
+            if info.offset > self.size:
+                raise StartupError(f"{self.path}: {_short(info.name)} lies beyond the end of the file: is it complete?")
+            if info.offset + info.size_bytes > self.size:
+                raise StartupError(f"{self.path} ends in the middle of {_short(info.name)}: is it complete?")
+            if info.offset % alignment:
+                raise StartupError(f"{self.path}: {_short(info.name)} does not begin at a multiple of {alignment} bytes: the file is broken")
+            if following is not None and following.offset < info.offset + max(1, info.size_bytes):
+                raise StartupError(f"{self.path}: {_short(info.name)} and {_short(following.name)} overlap: the file is broken")
+
+    def _alignment(self, metadata: dict[str, Any]) -> int:
         alignment = metadata.get("general.alignment", DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
             raise StartupError(f"{self.path}: general.alignment is {_short(alignment)}, not a power of two")
-        return -(-self.at // alignment) * alignment
+        return alignment
 
     def take(self, length: int) -> bytes:
         if length > self.size - self.at:

@@ -54,6 +54,8 @@ def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways
         body = {"model": NAME, "prompt": "x", "user": "x", field: value, "cache_salt": padding[:256]}
         content = httpx.Request("POST", "http://x", json=body).content + b" " * len(padding)
         assert refused(post(gateways, content))[0] == param, value
+    huge = b'{"model": "m", "prompt": [1, 1%s]%s}' % (b"0" * 30, b" " * len(padding))  # an integer, though no float of 64 bits would know
+    assert refused(post(gateways, huge)) == ("prompt[1]", "prompt[1]: expected a token id like those before it, got a number beyond 64 bits")
     for parts, param in (
         ([{"type": "text", "text": "x"}, {"type": "image_url"}], "messages[0].content[1].type"),
         ([{"type": "text", "text": 1}], "messages[0].content[0].text"),

@@ -21,6 +21,7 @@ from services.compute.weights.gguf_blocks import FORMATS, to_grouped
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
+from shared.gguf.reader import BLOCKS
 from shared.model_files import open_model
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, SIZES, Engine
@@ -245,7 +246,7 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
         with pytest.raises(StartupError, match=message):
             load(path)
 
-    refused(b"", "model.gguf")
+    refused(b"", "model.gguf: the file is empty")
     refused(b"hello, this is no model at all", "not a GGUF file")
     refused(small_file[:-1000], "is it complete")
     refused(small_file[:2000], "middle of its metadata")
@@ -261,3 +262,15 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
     refused(small_file[:at] + (77).to_bytes(4, "little") + small_file[at + 4 :], "unknown type, number 77")
     refused(small_file[: at + 4] + (2**40).to_bytes(8, "little") + small_file[at + 12 :], "beyond the end of the file")
     refused(small_file[: at - 16] + (2**40).to_bytes(8, "little") + small_file[at - 8 :], "is it complete|has the shape")
+    place = at + 4
+    offset = int.from_bytes(small_file[place : place + 8], "little")
+    for wrong, message in (
+        (offset + 4, "'blk.1.ffn_up.weight' does not begin at a multiple of 32"),
+        (offset - 64, "'blk.1.ffn_up.weight' overlap"),
+        (0, "overlap"),
+    ):
+        refused(small_file[:place] + wrong.to_bytes(8, "little") + small_file[place + 8 :], message)
+
+
+def test_the_sizes_of_types_are_the_gguf_packages() -> None:
+    assert {int(kind): size for kind, size in GGML_QUANT_SIZES.items() if int(kind) in BLOCKS} == BLOCKS

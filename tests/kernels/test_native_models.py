@@ -57,6 +57,7 @@ def test_a_packed_checkpoint_is_the_same_model(name: str, tmp_path: Path) -> Non
     reference_model(name, tmp_path / "source")
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path / "source")
     quantize(str(tmp_path / "source"), tmp_path / "packed", Packed("w8a8", 64, attention_output=True))
+    assert (tmp_path / "packed" / "model.safetensors").stat().st_mode == (tmp_path / "packed" / "config.json").stat().st_mode, "whoever may read one"
     at_load = Engine(tmp_path / "source", dtype=torch.bfloat16, quantization="w8a8", attention_output=True)
     from_file = Engine(tmp_path / "packed", dtype=torch.bfloat16)
     prompts = random_prompts()

@@ -2,55 +2,29 @@
 
 import json
 import os
+import shutil
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
-import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from shared.model_files import DEMO_MODEL, open_model
 from tests.deployment import free_port
+from tests.kernels.families import CONFIGS
+from tests.kernels.gguf_files import Kind, Writer
+from tests.pipeline.up import Up, run
 from tests.waiting import wait_until
-
-COMMAND = [sys.executable, "-m", "services.cli"]
-
-
-def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
-
-
-class Up:
-    def __init__(self, folder: Path) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.data_dir = folder / "data"
-        self.log = folder / "up.log"
-        command = [*COMMAND, "up", "--model", "demo", "--port", str(self.port), "--data-dir", str(self.data_dir), "--samplers", "2", "--tokenizers", "2"]
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=60)
-
-    def ask(self) -> int:
-        body = {"model": "penstock-demo", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
-        try:
-            return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30, trust_env=False).status_code
-        except httpx.HTTPError:
-            return 0
-
-    def children(self) -> list[psutil.Process]:
-        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
-        return children
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = Up(tmp_path_factory.mktemp("up"))
+    started = Up(tmp_path_factory.mktemp("up"), "--samplers", "2", "--tokenizers", "2")
     yield started
-    for process in [*started.children(), started.process] if started.process.poll() is None else []:
-        process.kill()
+    started.end()
 
 
 def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
@@ -60,6 +34,8 @@ def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     lines = status.stdout.splitlines()
     assert [sum(line.startswith(f"{stage}-") for line in lines) for stage in ("gateway", "tokenizer", "compute", "sampler")] == [1, 2, 1, 2]
     assert any(line.startswith("output tokens/s") for line in lines)
+    [compute] = [line for line in lines if line.startswith("compute-")]
+    assert compute.endswith("running 0 waiting 0 kv 0%"), "and nothing of the rest that /metrics has"
 
 
 def test_chat_answers_and_remembers_nothing_wrong(up: Up) -> None:
@@ -93,12 +69,14 @@ def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
 
 def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "broken.gguf").write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
+    (tmp_path / "empty.gguf").touch()
     (tmp_path / "several").mkdir()
     for name in ("a", "b"):
         (tmp_path / "several" / f"{name}.gguf").write_bytes(b"GGUF")
     cases = [
         (["up", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
         (["serve", "compute", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
+        (["up", "--model", str(tmp_path / "empty.gguf")], "empty.gguf: the file is empty"),
         (["up", "--model", __file__], "is not a GGUF file"),
         (["up", "--model", str(tmp_path / "several")], "holds 2 GGUF files: name one of them"),
         (["pull", "nope"], "no model 'nope'"),
@@ -115,6 +93,41 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         assert result.returncode == 2, (arguments, result.stderr)
         assert message in result.stderr and "Traceback" not in result.stderr, result.stderr
         assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+
+
+def test_a_stage_that_can_not_run_ends_the_launcher_and_its_line_is_the_only_one(tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "own")
+    described = json.loads((folder / "tokenizer_config.json").read_text())
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": ["own.OwnTokenizer", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(described | own))
+    result = run("up", "--model", str(folder), "--port", str(free_port()), "--data-dir", str(tmp_path / "data"), "--log-level", "error")
+    assert result.returncode == 2
+    message = f"penstock: {folder}/tokenizer_config.json: auto_map names code in the checkpoint, and that is never run"
+    assert [line for line in result.stderr.splitlines() if "loading weights" not in line] == [message], result.stderr
+
+
+def test_what_is_wrong_with_a_gguf_file_is_said_of_that_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    torch.manual_seed(0)
+    path = Writer(AutoModelForCausalLM.from_config(CONFIGS["llama3"]), tmp_path / "small.gguf").write(Kind.F16)
+    (open_model(str(path)).folder / "tokenizer.json").write_text("{}")
+    for stage in ("tokenizer", "sampler"):
+        result = run("serve", stage, "--model", str(path))
+        assert result.returncode == 2 and result.stderr.startswith(f"penstock: {path}: the tokenizer can't be loaded: ")
+        assert str(tmp_path / "cache") not in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+
+
+def test_a_log_file_has_lines_and_no_bars(up: Up, tmp_path: Path) -> None:
+    logged = up.log.read_bytes()
+    assert b"\r" not in logged and logged.index(b"loading the model") < logged.index(b"model loaded")
+    assert b"\r" not in run("make-model", str(tmp_path), "--shape", "tiny").stderr.encode()
+
+
+def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_path: Path) -> None:
+    began = time.monotonic()
+    result = run("pull", "owner/name", HF_ENDPOINT="http://127.0.0.1:9", HOME=str(tmp_path))
+    assert result.returncode == 2 and time.monotonic() - began < 10
+    assert result.stderr.startswith("penstock: owner/name can't be fetched from the hub: ") and len(result.stderr.splitlines()) == 1, result.stderr
 
 
 def test_help_teaches() -> None:

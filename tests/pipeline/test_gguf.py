@@ -1,5 +1,6 @@
 """A GGUF file behind HTTP: text, chat by the template in its metadata, and a template that never ends."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from shared.model_files import DEMO_MODEL
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.kernels.families import CONFIGS
@@ -48,3 +50,13 @@ def test_a_template_that_never_ends_is_one_error_and_the_next_request_is_answere
     status, error = chat("loop")
     assert status == 400 and "chat template" in error and "takes more than 2 s" in error
     assert chat("hello")[0] == 200
+
+
+def test_a_model_with_a_broken_template_completes_texts(deployment: Deployment, tmp_path: Path) -> None:
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "own")
+    (folder / "chat_template.jinja").write_text("{% for message in messages %}{{ message.content }}")
+    deployment.start_all(model=folder)
+    assert deployment.logs().count("the model's chat template can't be used") == 1
+    chat = deployment.post("/v1/chat/completions", {"model": "own", "messages": [{"role": "user", "content": "Hi"}]})
+    assert (chat.status_code, chat.json()["error"]["code"], chat.headers["X-Should-Retry"]) == (501, "chat_template_broken", "false")
+    assert deployment.post("/v1/completions", {"model": "own", "prompt": "Hi", "max_tokens": 2}).status_code == 200

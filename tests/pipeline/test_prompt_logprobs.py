@@ -1,6 +1,7 @@
 """Logprobs of the prompt and requests for no token, through the `openai` package against a real pipeline."""
 
 import json
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
@@ -66,7 +67,8 @@ def test_a_completion_echoes_the_logprobs_of_prompt_and_answer(demo: Deployment)
     assert found.token_logprobs[1:n] == pytest.approx([float(row[each]) for row, each in zip(rows, token_ids[1:], strict=True)], abs=1e-4)
     assert all(len(top) <= 2 and max(top.values()) == pytest.approx(float(row.max()), abs=1e-4) for row, top in zip(rows, found.top_logprobs[1:n], strict=True))
     assert found.token_logprobs[n:] == pytest.approx(answer.token_logprobs, abs=1e-5)
-    assert found.text_offset[0] == 0 and found.text_offset == [sum(map(len, found.tokens[:at])) for at in range(n + 4)]
+    assert found.text_offset[0] == 0 and found.text_offset[n] == len(PROMPT) and len(found.text_offset) == n + 4
+    assert all(choice.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True) if "\ufffd" not in token)
     none = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=1, logprobs=0, echo=True).choices[0]
     assert none.logprobs.token_logprobs[:n] == found.token_logprobs[:n] and none.logprobs.top_logprobs[:3] == [None, {}, {}]
 
@@ -166,6 +168,28 @@ def test_what_is_wrong_is_named(demo: Deployment) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model=MODEL, messages=QUESTION, max_tokens=0, extra_body={"prompt_logprobs": 0})
     assert wrong.value.param == "max_tokens"
+
+
+def test_offsets_are_those_of_the_text_that_is_returned(deployment: Deployment, tmp_path: Path) -> None:
+    """The prompt has a BOS, which its text lacks, and a character of several tokens."""
+    folder = shutil.copytree(DEMO_MODEL, tmp_path / "own")
+    described = json.loads((folder / "tokenizer.json").read_text())
+    described["post_processor"]["single"].insert(0, {"SpecialToken": {"id": "<|system|>", "type_id": 0}})
+    described["post_processor"]["special_tokens"] = {"<|system|>": {"id": "<|system|>", "ids": [2], "tokens": ["<|system|>"]}}
+    (folder / "tokenizer.json").write_text(json.dumps(described))
+    deployment.start_all(model=folder, dtype="float32")
+    prompt, emoji = "It's a 🙂 day", tokenizer().encode("🙂")
+    assert len(emoji) == 4
+    found = deployment.client().completions.create(model="own", prompt=prompt, temperature=0, max_tokens=2, logprobs=0, echo=True).choices[0]
+    assert found.text.startswith(prompt) and found.logprobs.tokens[:2] == ["<|system|>", "It"]
+    assert found.logprobs.text_offset[:2] == [0, 0], "a length of 0"
+    at = found.logprobs.text_offset.index(prompt.index("🙂"))
+    assert found.logprobs.text_offset[at : at + 5] == [7, 7, 7, 7, 8] and found.logprobs.tokens[at + 4] == " day"
+    assert found.logprobs.text_offset[-2] == len(prompt)
+    ids = [2, *tokenizer().encode(" a"), *emoji, 40]
+    given = deployment.client().completions.create(model="own", prompt=ids, max_tokens=0, logprobs=0, echo=True).choices[0]
+    begin = len("<|system|> a")
+    assert given.text == "<|system|> a🙂D" and given.logprobs.text_offset == [0, begin - 2, begin, begin, begin, begin, begin + 1]
 
 
 @pytest.fixture

@@ -63,8 +63,8 @@ def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
 
 
-@pytest.mark.parametrize("text", ["{% for x in", "{{ nothing.at.all }}", "{% include 'x' %}"])
-def test_a_template_that_is_none_is_an_error_of_the_request(text: str) -> None:
+@pytest.mark.parametrize("text", ["{{ nothing.at.all }}", "{% include 'x' %}"])
+def test_a_template_that_fails_is_an_error_of_the_request(text: str) -> None:
     [found] = ChatTemplate(Texts(text)).render([say("Hi")])
     assert isinstance(found, Invalid) and found.status == 400
 
@@ -73,6 +73,20 @@ def test_templates_by_name_without_a_default_are_one_line() -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})), chat_template={"tool_use": "{{ messages }}", "rag": "{{ messages }}"})
     with pytest.raises(StartupError, match="can't be chosen: This model has multiple chat templates with no default"):
         ChatTemplate(tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("fine so far\n{% for x in", "line 2: unexpected 'end of template'"), ("{{ messages | no_such_filter }}", "No filter named 'no_such_filter'")],
+)
+def test_a_broken_template_is_said_once_at_the_start_and_blames_no_message(text: str, problem: str, caplog: pytest.LogCaptureFixture) -> None:
+    template = ChatTemplate(Texts(text))
+    template.start()
+    assert [record.levelname for record in caplog.records] == ["ERROR"] and problem in caplog.text
+    for found in template.render([say("Hi"), say("again")]):
+        assert isinstance(found, Invalid) and (found.status, found.param, found.code) == (501, None, "chat_template_broken")
+        assert problem in str(found) and "use /v1/completions" in str(found)
+    assert len(caplog.records) == 1
 
 
 def test_a_model_without_a_template_says_so() -> None:

@@ -4,6 +4,7 @@ import hashlib
 import sys
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -94,10 +95,10 @@ def test_of_a_hub_repository_what_a_model_needs_is_fetched(models: Path, monkeyp
     asked: list[Any] = []
 
     class Hub:
-        def list_repo_files(self, name: str) -> list[str]:
-            if name == "some/gone":
+        def model_info(self, name: str, *, timeout: float) -> SimpleNamespace:
+            if timeout > 10 or name == "some/gone":
                 raise RuntimeError("404 not found\nwith details")
-            return ["README.md", "config.json", "model.safetensors", "tokenizer.json"]
+            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in ("README.md", "config.json", "model.safetensors", "tokenizer.json")])
 
     def download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         asked.append(allow_patterns)

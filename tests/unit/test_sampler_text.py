@@ -91,3 +91,13 @@ def test_the_end_of_an_answer() -> None:
     stopped = begin(SamplingParams(max_tokens=5, stop_token_ids=(41,))).append(41, None)
     assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", 41)
     assert begin(SamplingParams(max_tokens=1)).append(40, None).finish_reason == "length"
+
+
+def test_an_offset_is_where_the_token_begins_in_the_returned_text() -> None:
+    """Single tokens of a character have texts of their own, which do not add up to it."""
+    ids = TOKENIZER.encode("a 🙂!").ids
+    state = begin(SamplingParams(max_tokens=len(ids), logprobs=0), echo_text="echo")
+    events = [state.append(token_id, TokenLogprob("\ufffd", b"", -1.0)) for token_id in ids]
+    assert "".join(event.text for event in events) == "echoa 🙂!"
+    found = [each.text_offset for event in events for each in event.logprobs or ()]
+    assert found == [4, 5, 6, 6, 6, 6, 7]

@@ -2,6 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 
 from services.compute.candidates.prompt_logprobs import prompt_logprobs
 from services.compute.candidates.reduction import CandidateRows
@@ -66,6 +67,7 @@ class Samplers:
 def introduction(active: ActiveRequest) -> SequenceIntro:
     """What a sampler must know of a sequence."""
     sequence, request = active.sequence, active.request
+    scored = prompt_logprobs(sequence)
     return SequenceIntro(
         handle=sequence.handle,
         request_id=request.request_id,
@@ -77,5 +79,5 @@ def introduction(active: ActiveRequest) -> SequenceIntro:
         echo_text=request.echo_text,
         num_cached_tokens=sequence.num_cached_tokens,
         num_decided_tokens=sequence.num_decided_tokens - sequence.num_prompt_tokens,
-        prompt_logprobs=prompt_logprobs(sequence),
+        prompt_logprobs=None if scored is None else replace(scored, text_offsets=request.echo_offsets),
     )

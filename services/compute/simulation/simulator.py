@@ -94,7 +94,7 @@ def replay(
         num_ended += has_ended
         return has_ended
 
-    with tqdm(total=len(arrivals), desc="replaying", unit="request", disable=not progress) as bar:
+    with tqdm(total=len(arrivals), desc="replaying", unit="request", disable=None if progress else True) as bar:
         while num_arrived < len(arrivals) or scheduler.num_unfinished:
             while num_arrived < len(arrivals) and arrivals[num_arrived].arrived_at <= result.seconds:
                 scheduler.add(make_sequence(num_arrived, arrivals[num_arrived], max_total_tokens))

@@ -5,6 +5,7 @@ LM head is stored beside the embedding.
 """
 
 import json
+import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -70,6 +71,9 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
     else:
         weights, perplexities = _calibrated(files, config, packing, windows, backend)
     size = _write(out, files, config, packing, weights)
+    umask = os.umask(0o077)
+    os.umask(umask)
+    (out / "model.safetensors").chmod(0o666 & ~umask)  # like its neighbours: safetensors keeps what it writes from everybody else
     return Result((_num_bytes(files.weights), size), perplexities)
 
 

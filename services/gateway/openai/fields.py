@@ -120,6 +120,8 @@ def kind_of(value: Any) -> str:
     """What JSON calls it."""
     if value is None:
         return "null"
+    if isinstance(value, float) and abs(value) >= 1 << 63:  # orjson reads integers beyond 64 bits as these
+        return "a number beyond 64 bits"
     names = {bool: "a boolean", int: "an integer", float: "a number with a fraction", str: "a text", list: "a list", dict: "an object"}
     return names.get(type(value), type(value).__name__)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any, Protocol
 
 from services.gateway.openai.prompt_logprobs import by_token_id, echoed, finite
@@ -126,7 +125,6 @@ class ChatFormat:
 class CompletionFormat:
     def __init__(self, record: ResponseRecord) -> None:
         self.record = record
-        self._offsets: dict[int, int] = {}  # by choice: characters of text so far, for text_offset
 
     def opening(self, index: int) -> None:
         """None: completions begin with their first token."""
@@ -138,7 +136,7 @@ class CompletionFormat:
         own = {
             "index": choice.index,
             "text": event.text,
-            "logprobs": self._logprobs(choice.index, event.logprobs, prompt),
+            "logprobs": self._logprobs(event.logprobs, prompt),
             "finish_reason": event.finish_reason,
             "stop_reason": event.stop_reason,
         }
@@ -154,7 +152,7 @@ class CompletionFormat:
                 {
                     "index": choice.index,
                     "text": "".join(choice.text),
-                    "logprobs": self._logprobs(choice.index, choice.logprobs, choice.prompt_logprobs),
+                    "logprobs": self._logprobs(choice.logprobs, choice.prompt_logprobs),
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                     **prompt_field(self.record, choice.prompt_logprobs),
@@ -164,17 +162,17 @@ class CompletionFormat:
             "usage": usage(choices, self.record.n),
         }
 
-    def _logprobs(self, index: int, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
+    def _logprobs(self, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
         """OpenAI's old form: four lists in step, over what is echoed of the prompt and the answer."""
         num_echoed = self.record.num_echo_logprobs if prompt is not None else None
         if logprobs is None and num_echoed is None:
             return None
-        tokens, token_logprobs, top_logprobs = echoed(prompt, num_echoed) if prompt is not None and num_echoed is not None else ([], [], [])
+        tokens, token_logprobs, top_logprobs, offsets = echoed(prompt, num_echoed) if prompt is not None and num_echoed is not None else ([], [], [], [])
         for entry in logprobs or ():
             tokens.append(entry.token)
             token_logprobs.append(finite(entry.logprob))
             top_logprobs.append({top.token: finite(top.logprob) for top in entry.top})
-        *offsets, self._offsets[index] = accumulate(map(len, tokens), initial=self._offsets.get(index, 0))
+            offsets.append(entry.text_offset)
         return {"tokens": tokens, "token_logprobs": token_logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:

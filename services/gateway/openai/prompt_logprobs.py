@@ -11,12 +11,12 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def echoed(prompt: PromptLogprobs, num_top: int) -> tuple[list[str], list[float | None], list[dict[str, float] | None]]:
-    """Tokens, their logprobs, and the num_top likeliest in the place of each: lists in step. Nothing predicts the first token."""
+def echoed(prompt: PromptLogprobs, num_top: int) -> tuple[list[str], list[float | None], list[dict[str, float] | None], list[int]]:
+    """Tokens, their logprobs, the num_top likeliest in the place of each, and where each begins in the text: lists in step. Nothing predicts the first."""
     text_of = texts(prompt)
     tokens = [text_of[token_id] for token_id in prompt.token_ids.tolist()]
     tops = [{text_of[token_id]: finite(logprob) for token_id, logprob in row} for row in top_rows(prompt, num_top)]
-    return tokens, [None, *map(finite, prompt.logprobs.tolist())], [None, *tops]
+    return tokens, [None, *map(finite, prompt.logprobs.tolist())], [None, *tops], prompt.text_offsets.tolist() or [0] * len(tokens)
 
 
 def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str, Any]] | None]:

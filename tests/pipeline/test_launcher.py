@@ -1,0 +1,103 @@
+"""The launcher is killed: what it started ends by itself, in order, nothing is lost, and the next launcher goes on from the logs."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from shared.stage import LIFELINE
+from tests.deployment import free_port
+from tests.pipeline.up import Up, run
+from tests.waiting import wait_until
+
+BODY = {"model": "penstock-demo", "prompt": "The", "max_tokens": 900, "temperature": 0.9, "seed": 7, "ignore_eos": True, "stream": True}
+FLAGS = ("--dtype", "float32")
+
+
+def chunks(lines: list[str]) -> list[Any]:
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+
+
+def text_of(lines: list[str]) -> str:
+    return "".join(choice["text"] for chunk in chunks(lines) for choice in chunk.get("choices", ()))
+
+
+def last_id_of(lines: list[str]) -> str:
+    return [line.removeprefix("id: ") for line in lines if line.startswith("id: ")][-1]
+
+
+def stream(up: Up, *, kill: bool = False) -> list[str]:
+    """The lines of the stream; the launcher is killed in the middle of it."""
+    lines: list[str] = []
+    with httpx.stream("POST", f"{up.url}/v1/completions", json=BODY, timeout=60, trust_env=False) as response:
+        for line in response.iter_lines():
+            lines.append(line)
+            if kill and line.startswith("id: ") and int(line.removeprefix("id: ")) >= 20:
+                up.process.kill()
+                up.process.wait()
+                kill = False
+    return lines
+
+
+def test_a_launcher_that_is_killed_mid_stream_loses_nothing(tmp_path: Path) -> None:
+    first = Up(tmp_path, *FLAGS)
+    children = first.children()
+    try:
+        whole = text_of(stream(first))
+        received = stream(first, kill=True)
+        assert chunks(received)[-1]["error"]["code"] == "gateway_draining"  # as with SIGTERM
+    finally:
+        first.end()
+    second = Up(tmp_path, *FLAGS)  # waits for the rest of the first
+    try:
+        assert not [child for child in children if child.is_running()]
+        redis = [child for child in second.children() if "valkey" in child.name()]
+        assert len(redis) == 1
+        answer_id = next(chunk["id"] for chunk in chunks(received) if "id" in chunk)
+        headers = {"Last-Event-ID": last_id_of(received)}
+        resumed = httpx.get(f"{second.url}/v1/streams/{answer_id}", headers=headers, timeout=60, trust_env=False)
+        assert resumed.status_code == 200, resumed.text
+        assert len(text_of(received)) < len(whole)
+        assert text_of(received) + text_of(resumed.text.splitlines()) == whole
+    finally:
+        second.end()
+
+
+def test_a_redis_that_does_not_end_is_named_and_no_second_one_starts(tmp_path: Path) -> None:
+    up = Up(tmp_path, *FLAGS)
+    [redis] = [child for child in up.children() if "valkey" in child.name()]
+    others = [child for child in up.children() if child != redis]
+    try:
+        redis.send_signal(signal.SIGSTOP)
+        up.process.kill()
+        up.process.wait()
+        second = run("up", "--model", "demo", "--port", str(free_port()), "--data-dir", str(up.data_dir), "--log-level", "error")
+        assert second.returncode == 2
+        assert f"redis (process {redis.pid})" in second.stderr and len(second.stderr.splitlines()) == 1, second.stderr
+    finally:
+        redis.send_signal(signal.SIGCONT)
+        wait_until(lambda: not any(each.is_running() for each in [redis, *others]), description="all have ended")
+
+
+def test_a_stage_that_hangs_does_not_outlive_its_launcher() -> None:
+    code = """
+import signal, sys, time
+import shared.stage
+shared.stage.STOP_TIMEOUT_S = 0.2
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("up", flush=True)
+shared.stage.run_stage(lambda: time.sleep(60))
+"""
+    reader, writer = os.pipe()
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, env={**os.environ, LIFELINE: str(reader)}, pass_fds=(reader,), stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    os.close(reader)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    os.close(writer)  # what the kernel does when the launcher dies
+    _, errors = process.communicate(timeout=30)
+    assert process.returncode == 1 and b"the launcher is gone" in errors

@@ -1,0 +1,49 @@
+"""`penstock up` as a process, for the tests of what it starts."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import psutil
+
+from tests.deployment import free_port
+from tests.waiting import wait_until
+
+COMMAND = [sys.executable, "-m", "services.cli"]
+
+
+def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+
+
+class Up:
+    """Started, and ready. Its output goes to a file in `folder`, its data to a folder there, which a second one can take over."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.data_dir = folder / "data"
+        self.log = folder / "up.log"
+        command = [*COMMAND, "up", "--model", "demo", "--port", str(self.port), "--data-dir", str(self.data_dir), *arguments]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=60)
+
+    def ask(self) -> int:
+        body = {"model": "penstock-demo", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+        try:
+            return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30, trust_env=False).status_code
+        except httpx.HTTPError:
+            return 0
+
+    def children(self) -> list[psutil.Process]:
+        children: list[psutil.Process] = psutil.Process(self.process.pid).children(recursive=True)
+        return children
+
+    def end(self) -> None:
+        """By force, whatever state it is in."""
+        for process in [*self.children(), self.process] if self.process.poll() is None else []:
+            process.kill()
+        self.process.wait()

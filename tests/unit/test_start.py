@@ -1,0 +1,49 @@
+"""What is known of a model before anything is started: how to ask it, and that it can't be served."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from services.launcher import example
+from shared.errors import StartupError
+from shared.model_files import DEMO_MODEL, open_model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A checkpoint without a chat template, and with nothing wrong."""
+    shutil.copytree(DEMO_MODEL, tmp_path / "small")
+    (tmp_path / "small" / "chat_template.jinja").unlink()
+    return tmp_path / "small"
+
+
+def test_the_example_is_a_chat_where_the_model_has_a_template(folder: Path) -> None:
+    assert example(open_model("demo"))[0] == "/v1/chat/completions"
+    path, body = example(open_model(str(folder)))
+    assert path == "/v1/completions" and json.loads(body)["model"] == "small"
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": "{{ messages[0].content }}"}))
+    assert example(open_model(str(folder)))[0] == "/v1/chat/completions"
+
+
+def test_what_can_not_be_served_is_refused_before_anything_starts(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    for change, message in (
+        ({"num_attention_heads": 0}, "config.json: num_attention_heads is 0, not a positive number"),
+        ({"vocab_size": "many"}, "config.json: vocab_size is 'many', not a positive number"),
+        ({"num_hidden_layers": True}, "config.json: num_hidden_layers is True, not a positive number"),
+        ({"quantization_config": [1]}, "config.json: quantization_config is not an object"),
+    ):
+        (folder / "config.json").write_text(json.dumps(config | change))
+        with pytest.raises(StartupError, match=message):
+            open_model(str(folder))
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": None, "quantization_config": None}))
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    open_model(str(folder))  # stages that read no weights need none
+    with pytest.raises(StartupError, match=r"holds no \*\.safetensors; pytorch_model.bin is a pickle"):
+        open_model(str(folder), weights=True)
+    (folder / "config.json").unlink()
+    with pytest.raises(StartupError, match="holds no config.json"):
+        open_model(str(folder), weights=True)
