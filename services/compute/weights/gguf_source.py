@@ -53,7 +53,6 @@ class GgufSource:
         self.device = device
         self.head: GgufHead = read_head(path)
         self.architecture = self.head.text("general.architecture")
-        self._size = path.stat().st_size
         self._read: set[str] = set()
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         with path.open("rb") as file:
@@ -62,15 +61,13 @@ class GgufSource:
         self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
-        """The tensor's type, once it is clear that all of it is in the file. Raises StartupError."""
+        """The tensor's type. Raises StartupError."""
         try:
             kind = GGMLQuantizationType(info.type_id)
         except ValueError:
             raise StartupError(f"{self.folder}: {info.name} has an unknown type, number {info.type_id}") from None
         if info.shape[-1] % GGML_QUANT_SIZES[kind][0]:
             raise StartupError(f"{self.folder}: {info.name} has rows of {info.shape[-1]}, which blocks of {kind.name} don't fill")
-        if info.offset + _num_bytes(info, kind) > self._size:
-            raise StartupError(f"{self.folder} ends in the middle of {info.name}: is it complete?")
         return kind
 
     @property
@@ -148,7 +145,7 @@ class GgufSource:
 
     def _rows(self, info: TensorInfo, kind: GGMLQuantizationType, name: str) -> Tensor:
         """A copy of the tensor's bytes, [rows, bytes of a row] uint8, with the rows as Hugging Face has them."""
-        size = _num_bytes(info, kind)
+        size = info.size_bytes
         num_rows = info.shape[0] if len(info.shape) > 1 or kind in FLOATS else 1
         data = torch.from_numpy(np.frombuffer(self._map, np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
         self._forget(info.offset, size)
@@ -176,15 +173,6 @@ class GgufSource:
                 raise StartupError(f"{self.folder}: tensors of the type {kind.name} can't be dequantized") from None
             result[begin : begin + step] = torch.from_numpy(values)
         return result.reshape(shape)
-
-
-def _num_bytes(info: TensorInfo, kind: GGMLQuantizationType) -> int:
-    """Python's integers: a shape that lies can't overflow."""
-    block, size = GGML_QUANT_SIZES[kind]
-    num = 1
-    for length in info.shape:
-        num *= length
-    return num // block * size
 
 
 def _unpermuted(num_rows: int, num_heads: int) -> Tensor:
