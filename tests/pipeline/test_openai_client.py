@@ -1,6 +1,7 @@
 """The `openai` package against a real pipeline, as a user would call it."""
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
@@ -22,6 +23,13 @@ def test_a_chat_is_answered_and_ends_its_turn(demo: Deployment) -> None:
     assert reply.usage is not None
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (7, 37)
     assert reply.usage.total_tokens == 44
+
+
+def test_an_answer_goes_back_as_the_client_has_it(demo: Deployment) -> None:
+    messages: list[Any] = [*QUESTION]
+    messages.append(demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices[0].message)
+    messages.append({"role": "user", "content": "And then?"})
+    assert demo.client().chat.completions.create(model=MODEL, messages=messages, max_tokens=3).choices[0].message.content
 
 
 def test_a_stream_says_the_same_role_first_and_usage_last(demo: Deployment) -> None:

@@ -1,13 +1,14 @@
-"""The bodies that clients send, as pydantic models. What is not named here is refused, never ignored; bounds are SamplingParams'.
+"""The bodies that clients send, as pydantic models. What is not named here is refused, unless it asks for nothing; bounds are SamplingParams'.
 
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from services.gateway.openai.fields import CONTENT_SCHEMA, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, join_parts, read_prompt, refuse_unknown
+from services.gateway.openai.neutral import OF_MESSAGES, OF_REQUESTS, without_neutral
 from shared.errors import Invalid
 from shared.messages import SchedulingParams
 from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
@@ -22,15 +23,21 @@ MAX_DEADLINE_S = 86_400.0
 
 class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing
 
     @model_validator(mode="before")
     @classmethod
     def _refuse_unknown(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        value = without_neutral(value, cls.model_fields, cls.neutral)
         refuse_unknown(cls.model_fields, value)
         return value
 
 
 class Message(Body):
+    neutral = OF_MESSAGES
+
     role: str = Field(min_length=1, max_length=64)
     content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)]
     name: str | None = Field(None, max_length=MAX_NAME)
@@ -42,6 +49,8 @@ class StreamOptions(Body):
 
 class GenerateBody(Body):
     """The fields that both endpoints share."""
+
+    neutral = OF_REQUESTS
 
     model: str = Field(max_length=MAX_NAME)
     n: int = Field(1, ge=1, le=MAX_SEQUENCES)

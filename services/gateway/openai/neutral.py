@@ -1,0 +1,31 @@
+"""Fields that clients send and ask nothing by: null anywhere, bookkeeping of their own, and of what is not here the values that ask for what is done anyway.
+
+They are passed over; any other value of such a field is refused. What we sent, a client may send back: an assistant's message with all its fields.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+ANYTHING: tuple[Any, ...] = ("anything",)
+
+OF_REQUESTS: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,), "continue_final_message": (False,), "add_generation_prompt": (True,), "detokenize": (True,), "early_stopping": (False,),
+    "function_call": ("none", "auto"), "functions": ([],), "include_stop_str_in_output": (False,), "length_penalty": (1.0,), "metadata": ANYTHING,
+    "modalities": (["text"],), "parallel_tool_calls": (True, False), "prompt_cache_key": ANYTHING, "response_format": ({"type": "text"},),
+    "safety_identifier": ANYTHING, "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,),
+}  # fmt: skip
+OF_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "annotations": ANYTHING, "provider_specific_fields": ANYTHING, "reasoning_content": ANYTHING, "refusal": ("",), "tool_calls": ([],),
+}  # fmt: skip
+
+
+def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: dict[str, tuple[Any, ...]]) -> dict[str, Any]:
+    """The body without what asks for nothing. fields: pydantic's, of which null takes the default where there is one."""
+    return {key: each for key, each in value.items() if not _asks_nothing(key, each, fields, neutral)}
+
+
+def _asks_nothing(key: str, value: Any, fields: Mapping[str, Any], neutral: dict[str, tuple[Any, ...]]) -> bool:
+    if key in fields:
+        return value is None and not fields[key].is_required()
+    return value is None or (key in neutral and (neutral[key] is ANYTHING or value in neutral[key]))
