@@ -138,8 +138,6 @@ def run_quantize(args: argparse.Namespace) -> None:
     from services.compute.tools.quantize import quantize
 
     packing = Packed(args.quantization, args.group, args.attention_output, args.lm_head)
-    if not sys.stderr.isatty():
-        print(f"quantizing {args.source}", file=sys.stderr, flush=True)
     result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens)
     texts = ["", ""]
     if result.perplexities is not None:

@@ -7,6 +7,7 @@ LM head is stored beside the embedding.
 import json
 import os
 import shutil
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,6 +67,8 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise StartupError(f"{out}: {error.strerror}") from None
+    if not sys.stderr.isatty():  # where there are no bars
+        sys.stderr.write(f"quantizing {model}\n")
     if windows is None:
         weights, perplexities = load_weights(files.weights, config, backend, **asdict(packing)), None
     else:
