@@ -20,8 +20,6 @@ from services.compute.backends.backend import QUANTIZATIONS, Backend
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.backends.torch.reference import kv_row_size, write_kv
-from services.compute.host_memory import mapped_zeros
 from services.compute.tools.make_model import SHAPES, Shape
 
 LAYERS_BYTES = 100 << 20  # of the caches that attention takes in turn
@@ -84,9 +82,10 @@ def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
         ("decode, 1 x 4000", 1, 4000, 1),
         ("decode, 8 x 4000", 8, 4000, 1),
         ("decode, 32 x 256", 32, 256, 1),
+        ("decode, 64 x 530", 64, 530, 1),
         ("prefill, 1024", 1, 1024, 1024),
     ):
-        blocks = context // 16
+        blocks = -(-context // 16)
         tables = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(sequences)]
         tokens = sequences * new
         slots = torch.tensor([table[at // 16] * 16 + at % 16 for table in tables for at in range(context - new, context)])
@@ -96,7 +95,7 @@ def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
         q = qkv[:, : heads.num_heads * heads.head_dim].reshape(sequences, new, heads.num_heads, heads.head_dim).transpose(1, 2).contiguous()
         copies = range(max(1, LAYERS_BYTES // (4 * sequences * context * heads.num_kv_heads * heads.head_dim)))  # in turn, as layers do
         x = [torch.randn(sequences * context, heads.num_kv_heads, heads.head_dim).bfloat16() for _ in range(2)]
-        caches = {group: [make_cache(x, blocks * sequences, group) for _ in copies] for group in (0, *groups)}
+        caches = {group: [make_cache(backend, heads, blocks * sequences, group) for _ in copies] for group in (0, *groups)}
         pieces = [[each.view(sequences, context, *each.shape[1:]).transpose(1, 2).contiguous() for each in x] for _ in copies]
         seconds: dict[object, list[float]] = {}
         for number in range(rounds * max(4, len(copies))):
@@ -111,12 +110,10 @@ def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
         print(f"{name:20}" + "".join(f"{cell:>14}" for cell in [*cells, *(f"{medians[group]:.0f}" for group in groups)]), flush=True)
 
 
-def make_cache(x: list[torch.Tensor], num_blocks: int, group: int) -> torch.Tensor:
-    """A layer's cache with keys and values x, [slots, kv_heads, head_dim] both; group: of int8, 0: bfloat16."""
-    _, num_kv_heads, head_dim = x[0].shape
-    row = kv_row_size(head_dim, group) if group else head_dim * 2
-    kv = mapped_zeros(2 * num_blocks * 16 * num_kv_heads * row).view(torch.uint8 if group else torch.bfloat16).view(2, num_blocks, num_kv_heads, 16, -1)
-    write_kv(kv, x[0], x[1], torch.arange(num_blocks * 16))
+def make_cache(backend: Backend, heads: Heads, num_blocks: int, group: int) -> torch.Tensor:
+    """A layer's cache whose bytes are no numbers that would take longer than others, whatever order they stand in; group: of int8, 0: bfloat16."""
+    kv = backend.make_kv_layer(num_blocks, 16, heads.num_kv_heads, heads.head_dim, group=group)
+    kv.view(torch.uint8).fill_(0x2C)
     return kv
 
 
