@@ -115,6 +115,7 @@ def test_any_value_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
 )
 def test_compute_ends_with_one_line_and_exit_code_2(text: str, message: str, tmp_path: Path) -> None:
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
+    (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(text)
     command = [sys.executable, "-m", "services.compute", "--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -23,7 +23,7 @@ from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.gguf.reader import BLOCKS
 from shared.model_files import open_model
-from tests.kernels.backends import FLOAT32
+from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS, SIZES, Engine
 from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks
 from tests.kernels.test_models import expected_tokens, prompts
@@ -122,7 +122,7 @@ def test_only_what_is_dequantized_anyway_is_quantized_anew(kind: Kind, tmp_path:
         assert main(command) == 2
         message = f"--quantization w8a8: {path} is quantized already (GGUF, Q4_K) and keeps its form"
         assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
-        load_weights(path, read_config(open_model(str(path)).config), torch.bfloat16, CPU)
+        load_weights(path, read_config(open_model(str(path)).config), native_backend())
         command += ["--calibrate", "default", "--calibration-tokens", "2560"]  # for which it is dequantized
     assert main(command) == 0
     assert open_model(str(tmp_path / "out")).config["quantization_config"]["quantization"] == "w8a8"

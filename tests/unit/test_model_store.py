@@ -91,14 +91,20 @@ def test_names_that_are_none_are_refused(name: str, models: Path) -> None:
         pull(name)
 
 
+class Hub:
+    """What a hub says of a repository with these files."""
+
+    def __init__(self, *files: str) -> None:
+        self.files = files
+
+    def model_info(self, name: str, *, timeout: float) -> SimpleNamespace:
+        if timeout > 10 or name == "some/gone":
+            raise RuntimeError("404 not found\nwith details")
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in self.files])
+
+
 def test_of_a_hub_repository_what_a_model_needs_is_fetched(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-
-    class Hub:
-        def model_info(self, name: str, *, timeout: float) -> SimpleNamespace:
-            if timeout > 10 or name == "some/gone":
-                raise RuntimeError("404 not found\nwith details")
-            return SimpleNamespace(siblings=[SimpleNamespace(rfilename=file) for file in ("README.md", "config.json", "model.safetensors", "tokenizer.json")])
 
     def download(name: str, *, local_dir: Path, allow_patterns: list[str]) -> None:
         asked.append(allow_patterns)
@@ -107,7 +113,7 @@ def test_of_a_hub_repository_what_a_model_needs_is_fetched(models: Path, monkeyp
         if len(asked) == 1:
             raise RuntimeError("the connection broke")
 
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub("README.md", "config.json", "model.safetensors", "tokenizer.json"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     with pytest.raises(StartupError, match="some/model can't be fetched from the hub: the connection broke"):
         pull("some/model")
@@ -131,6 +137,7 @@ def files_of_a_hub(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             (local_dir / file).parent.mkdir(parents=True, exist_ok=True)
             (local_dir / file).write_text(file)
 
+    monkeypatch.setattr("huggingface_hub.HfApi", lambda: Hub("A.gguf", "B.gguf", "sub/C.gguf"))
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
 
 
