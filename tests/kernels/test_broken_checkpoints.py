@@ -22,6 +22,7 @@ from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
+from tests.kernels.mutations import change_one
 from tests.kernels.quantized import awq, compressed, float8, four_bit_floats, gptq, integers, layers_only, llm_int8, packed, scheme, write_checkpoint
 from tests.kernels.test_formats import BNB4, BNB8, CASES, awq_config, fp8_config, gptq_config
 from tests.kernels.test_models import prompts
@@ -320,12 +321,8 @@ def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[P
     folder, tensors = originals[name]
     save_file(tensors, folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
-    inner = quantized = json.loads(json.dumps(MUTATED[name][1]))
-    while nested := [key for key, value in inner.items() if isinstance(value, dict) and value]:
-        if data.draw(st.booleans()):
-            break
-        inner = inner[data.draw(st.sampled_from(nested))]
-    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(VALUES)
+    quantized = json.loads(json.dumps(MUTATED[name][1]))
+    change_one(quantized, data, VALUES)
     try:
         load_weights(folder, read_config(config | {"quantization_config": quantized}), FLOAT32)
     except StartupError as error:

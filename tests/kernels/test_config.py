@@ -17,6 +17,7 @@ from services.compute.models.config import read_config
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, open_model
 from tests.kernels.families import CONFIGS
+from tests.kernels.mutations import change_one
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,12 +94,7 @@ VALUES = st.recursive(
 @settings(max_examples=600, deadline=None)
 def test_any_value_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
     config = json.loads(json.dumps(FAMILIES[data.draw(st.sampled_from(sorted(FAMILIES)))]))
-    inner = config
-    while nested := [key for key, value in inner.items() if isinstance(value, dict) and value]:
-        if data.draw(st.booleans()):
-            break
-        inner = inner[data.draw(st.sampled_from(nested))]
-    inner[data.draw(st.sampled_from(sorted(inner)))] = data.draw(VALUES)
+    change_one(config, data, VALUES)
     try:
         read_config(config)
     except StartupError as error:
