@@ -165,21 +165,28 @@ struct AttentionState {
   ~AttentionState() { _tile_release(); }
 };
 
-inline void score_keys(const uint16_t* queries, int64_t, int64_t dim, const char* keys0, const char* keys1, float* c) {
+// Some bytes of a slab that comes later; null: none.
+inline void ask_for(const char* slab, int64_t start, int64_t count) {
+  for (int64_t line = start; slab != nullptr && line < start + count; line += 64) ask(slab + line);
+}
+
+inline void score_keys(const uint16_t* queries, int64_t, int64_t dim, const penstock::Slabs& keys, float* c) {
   _tile_zero(0);
   _tile_zero(1);
   for (int64_t at = 0; at < dim; at += 32) {
+    ask_for(keys.next[0], at * 32, 1024);
+    ask_for(keys.next[1], at * 32, 1024);
     _tile_loadd(4, queries + at, dim * 2);
-    _tile_loadd(6, keys0 + at * 32, 64);
+    _tile_loadd(6, keys.now[0] + at * 32, 64);
     _tile_dpbf16ps(0, 4, 6);
-    _tile_loadd(6, keys1 + at * 32, 64);
+    _tile_loadd(6, keys.now[1] + at * 32, 64);
     _tile_dpbf16ps(1, 4, 6);
   }
   _tile_stored(0, c, 128);
   _tile_stored(1, c + 16, 128);
 }
 
-inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const penstock::Slabs& values, const float* factors, float* out) {
   for (int64_t row = 0; row < rows; ++row) {
     if (factors[row] == 1.0f) continue;
     for (int64_t at = 0; at < dim; at += 16) store(out + row * dim + at, load(out + row * dim + at) * spread(factors[row]));
@@ -187,10 +194,12 @@ inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const
   _tile_loadd(2, weights, 64);
   _tile_loadd(5, weights + 16, 64);
   for (int64_t at = 0; at < dim; at += 16) {
+    ask_for(values.next[0], at * 32, 512);
+    ask_for(values.next[1], at * 32, 512);
     _tile_loadd(0, out + at, dim * 4);
-    _tile_loadd(3, values0 + at * 4, dim * 4);
+    _tile_loadd(3, values.now[0] + at * 4, dim * 4);
     _tile_dpbf16ps(0, 2, 3);
-    _tile_loadd(7, values1 + at * 4, dim * 4);
+    _tile_loadd(7, values.now[1] + at * 4, dim * 4);
     _tile_dpbf16ps(0, 5, 7);
     _tile_stored(0, out + at, dim * 4);
   }

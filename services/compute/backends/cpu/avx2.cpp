@@ -130,6 +130,11 @@ inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
   }
 }
 
+// Some bytes of a slab that comes later; null: none.
+inline void ask(const char* slab, int64_t start, int64_t count) {
+  for (int64_t line = start; slab != nullptr && line < start + count; line += 64) _mm_prefetch(slab + line, _MM_HINT_T0);
+}
+
 template <int kRows>
 inline void score_rows(const uint16_t* queries, int64_t dim, const char* keys, float* c) {
   __m256 acc[kRows][2];
@@ -138,12 +143,12 @@ inline void score_rows(const uint16_t* queries, int64_t dim, const char* keys, f
   for (int row = 0; row < kRows; ++row) _mm256_storeu_ps(c + row * 32, acc[row][0]), _mm256_storeu_ps(c + row * 32 + 8, acc[row][1]);
 }
 
-inline void score_keys(const uint16_t* queries, int64_t rows, int64_t dim, const char* keys0, const char* keys1, float* c) {
+inline void score_keys(const uint16_t* queries, int64_t rows, int64_t dim, const penstock::Slabs& keys, float* c) {
   for (int64_t row = 0; row < rows; row += 2) {
     const uint16_t* some = queries + row * dim;
     for (int half = 0; half < 2; ++half) {
-      const char* keys = half == 0 ? keys0 : keys1;
-      row + 1 < rows ? score_rows<2>(some, dim, keys, c + row * 32 + half * 16) : score_rows<1>(some, dim, keys, c + row * 32 + half * 16);
+      if (row == 0) ask(keys.next[half], 0, dim * 32);
+      row + 1 < rows ? score_rows<2>(some, dim, keys.now[half], c + row * 32 + half * 16) : score_rows<1>(some, dim, keys.now[half], c + row * 32 + half * 16);
     }
   }
 }
@@ -159,10 +164,11 @@ inline void add_tile(const uint16_t* weights, int64_t dim, const char* values0, 
   for (int row = 0; row < kRows; ++row) _mm256_storeu_ps(out + row * dim, acc[row][0]), _mm256_storeu_ps(out + row * dim + 8, acc[row][1]);
 }
 
-inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const penstock::Slabs& values, const float* factors, float* out) {
   for (int64_t row = 0; row < rows; row += 2) {
     for (int64_t at = 0; at < dim; at += 16) {
-      const char *first = values0 + at * 4, *second = values1 + at * 4;
+      const char *first = values.now[0] + at * 4, *second = values.now[1] + at * 4;
+      for (int half = 0; half < 2 && row == 0; ++half) ask(values.next[half], at * 32, 512);
       float* to = out + row * dim + at;
       row + 1 < rows ? add_tile<2>(weights + row * 32, dim, first, second, factors + row, to) : add_tile<1>(weights + row * 32, dim, first, second, factors + row, to);
     }
@@ -202,29 +208,31 @@ inline void store_halves(const __m256i (&acc)[4], int32_t* c) {
   }
 }
 
-inline void dot_keys(const int8_t* high, const int8_t* low, int64_t stride, const int32_t*, int64_t, int64_t rows, const char* keys0, const char* keys1,
-                     int64_t words, int32_t* c) {
+inline void dot_keys(const int8_t* high, const int8_t* low, int64_t stride, const int32_t*, int64_t, int64_t rows, const penstock::Slabs& keys, int64_t words,
+                     int32_t* c) {
   const __m128i flip = _mm_set1_epi8(static_cast<char>(0x80));
   for (int64_t row = 0; row < rows; ++row) {
     __m256i first[4] = {}, second[4] = {};
     for (int64_t word = 0; word < words; ++word) {
+      for (int half = 0; half < 2 && row == 0; ++half) ask(keys.next[half], word * 64, 64);
       const __m256i x = join_parts<true>(high + row * stride + word * 4, low + row * stride + word * 4);
-      dot_parts(x, x, keys0 + word * 64, flip, first);
-      dot_parts(x, x, keys1 + word * 64, flip, second);
+      dot_parts(x, x, keys.now[0] + word * 64, flip, first);
+      dot_parts(x, x, keys.now[1] + word * 64, flip, second);
     }
     store_halves(first, c + row * 32);
     store_halves(second, c + row * 32 + 16);
   }
 }
 
-inline void dot_values(const uint8_t* high, const uint8_t* low, int64_t planes, int64_t rows, const char* values0, const char* values1, int64_t dim,
-                       int64_t group, int32_t* c) {
+inline void dot_values(const uint8_t* high, const uint8_t* low, int64_t planes, int64_t rows, const penstock::Slabs& values, int64_t dim, int64_t group,
+                       int32_t* c) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t at = 0; at < dim; at += 16) {
       __m256i acc[4] = {};
+      for (int half = 0; half < 2 && row == 0; ++half) ask(values.next[half], at * 16, 256);
       for (int64_t word = 0; word < 8; ++word) {
         const int64_t lower = at / group * planes + row * 32 + word * 4, upper = (at + 8) / group * planes + row * 32 + word * 4;
-        const char* codes = (word < 4 ? values0 : values1) + word % 4 * dim * 4 + at * 4;
+        const char* codes = values.now[word / 4] + word % 4 * dim * 4 + at * 4;
         dot_parts(join_parts<false>(high + lower, low + lower), join_parts<false>(high + upper, low + upper), codes, _mm_setzero_si128(), acc);
       }
       store_halves(acc, c + row * dim + at);

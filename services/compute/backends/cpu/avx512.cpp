@@ -86,11 +86,13 @@ inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
   few_rows_by_groups(g, row, rows, pair, first, count, a, tile0, tile1, c);
 }
 
-template <int kRows>
-inline void score_rows(const uint16_t* queries, int64_t dim, const char* keys0, const char* keys1, float* c) {
+template <int kRows, bool kAsks>
+inline void score_rows(const uint16_t* queries, int64_t dim, const penstock::Slabs& keys, float* c) {
+  const char *keys0 = keys.now[0], *keys1 = keys.now[1], *next0 = keys.next[0], *next1 = keys.next[1];
   __m512 acc[kRows][2];
   for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_ps();
   for (int64_t at = 0; at < dim; at += 2) {
+    if (kAsks) ask(next0 + at * 32), ask(next1 + at * 32);
     const __m512bh k0 = (__m512bh)_mm512_loadu_si512(keys0 + at * 32), k1 = (__m512bh)_mm512_loadu_si512(keys1 + at * 32);
     for (int row = 0; row < kRows; ++row) {
       const __m512bh x = (__m512bh)everywhere(queries + row * dim + at);
@@ -104,23 +106,26 @@ inline void score_rows(const uint16_t* queries, int64_t dim, const char* keys0, 
   }
 }
 
-inline void score_keys(const uint16_t* queries, int64_t rows, int64_t dim, const char* keys0, const char* keys1, float* c) {
-  for (; rows > 0; rows -= 8, queries += 8 * dim, c += 8 * 32) {
-#define CALL(kRows) score_rows<kRows>(queries, dim, keys0, keys1, c)
+inline void score_keys(const uint16_t* queries, int64_t rows, int64_t dim, const penstock::Slabs& keys, float* c) {
+  for (bool asks = keys.next[0] != nullptr; rows > 0; rows -= 8, queries += 8 * dim, c += 8 * 32, asks = false) {
+#define CALL(kRows) asks ? score_rows<kRows, true>(queries, dim, keys, c) : score_rows<kRows, false>(queries, dim, keys, c)
     PENSTOCK_BY_ROWS(CALL)
 #undef CALL
   }
 }
 
 // kColumns tiles of 16 dimensions.
-template <int kRows, int kColumns>
-inline void add_columns(const uint16_t* weights, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+template <int kRows, int kColumns, bool kAsks>
+inline void add_columns(const uint16_t* weights, int64_t dim, const penstock::Slabs& values, const float* factors, float* out) {
+  const char *values0 = values.now[0], *values1 = values.now[1], *next0 = values.next[0], *next1 = values.next[1];
   __m512 acc[kRows][kColumns];
   for (int row = 0; row < kRows; ++row) {
     for (int column = 0; column < kColumns; ++column) acc[row][column] = _mm512_mul_ps(_mm512_loadu_ps(out + row * dim + column * 16), _mm512_set1_ps(factors[row]));
   }
   for (int64_t pair = 0; pair < 16; ++pair) {
     const char* from = (pair < 8 ? values0 : values1) + pair % 8 * dim * 4;
+    const char* next = (pair < 8 ? next0 : next1) + pair % 8 * dim * 4;
+    for (int column = 0; kAsks && column < kColumns; ++column) ask(next + column * 64);
     __m512bh v[kColumns];
     for (int column = 0; column < kColumns; ++column) v[column] = (__m512bh)_mm512_loadu_si512(from + column * 64);
     for (int row = 0; row < kRows; ++row) {
@@ -133,17 +138,17 @@ inline void add_columns(const uint16_t* weights, int64_t dim, const char* values
   }
 }
 
-template <int kRows>
-inline void add_rows_of_values(const uint16_t* weights, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
+template <int kRows, bool kAsks>
+inline void add_rows_of_values(const uint16_t* weights, int64_t dim, const penstock::Slabs& values, const float* factors, float* out) {
   constexpr int kMost = kRows <= 4 ? 4 : 2;
   int64_t at = 0;
-  for (; at + kMost * 16 <= dim; at += kMost * 16) add_columns<kRows, kMost>(weights, dim, values0 + at * 4, values1 + at * 4, factors, out + at);
-  if (at < dim) add_columns<kRows, 2>(weights, dim, values0 + at * 4, values1 + at * 4, factors, out + at);
+  for (; at + kMost * 16 <= dim; at += kMost * 16) add_columns<kRows, kMost, kAsks>(weights, dim, values.at(at * 4), factors, out + at);
+  if (at < dim) add_columns<kRows, 2, kAsks>(weights, dim, values.at(at * 4), factors, out + at);
 }
 
-inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const char* values0, const char* values1, const float* factors, float* out) {
-  for (; rows > 0; rows -= 8, weights += 8 * 32, factors += 8, out += 8 * dim) {
-#define CALL(kRows) add_rows_of_values<kRows>(weights, dim, values0, values1, factors, out)
+inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const penstock::Slabs& values, const float* factors, float* out) {
+  for (bool asks = values.next[0] != nullptr; rows > 0; rows -= 8, weights += 8 * 32, factors += 8, out += 8 * dim, asks = false) {
+#define CALL(kRows) asks ? add_rows_of_values<kRows, true>(weights, dim, values, factors, out) : add_rows_of_values<kRows, false>(weights, dim, values, factors, out)
     PENSTOCK_BY_ROWS(CALL)
 #undef CALL
   }

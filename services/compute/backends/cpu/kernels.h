@@ -61,6 +61,17 @@ struct CacheRows {
   int64_t group;      // dimensions that share a scale; 0: bf16
 };
 
+// Two slabs of keys, or of values, that are multiplied together, and those that are read after them: asked for meanwhile, a line or two at a time, since a
+// processor drops what it is asked for all at once. `next` is null where nobody should ask.
+struct Slabs {
+  const char *now[2], *next[2];
+
+  Slabs at(int64_t bytes) const {
+    if (next[0] == nullptr) return {{now[0] + bytes, now[1] + bytes}, {nullptr, nullptr}};
+    return {{now[0] + bytes, now[1] + bytes}, {next[0] + bytes, next[1] + bytes}};
+  }
+};
+
 // Causal attention of a step's new tokens over each sequence's cached ones, theirs included.
 struct Attention {
   const uint16_t* queries;  // bf16 [tokens][query_stride], of which the first num_heads * head_dim are q
