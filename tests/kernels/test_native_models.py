@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from services.compute.backends.cpu.attention import NativeAttention
+from services.compute.backends.cpu.stack import NativeStack
 from services.compute.models.config import Packed
+from services.compute.models.decoder import Decoder
 from services.compute.tools.quantize import quantize
 from shared.model_files import DEMO_MODEL
 from tests.kernels.families import SIZES, Engine, reference_model
@@ -50,6 +52,22 @@ def test_bfloat16_is_close_to_float32(name: str, tmp_path: Path) -> None:
             expected = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
         difference = torch.stack(engine.logits[number]) - expected
         assert difference.norm() < (0.05 if name == "phi3-longrope" else 0.025) * expected.norm()
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8", "w4"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_layers_in_one_call_are_those_called_one_by_one(name: str, quantization: str, tmp_path: Path) -> None:
+    """Bit for bit: a model that is only stacked, and one that is not, see the same prompts."""
+    reference_model(name, tmp_path)
+    stacked, by_layer = (Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization, max_batched_tokens=50) for _ in range(2))
+    assert isinstance(stacked.runner.model, Decoder) and isinstance(stacked.runner.model.stack, NativeStack)
+    model = by_layer.runner.model
+    assert isinstance(model, Decoder)
+    model.stack = None
+    prompts = random_prompts()
+    assert stacked.generate(prompts, NUM_OUT) == by_layer.generate(prompts, NUM_OUT)
+    for number in range(len(prompts)):
+        assert torch.equal(torch.stack(stacked.logits[number]), torch.stack(by_layer.logits[number]))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2", "phi3-longrope", "smollm3"])

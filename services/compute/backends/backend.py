@@ -8,6 +8,7 @@ A step is prepared once: all that depends on its batch goes into the backend's b
 x: [T, k], a row a token. Where a norm is given, x is normalized first; where a residual is given, the result is added to it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -57,6 +58,52 @@ class Attention(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has some of them."""
+
+    before_attention: Tensor | None = None
+    after_attention: Tensor | None = None
+    before_mlp: Tensor | None = None
+    after_mlp: Tensor | None = None
+    q: Tensor | None = None  # [head_dim], or of all heads together
+    k: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    norms: Norms
+    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim
+    output: Linear  # from heads * head_dim
+    mlp: Mlp
+
+
+@dataclass(frozen=True, slots=True)
+class Wiring:
+    """How a decoder's layers are put together: the same for all, but for the lists, which have an entry for each."""
+
+    eps: float
+    residual_multiplier: float
+    has_post_norms: bool
+    windows: Sequence[int | None]
+    ropes: Sequence[int]
+
+    @property
+    def adds_in_layers(self) -> bool:
+        """Whether attention's output projection and the MLP add to the residual themselves."""
+        return not self.has_post_norms and self.residual_multiplier == 1.0
+
+
+class Stack(Protocol):
+    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any) -> Tensor:
+        """All layers of a step. x: [T, hidden], of the embedding; it is overwritten, and returned. plan: attention's, of this step."""
+        ...
+
+    def reserve(self, num_tokens: int) -> None:
+        """Grow the backend's buffers to what a step of so many tokens takes."""
+        ...
+
+
 class RowMath(Protocol):
     """What is done to rows between layers, where a layer can't do it itself."""
 
@@ -93,6 +140,7 @@ class LargestStep:
     linears: list[Linear]  # that get all of its tokens
     head: Linear  # that gets num_logits of them
     attention: Attention
+    stack: Stack | None
     num_tokens: int
     num_logits: int
     max_model_len: int
@@ -141,6 +189,10 @@ class Backend(Protocol):
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
         """Attention over make_kv_layer's caches; scores: Scores.of(heads) if there are none."""
+        ...
+
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> Stack | None:
+        """These layers as one call; None: they have to be called one by one. attention: of make_attention."""
         ...
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from services.compute.backends.backend import Backend, LargestStep, Linear, Mlp
+from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.models.config import ModelConfig
 
@@ -27,26 +27,6 @@ class ForwardBatch:
     context_lens: list[int]
     block_tables: list[tuple[int, ...]]
     logit_rows: Tensor  # [R] int64, rising: the tokens whose logits will be asked for
-
-
-@dataclass(frozen=True, slots=True)
-class Norms:
-    """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has some of them."""
-
-    before_attention: Tensor | None = None
-    after_attention: Tensor | None = None
-    before_mlp: Tensor | None = None
-    after_mlp: Tensor | None = None
-    q: Tensor | None = None  # [head_dim], or of all heads together
-    k: Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    norms: Norms
-    qkv: Linear  # to (heads + 2 * kv_heads) * head_dim
-    output: Linear  # from heads * head_dim
-    mlp: Mlp
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +50,16 @@ class Decoder:
         self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
         multiplier = config.embedding_multiplier
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)  # rounded, as where the models were trained
-        self.adds_in_layers = not config.has_post_norms and config.residual_multiplier == 1.0
+        self.wiring = Wiring(config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer)
+        self.stack = backend.stack(weights.layers, self.attention, self.wiring)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
         """Write the step's K and V. plan: of this batch; kv_layers: KVCache.layers. Returns what the last layer makes of each token, [T, hidden]: `logits`
         of it is the head's. All that differs from step to step is read from the backend's buffers."""
         x = self.embed(batch.input_ids)
+        if self.stack is not None:
+            return self.stack(x, kv_layers, plan)
         for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
             x = self.run_layer(number, layer, x, kv, plan)
         return x
@@ -93,7 +76,7 @@ class Decoder:
         eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
         qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
         h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)
-        if self.adds_in_layers:
+        if self.wiring.adds_in_layers:
             x = layer.output(h, residual=x)
             return layer.mlp(x, norm=norms.before_mlp, eps=eps)
         x = self._add(x, layer.output(h), norms.after_attention)
@@ -107,7 +90,7 @@ class Decoder:
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
         """What a step of so many tokens takes beside weights and cache, of which so many get logits."""
         linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
-        return self.backend.workspace_bytes(LargestStep(linears, self.weights.lm_head, self.attention, num_tokens, num_logits, max_model_len))
+        return self.backend.workspace_bytes(LargestStep(linears, self.weights.lm_head, self.attention, self.stack, num_tokens, num_logits, max_model_len))
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """input_ids: [T]. Returns [T, hidden]."""

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from services.compute.backends.backend import Backend, Linear, Mlp
+from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, Norms
 from services.compute.backends.matrix import Dense, concatenate
 from services.compute.host_memory import give_back_free_memory
 from services.compute.models.config import ModelConfig, Packed
-from services.compute.models.decoder import LayerWeights, ModelWeights, Norms
+from services.compute.models.decoder import ModelWeights
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.safetensors_source import SafetensorsSource

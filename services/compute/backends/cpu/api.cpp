@@ -95,6 +95,8 @@ void begin(Context& context, const Weight& w, int64_t rows, Gemm& gemm) {
   gemm.workspace = context.unpacked.take(context.kernels.gemm_workspace(gemm));
 }
 
+// What follows is called by all threads of a region: whatever they share is there before, and once there is only looked at.
+
 void run(Context& context, Gemm& gemm) {
   const Weight& w = *gemm.weight;
   if (is_by_groups(w.type)) {
@@ -102,6 +104,7 @@ void run(Context& context, Gemm& gemm) {
     context.kernels.sum_groups(activations, gemm.scales, gemm.rows, w.padded_k, w.group, const_cast<int32_t*>(gemm.sums), const_cast<float*>(gemm.totals));
   }
   context.kernels.gemm(gemm);
+#pragma omp barrier
 }
 
 // The layer of the rows of x, normalized if there is a norm_weight.
@@ -128,6 +131,55 @@ void run_tiles(Context& context, const Weight& w, const uint16_t* tiles, int64_t
     gemm.activations = to;
   }
   run(context, gemm);
+}
+
+void run_mlp(Context& context, const Weight& gate_up, const Weight& down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
+             const uint16_t* residual, uint16_t* out) {
+  Gemm first = {}, second = {};
+  first.out = take_hidden(context, gate_up, rows);
+  first.out_padded_k = hidden_inputs(gate_up);
+  run_rows(context, gate_up, x, norm_weight, eps, rows, first);
+  second.residual = residual;
+  second.out = out;
+  run_tiles(context, down, first.out, first.out_padded_k, rows, second);
+}
+
+// x + multiplier * norm(h), and h is in l.h; or what the layer before has added already.
+void add_to_residual(Context& context, const Layers& l, const uint16_t* norm_weight, int64_t hidden) {
+  if (l.h == nullptr) return;
+  context.kernels.add_rows({l.x, l.h, norm_weight, l.eps, l.multiplier, l.rotation.tokens, hidden, l.x});
+}
+
+void run_layer(Context& context, const Layers& l, const Layer& layer) {
+  const Norms& norms = layer.norms;
+  const int64_t rows = l.rotation.tokens, hidden = layer.qkv->k;
+  const uint16_t* residual = l.h == nullptr ? l.x : nullptr;
+  Rotation rotation = l.rotation;
+  Attention attention = l.attention;
+  rotation.cache = attention.cache = layer.cache;
+  rotation.cosines = l.cosines[layer.rope], rotation.sines = l.sines[layer.rope];
+  rotation.q_norm = norms.q, rotation.k_norm = norms.k, rotation.is_norm_joint = norms.is_qk_joint;
+  attention.window = layer.window;
+
+  Gemm qkv = {}, output = {};
+  qkv.out = rotation.qkv;
+  run_rows(context, *layer.qkv, l.x, norms.before_attention, l.eps, rows, qkv);
+  context.kernels.rotate_and_write(rotation);
+  context.kernels.attention(attention);
+#pragma omp barrier
+  output.residual = residual;
+  output.out = residual != nullptr ? l.x : l.h;
+  run_rows(context, *layer.output, attention.out, nullptr, 0.0f, rows, output);
+  add_to_residual(context, l, norms.after_attention, hidden);
+  run_mlp(context, *layer.gate_up, *layer.down, l.x, norms.before_mlp, l.eps, rows, residual, output.out);
+  add_to_residual(context, l, norms.after_mlp, hidden);
+}
+
+void reserve(Context& context, const Weight& w, int64_t rows) {
+  Gemm gemm = {};
+  begin(context, w, rows, gemm);
+  take_activations(context, w, rows);
+  if (w.is_gated) take_hidden(context, w, rows);
 }
 
 float widen(uint16_t value) {
@@ -194,6 +246,7 @@ int64_t penstock_size_of(const char* structure) {
   } kSizes[] = {
       {"Weight", sizeof(Weight)},     {"CacheRows", sizeof(CacheRows)}, {"Attention", sizeof(Attention)}, {"Rotation", sizeof(Rotation)},
       {"Addition", sizeof(Addition)}, {"Largest", sizeof(Largest)},     {"Masses", sizeof(Masses)},
+      {"Norms", sizeof(Norms)},       {"Layer", sizeof(Layer)},         {"Layers", sizeof(Layers)},
   };
   for (const auto& each : kSizes) {
     if (std::strcmp(each.name, structure) == 0) return each.size;
@@ -222,12 +275,7 @@ int64_t penstock_workspace_bytes(const Context* context) {
 }
 
 // Grow the workspaces to what a layer of so many rows needs, with what an MLP needs between two.
-void penstock_reserve(Context* context, const Weight* weight, int64_t rows) {
-  Gemm gemm = {};
-  begin(*context, *weight, rows, gemm);
-  take_activations(*context, *weight, rows);
-  if (weight->is_gated) take_hidden(*context, *weight, rows);
-}
+void penstock_reserve(Context* context, const Weight* weight, int64_t rows) { reserve(*context, *weight, rows); }
 
 // The same for attention of such a step; pointers to a layer's own are not followed.
 void penstock_reserve_attention(Context* context, const Attention* attention) {
@@ -297,37 +345,60 @@ void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, 
 void penstock_linear(Context* context, const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
                      const uint16_t* residual, uint16_t* out, float* out_float) {
   if (rows == 0) return;  // a step of chunks that are not the last of their prompts wants no logits
-  Gemm gemm = {};
-  gemm.residual = residual;
-  gemm.out = out;
-  gemm.out_float = out_float;
-  run_rows(*context, *weight, x, norm_weight, eps, rows, gemm);
+  reserve(*context, *weight, rows);
+#pragma omp parallel
+  {
+    Gemm gemm = {};
+    gemm.residual = residual;
+    gemm.out = out;
+    gemm.out_float = out_float;
+    run_rows(*context, *weight, x, norm_weight, eps, rows, gemm);
+  }
 }
 
 // out = residual + down(activation(gate) * up), with gate and up from norm(x); residual or norm_weight null: without it.
 void penstock_mlp(Context* context, const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
                   const uint16_t* residual, uint16_t* out) {
   if (rows == 0) return;
-  Gemm first = {}, second = {};
-  first.out = take_hidden(*context, *gate_up, rows);
-  first.out_padded_k = hidden_inputs(*gate_up);
-  run_rows(*context, *gate_up, x, norm_weight, eps, rows, first);
-  second.residual = residual;
-  second.out = out;
-  run_tiles(*context, *down, first.out, first.out_padded_k, rows, second);
+  reserve(*context, *gate_up, rows);
+  reserve(*context, *down, rows);
+#pragma omp parallel
+  run_mlp(*context, *gate_up, *down, x, norm_weight, eps, rows, residual, out);
 }
 
 // queries and out [tokens] as in kernels.h; workspace is found here.
 void penstock_attention(Context* context, const Attention* attention) {
   Attention a = *attention;
   a.workspace = context->partials.take(context->kernels.attention_workspace(a));
+#pragma omp parallel
   context->kernels.attention(a);
 }
 
-void penstock_rotate_and_write(Context* context, const Rotation* rotation) { context->kernels.rotate_and_write(*rotation); }
+void penstock_rotate_and_write(Context* context, const Rotation* rotation) {
+#pragma omp parallel
+  context->kernels.rotate_and_write(*rotation);
+}
+
+// A step's layers, one after the other, in one region: threads wait for each other, and for nothing else.
+void penstock_run_layers(Context* context, const Layers* layers) {
+  Layers l = *layers;
+  if (l.rotation.tokens == 0) return;
+  for (int64_t number = 0; number < l.num_layers; ++number) {
+    for (const Weight* each : {l.layers[number].qkv, l.layers[number].output, l.layers[number].gate_up, l.layers[number].down}) {
+      reserve(*context, *each, l.rotation.tokens);
+    }
+    l.attention.cache = l.layers[number].cache;
+    l.attention.workspace = context->partials.take(context->kernels.attention_workspace(l.attention));
+  }
+#pragma omp parallel
+  for (int64_t number = 0; number < l.num_layers; ++number) run_layer(*context, l, l.layers[number]);
+}
 
 // out = x + multiplier * norm(h).
-void penstock_add_rows(Context* context, const Addition* addition) { context->kernels.add_rows(*addition); }
+void penstock_add_rows(Context* context, const Addition* addition) {
+#pragma omp parallel
+  context->kernels.add_rows(*addition);
+}
 
 // logits [count] become cap * tanh(multiplier * logit / cap), where they are.
 void penstock_finish_logits(Context* context, float* logits, int64_t count, float multiplier, float cap) {

@@ -57,15 +57,23 @@ class NativeAttention:
         self, qkv: Tensor, kv: Tensor, plan: NativePlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
     ) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
-        keys, (_, _, num_kv_heads, block_size, row) = kv.data_ptr(), kv.shape
-        values, row_bytes = keys + kv.stride(0) * kv.element_size(), row * kv.element_size()
-        cache = CacheRows(keys, values, block_size, num_kv_heads, row_bytes, kv_group(kv, self.heads.head_dim))
         rotation.qkv = attention.queries = qkv.data_ptr()
-        rotation.cache = attention.cache = cache
+        rotation.cache = attention.cache = cache_rows(kv, self.heads.head_dim)
         rotation.cosines, rotation.sines = (each.data_ptr() for each in plan.ropes[rope])
         rotation.q_norm, rotation.k_norm, rotation.eps = pointer(norms[0]), pointer(norms[1]), eps
-        rotation.is_norm_joint = int(norms[0] is not None and len(norms[0]) != self.heads.head_dim)
+        rotation.is_norm_joint = is_joint(norms[0], self.heads.head_dim)
         attention.query_stride, attention.window = qkv.shape[1], window or 0
         self.context.rotate_and_write(ctypes.byref(rotation))
         self.context.attention(ctypes.byref(attention))
         return plan.out
+
+
+def cache_rows(kv: Tensor, head_dim: int) -> CacheRows:
+    """A layer's cache, as make_kv_layer made it."""
+    keys, (_, _, num_kv_heads, block_size, row) = kv.data_ptr(), kv.shape
+    return CacheRows(keys, keys + kv.stride(0) * kv.element_size(), block_size, num_kv_heads, row * kv.element_size(), kv_group(kv, head_dim))
+
+
+def is_joint(q_norm: Tensor | None, head_dim: int) -> bool:
+    """Whether the norms of q and k are over all heads, not over each."""
+    return q_norm is not None and len(q_norm) != head_dim

@@ -1,15 +1,17 @@
 """CpuBackend: bfloat16 on an x86-64 CPU, in native code."""
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
-from services.compute.backends.backend import Attention, LargestStep, Linear
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.library import Context
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp, is_packable, pack_linear, restore_linear
 from services.compute.backends.cpu.row_math import NativeRowMath
 from services.compute.backends.cpu.row_search import NativeRowSearch
+from services.compute.backends.cpu.stack import NativeStack
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.backend import TorchBackend
@@ -47,6 +49,11 @@ class CpuBackend:
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> Attention:
         return NativeAttention(self.context, self.buffers, heads, scores) if heads.are_supported else self.torch.make_attention(heads, scores)
 
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> NativeStack | None:
+        if not isinstance(attention, NativeAttention) or not all(isinstance(layer.mlp, NativeMlp) for layer in layers):
+            return None
+        return NativeStack(self.context, self.buffers, layers, wiring)
+
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return self.torch.kv_token_bytes(num_kv_heads, head_dim, group=group)
 
@@ -62,6 +69,8 @@ class CpuBackend:
         self.context.reserve_search(step.num_logits, step.head.num_outputs)
         if isinstance(step.attention, NativeAttention):
             self._reserve_attention(step.attention, step.num_tokens, step.max_model_len)
+        if step.stack is not None:
+            step.stack.reserve(step.num_tokens)
         logits = step.num_logits * step.head.num_outputs * 4
         return self.context.workspace_bytes() + self.buffers.num_bytes + logits
 

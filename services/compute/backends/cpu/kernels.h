@@ -132,6 +132,35 @@ struct Masses {
   float* partial;             // workspace
 };
 
+// Norms of a layer, [hidden] or null: a family has some of them.
+struct Norms {
+  const uint16_t *before_attention, *after_attention, *before_mlp, *after_mlp, *q, *k;
+  int64_t is_qk_joint;
+};
+
+// One layer of a decoder.
+struct Layer {
+  const Weight *qkv, *output, *gate_up, *down;
+  Norms norms;
+  CacheRows cache;
+  int64_t window;  // Attention's
+  int64_t rope;    // whose cosines and sines
+};
+
+// All layers of a step. What the rotation and the attention of all have in common is in theirs; the rest of these two is filled in by layer.
+struct Layers {
+  const Layer* layers;
+  int64_t num_layers;
+  uint16_t* x;  // bf16 [tokens][hidden]: of the embedding, and then of the last layer
+  uint16_t* h;  // the same: what is normalized or multiplied before it is added to x; null: nothing is
+  float eps, multiplier;  // x + multiplier * h
+  const float *const *cosines, *const *sines;  // by rope
+  Rotation rotation;
+  Attention attention;
+};
+
+// From gemm to rotate_and_write, functions are called by all threads of a parallel region (or by one without), with the same arguments. They return when the
+// caller's part is done, but for those of rows, which wait for all.
 struct Kernels {
   const char* name;
   int8_t flip;  // of the activations of kInt8 weights: -128 where they are multiplied as unsigned bytes, else 0

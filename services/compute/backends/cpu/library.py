@@ -81,6 +81,41 @@ class Addition(ctypes.Structure):
     ]
 
 
+class Norms(ctypes.Structure):
+    """kernels.h's Norms."""
+
+    _fields_ = [*((name, Pointer) for name in ("before_attention", "after_attention", "before_mlp", "after_mlp", "q", "k")), ("is_qk_joint", ctypes.c_int64)]
+
+
+class Layer(ctypes.Structure):
+    """kernels.h's Layer."""
+
+    _fields_ = [
+        *((name, ctypes.POINTER(Weight)) for name in ("qkv", "output", "gate_up", "down")),
+        ("norms", Norms),
+        ("cache", CacheRows),
+        ("window", ctypes.c_int64),
+        ("rope", ctypes.c_int64),
+    ]
+
+
+class Layers(ctypes.Structure):
+    """kernels.h's Layers."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(Layer)),
+        ("num_layers", ctypes.c_int64),
+        ("x", Pointer),
+        ("h", Pointer),
+        ("eps", ctypes.c_float),
+        ("multiplier", ctypes.c_float),
+        ("cosines", ctypes.POINTER(Pointer)),
+        ("sines", ctypes.POINTER(Pointer)),
+        ("rotation", Rotation),
+        ("attention", Attention),
+    ]
+
+
 class Largest(ctypes.Structure):
     """kernels.h's Largest."""
 
@@ -97,7 +132,7 @@ class Masses(ctypes.Structure):
     ]
 
 
-STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Largest, Masses)
+STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Norms, Layer, Layers, Largest, Masses)
 
 
 class Context:
@@ -126,6 +161,7 @@ class Context:
         self.finish_logits = function("finish_logits", Pointer, Int, Float, Float)
         self.attention = function("attention", ctypes.POINTER(Attention))
         self.rotate_and_write = function("rotate_and_write", ctypes.POINTER(Rotation))
+        self.run_layers = function("run_layers", ctypes.POINTER(Layers))
         self.find_largest = function("find_largest", ctypes.POINTER(Largest))
         self.sum_masses = function("sum_masses", ctypes.POINTER(Masses))
 

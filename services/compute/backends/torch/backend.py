@@ -1,8 +1,10 @@
 """TorchBackend: every part in plain torch. The definition, in any dtype, on any device."""
 
+from collections.abc import Sequence
+
 import torch
 
-from services.compute.backends.backend import LargestStep, Linear
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.backends.torch.attention import Heads, Scores, TorchAttention
@@ -47,6 +49,9 @@ class TorchBackend:
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> TorchAttention:
         return TorchAttention(heads, scores)
+
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> None:  # noqa: ARG002
+        return None
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return 2 * num_kv_heads * (kv_row_size(head_dim, group) if group else head_dim * self.dtype.itemsize)

@@ -13,13 +13,13 @@ from dataclasses import fields, replace
 import torch
 from tqdm import tqdm
 
-from services.compute.backends.backend import Backend, Linear
+from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.backends.torch.linear import TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.config import Packed
-from services.compute.models.decoder import Decoder, LayerWeights, ModelWeights, Norms
+from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.tools.calibration.perplexity import BLOCK_SIZE, blocks_of, whole_windows
 from services.compute.tools.calibration.rounding import round_four_bit
 from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up

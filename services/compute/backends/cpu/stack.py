@@ -1,0 +1,64 @@
+"""A decoder's layers in native code, as one call: one parallel region a step, in which threads wait for each other only."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from services.compute.backends.backend import LayerWeights, Wiring
+from services.compute.backends.buffers import Buffers
+from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
+from services.compute.backends.cpu.library import Context, Layer, Layers, Norms, Pointer, pointer
+from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
+
+Tensor = torch.Tensor
+
+
+class NativeStack:
+    """See backend.py's Stack."""
+
+    def __init__(self, context: Context, buffers: Buffers, layers: Sequence[LayerWeights], wiring: Wiring) -> None:
+        """layers: of one context, with its MLPs."""
+        self.context = context
+        self.buffers = buffers
+        self.wiring = wiring
+        self.weights = layers  # what the structures point to
+        self.layers = (Layer * len(layers))()
+        self.kv_layers: Sequence[Tensor] = ()
+        for each, layer, window, rope in zip(self.layers, layers, wiring.windows, wiring.ropes, strict=True):
+            assert isinstance(layer.mlp, NativeMlp)
+            for name, linear in (("qkv", layer.qkv), ("output", layer.output), ("gate_up", layer.mlp.gate_up), ("down", layer.mlp.down)):
+                assert isinstance(linear, NativeLinear)
+                setattr(each, name, ctypes.pointer(linear.struct))
+            norms = layer.norms
+            each.norms = Norms(*map(pointer, (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp, norms.q, norms.k)))
+            each.window, each.rope = window or 0, rope
+
+    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: NativePlan) -> Tensor:
+        rotation, attention = plan.rotation, plan.attention
+        if kv_layers is not self.kv_layers:
+            self._point_to(kv_layers, rotation.head_dim)
+        qkv, h = self._take(len(x))
+        rotation.qkv = attention.queries = qkv.data_ptr()
+        rotation.eps, attention.query_stride = self.wiring.eps, qkv.shape[1]
+        tables = [(Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)]
+        self.context.run_layers(
+            Layers(
+                self.layers, len(self.layers), x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables, rotation, attention,
+            )
+        )  # fmt: skip
+        return x
+
+    def reserve(self, num_tokens: int) -> None:
+        self._take(num_tokens)
+
+    def _take(self, num_tokens: int) -> tuple[Tensor, Tensor | None]:
+        width, hidden = self.layers[0].qkv.contents.n, self.layers[0].qkv.contents.k
+        h = None if self.wiring.adds_in_layers else self.buffers.take("h", (num_tokens, hidden), torch.bfloat16)
+        return self.buffers.take("qkv", (num_tokens, width), torch.bfloat16), h
+
+    def _point_to(self, kv_layers: Sequence[Tensor], head_dim: int) -> None:
+        for each, layer, kv in zip(self.layers, self.weights, kv_layers, strict=True):
+            each.cache = cache_rows(kv, head_dim)
+            each.norms.is_qk_joint = is_joint(layer.norms.q, head_dim)
+        self.kv_layers = kv_layers
