@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgpack
 import numpy as np
 
+from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.sampling_params import SamplingParams
 
@@ -61,6 +62,7 @@ class GenerateRequest:
     echo: bool = False
     created_at: float = 0.0  # wall clock, s
     scheduling: SchedulingParams = SchedulingParams()
+    constraint: Constraint | None = None  # what the answer must match
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,7 @@ class TokenizedRequest:
     created_at: float = 0.0
     scheduling: SchedulingParams = SchedulingParams()
     echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # where each prompt token begins in echo_text; empty: nobody asked
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:

@@ -78,6 +78,7 @@ class Encoder:
             created_at=request.created_at,
             scheduling=request.scheduling,
             echo_offsets=echo_offsets,
+            constraint=request.constraint,
         )
 
     def _echo(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> str:

@@ -1,0 +1,32 @@
+"""Constraint: which texts an answer may be, as the client says it. shared/grammar.py makes a grammar of it.
+
+The gateway makes one from a request's fields and has it checked; compute masks each row of logits with it, so that no token is decided that it forbids.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.errors import Invalid
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
+
+MAX_TEXT = 256 << 10  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must match, from its first character to its last.
+
+    kind and text: json_object: a JSON object, text is empty; json_schema: a schema, as JSON; regex: a regular expression; choice: a JSON list of texts;
+    lark: a grammar in Lark's syntax with llguidance's extensions (`%json {…}`, `<special token>`); gbnf: one in llama.cpp's EBNF; structural_tag: vLLM's
+    object, as JSON.
+    """
+
+    kind: Kind
+    text: str
+    param: str = ""  # the field of the API that asked for it, for errors
+    is_lenient: bool = False  # keywords of a JSON schema that can't be enforced are passed over, else they are errors
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_TEXT:
+            raise Invalid(f"{self.param or self.kind} takes at most {MAX_TEXT} characters, got {len(self.text)}", param=self.param or None)
