@@ -14,6 +14,9 @@ MAX_PROMPT_LOGPROBS = 1 << 18  # values for one prompt, its tokens times 1 + pro
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_TOKENS = 1 << 24  # beyond any model: keeps counts within int32
 SEEDS = 1 << 64
 MIN_TEMPERATURE = 1e-3  # below, only the likeliest token has a weight that a float holds: it is greedy decoding
@@ -40,6 +43,9 @@ class SamplingParams:
     logit_bias: dict[int, float] = field(default_factory=dict)
     logprobs: int | None = None  # None: off; 0: of the chosen token only; n: the n likeliest beside it
     prompt_logprobs: int | None = None  # the same of the prompt's tokens after the first
+    allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all
+    bad_words: tuple[str, ...] = ()  # that the answer must not hold
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # how the model spells them, with a space before and without; the tokenizer fills them in
 
     def __post_init__(self) -> None:
         _between("max_tokens", self.max_tokens, 0, MAX_TOKENS)
@@ -65,6 +71,10 @@ class SamplingParams:
             if not 0 <= token < 1 << 31:
                 raise Invalid(f"logit_bias names token {token}, which no vocabulary has", param="logit_bias")
             _between("logit_bias", bias, -100.0, 100.0)
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS or any(not 0 <= token < 1 << 31 for token in self.allowed_token_ids):
+            raise Invalid(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids of at least 0", param="allowed_token_ids")
+        if len(self.bad_words) > MAX_BAD_WORDS or any(not 0 < len(word) <= MAX_BAD_WORD_LENGTH for word in self.bad_words):
+            raise Invalid(f"bad_words takes at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_LENGTH} characters", param="bad_words")
 
     @property
     def is_greedy(self) -> bool:

@@ -4,6 +4,7 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
+from services.compute.candidates.constraints import Constraints
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.quarantine import Quarantine
@@ -26,12 +27,15 @@ FORGET_CONSUMERS_EVERY = 30  # claims
 class Admitter:
     """Fills `active`. Every prompt that was delivered ends up there, or its entry is acknowledged."""
 
-    def __init__(self, stage: Stage, scheduler: Scheduler, exchange: Exchange, active: dict[int, ActiveRequest], *, vocab_size: int) -> None:
+    def __init__(
+        self, stage: Stage, scheduler: Scheduler, exchange: Exchange, constraints: Constraints, active: dict[int, ActiveRequest], *, vocab_size: int
+    ) -> None:
         assert stage.model is not None
         self.stage = stage
         self.model = stage.model
         self.scheduler = scheduler
         self.exchange = exchange
+        self.constraints = constraints
         self.active = active
         self.vocab_size = vocab_size
         self.quarantine = Quarantine(stage.transport)
@@ -46,6 +50,7 @@ class Admitter:
     def forget(self, active: ActiveRequest) -> None:
         """The request has ended."""
         self.quarantine.forget(active.sequence)
+        self.constraints.forget(active.sequence.handle)
         del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
 
     def claim(self, room: int) -> None:
@@ -155,7 +160,19 @@ class Admitter:
                 continue
             if delivery.entry_id in verdicts:
                 self.quarantine.watch(sequence)
+            self.begin(sequence)
+
+    def begin(self, sequence: Sequence) -> None:
+        """To the scheduler; with a constraint, once its grammar is compiled."""
+        constraint = self.active[sequence.handle].request.constraint
+        if constraint is None:
             self.scheduler.add(sequence)
+        else:
+            self.constraints.open(sequence, constraint)
+
+    def is_scheduled(self, sequence: Sequence) -> bool:
+        """Whether the scheduler has it, among those that wait or those that run."""
+        return sequence.handle not in self.quarantine.suspects and sequence.handle not in self.constraints.opening
 
     def _bury(self, delivery: Delivery) -> None:
         """What replicas died of, each time it ran alone."""

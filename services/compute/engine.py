@@ -1,7 +1,9 @@
 """Engine: a model, its cache and its scheduler, as settings and a checkpoint make them."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,6 +19,7 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
+from shared.grammar import Vocabulary, load_vocabulary
 from shared.model_files import ModelFiles
 from shared.settings import ComputeSettings
 from shared.telemetry import get_logger
@@ -33,6 +36,7 @@ class Engine:
     scheduler: Scheduler
     runner: ModelRunner
     row_search: RowSearch
+    load_vocabulary: Callable[[], Vocabulary]  # for grammars, when the first comes
     max_model_len: int  # the longest sequence that fits, prompt and output
     publish_interval_s: float  # candidates of steps shorter than this go out together
 
@@ -114,4 +118,8 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(), kv_tokens=num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20, max_model_len=longest,
     )  # fmt: skip
-    return Engine(scheduler, ModelRunner(model, kv_cache), backend.row_search, longest, choose_publish_interval(settings, device))
+    return Engine(
+        scheduler, ModelRunner(model, kv_cache), backend.row_search,
+        load_vocabulary=partial(load_vocabulary, files.folder, config.vocab_size, files.eos_token_ids),
+        max_model_len=longest, publish_interval_s=choose_publish_interval(settings, device),
+    )  # fmt: skip

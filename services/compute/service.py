@@ -10,8 +10,9 @@ from dataclasses import asdict
 
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
+from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.prompt_logprobs import score_prompts
-from services.compute.candidates.reduction import CandidateRows, reduce
+from services.compute.candidates.reduction import NO_MASKS, CandidateRows, reduce
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
@@ -29,6 +30,7 @@ log = get_logger("penstock.compute")
 
 UPKEEP_EVERY_S = 1.0
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
+OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled
 BACKLOG = 64  # prompts that wait here, at least
 TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
 
@@ -44,7 +46,8 @@ class ComputeService:
         self.row_search = engine.row_search
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
-        self.admitter = Admitter(stage, self.scheduler, self.exchange, self.active, vocab_size=self.runner.vocab_size)
+        self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
+        self.admitter = Admitter(stage, self.scheduler, self.exchange, self.constraints, self.active, vocab_size=self.runner.vocab_size)
         self.meter = StepMeter()
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = 0.0
@@ -68,11 +71,11 @@ class ComputeService:
         """One step. What has come is applied before anything is scheduled: a sequence that has ended must not run again."""
         self.meter.begin()
         self.receive()
-        self.scheduler.only = self.admitter.quarantine.step(self.scheduler.add)
+        self.scheduler.only = self.admitter.quarantine.step(self.admitter.begin)
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
         if batch is None:
-            self.receive(wait_s=IDLE_WAIT_S)
+            self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening else IDLE_WAIT_S)
         else:
             self.compute(batch)
 
@@ -80,6 +83,7 @@ class ComputeService:
         """Run a scheduled step, and send its candidates on their way."""
         if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
             self.exchange.publish_held()
+        masking = self.constraints.start([self.scheduler.get(handle) for handle in batch.sampled])  # beside the forward pass
         hidden = self.runner.run(batch)
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
         logits = self.runner.logits(batch, hidden)
@@ -88,13 +92,13 @@ class ComputeService:
             logits = logits[[row for row, handle in enumerate(batch.sampled) if handle not in failures]]
         sequences = [self.scheduler.get(handle) for handle in batch.sampled if handle not in failures]
         if sequences:
-            rows = reduce(logits, sequences, self.row_search)
+            rows = reduce(logits, sequences, self.row_search, masking.result() if masking is not None else NO_MASKS)
             is_urgent = self.foresee(rows)
             self.meter.lap("reduce")
             self.exchange.send(rows, is_urgent=is_urgent)
             failures |= rows.failures
-        for handle, reason in failures.items():
-            self.cancel(self.active[handle], RequestError(reason))
+        for handle, error in failures.items():
+            self.cancel(self.active[handle], error)
         if sequences:
             self.meter.lap("publish")
         seconds = self.meter.end(batch.num_tokens)
@@ -125,6 +129,11 @@ class ComputeService:
         for message in inbox.control:
             self.obey(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
+        for sequence, error in self.constraints.opened():
+            if error is None:
+                self.scheduler.add(sequence)
+            else:
+                self.cancel(self.active[sequence.handle], error)
         for sequence in self.scheduler.waiting.expired(time.time()):
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)
 
@@ -197,7 +206,7 @@ class ComputeService:
         self.admitter.forget(active)
 
     def leave_scheduler(self, active: ActiveRequest, *, is_complete: bool) -> None:
-        if active.sequence.handle not in self.admitter.quarantine.suspects:
+        if self.admitter.is_scheduled(active.sequence):
             self.scheduler.finish(active.sequence, is_complete=is_complete)
 
     def drop_taken_over(self) -> None:

@@ -62,6 +62,7 @@ class Encoder:
     def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Invalid:
         try:
             max_tokens = self._check(request, token_ids, max_model_len)
+            bad_words = self._spell_bad_words(request.params.bad_words)
             echo_text = self._echo(text, token_ids) if request.echo else None
             wants_offsets = echo_text is not None and request.params.prompt_logprobs is not None
             echo_offsets = self._offsets(text, token_ids) if wants_offsets else np.zeros(0, np.int32)
@@ -71,15 +72,23 @@ class Encoder:
             request_id=request.request_id,
             gateway_id=request.gateway_id,
             model=request.model,
-            params=dataclasses.replace(request.params, max_tokens=max_tokens),
+            params=dataclasses.replace(request.params, max_tokens=max_tokens, bad_words_token_ids=bad_words),
             prompt_token_ids=token_ids,
-            eos_token_ids=() if request.params.ignore_eos else self.eos_token_ids,
+            eos_token_ids=() if request.params.ignore_eos and request.constraint is None else self.eos_token_ids,  # a grammar has its own end
             echo_text=echo_text,
             created_at=request.created_at,
             scheduling=request.scheduling,
             echo_offsets=echo_offsets,
             constraint=request.constraint,
         )
+
+    def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """The tokens of each word as it stands at a beginning, and after a space."""
+        texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}") if text.strip()]
+        spelt = self._encode_batch(texts, add_special_tokens=False) if texts else []
+        if any(isinstance(each, Invalid) or not len(each) for each in spelt) or len(texts) < 2 * len(words):
+            raise Invalid("bad_words holds a text that has no tokens", param="bad_words")
+        return tuple(dict.fromkeys(tuple(each.tolist()) for each in spelt if not isinstance(each, Invalid)))
 
     def _echo(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> str:
         try:
@@ -116,7 +125,7 @@ class Encoder:
             raise Invalid("the prompt is empty: it has no tokens", param=field)
         if request.prompt_token_ids is not None and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
             raise Invalid(f"prompt holds token ids outside the vocabulary, [0, {self.vocab_size})", param=field)
-        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
+        for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids)):
             if any(token >= self.vocab_size for token in ids):
                 raise Invalid(f"{name} names a token outside the vocabulary, [0, {self.vocab_size})", param=name)
         if params.prompt_logprobs is not None and (n - 1) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:

@@ -12,7 +12,7 @@ from services.compute.backends.backend import RowSearch
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logprobs, score_prompts, score_rows
 from services.compute.sequence import Sequence
-from shared.messages import PromptLogprobs
+from shared.messages import PromptLogprobs, RequestError
 from shared.model_files import DEMO_MODEL
 from shared.sampling_params import SamplingParams
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
@@ -177,7 +177,7 @@ def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float, search:
     batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), True, 1, (2, 3)) for handle in sequences), 0)
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     logits[3, 100] = wrong
-    assert score_prompts([logits[:4], logits[4:]], batch, sequences.__getitem__, search) == {1: NOT_FINITE}
+    assert score_prompts([logits[:4], logits[4:]], batch, sequences.__getitem__, search) == {1: RequestError(NOT_FINITE)}
     for handle, rows in ((0, slice(0, 2)), (2, slice(4, 6))):
         [found] = sequences[handle].scored
         assert found.logprobs == pytest.approx(logits[rows].log_softmax(dim=1)[[0, 1], [2, 3]].numpy(), abs=1e-5)

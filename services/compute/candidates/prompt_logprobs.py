@@ -13,12 +13,12 @@ import torch
 from services.compute.backends.backend import RowSearch
 from services.compute.batch import ScheduledBatch
 from services.compute.sequence import Array, ScoredTokens, Sequence
-from shared.messages import PromptLogprobs
+from shared.messages import PromptLogprobs, RequestError
 
 NOT_FINITE = "the model's numbers for this request's prompt are not finite"
 
 
-def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence], search: RowSearch) -> dict[int, str]:
+def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence], search: RowSearch) -> dict[int, RequestError]:
     """Score the batch's target_ids, for the sequences that `get` finds by handle.
 
     slices: [n, vocab] float32 each, the rows that predict the targets, in their order. Returns by handle which prompts failed, and why.
@@ -33,12 +33,12 @@ def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Ca
         parts.append(score_rows(logits, targets[at : at + len(logits)], k, search))
         at += len(logits)
     whole = join_scored(parts)
-    failures: dict[int, str] = {}
+    failures: dict[int, RequestError] = {}
     for (sequence, target_ids), end in zip(asked, accumulate(len(target_ids) for _, target_ids in asked), strict=True):
         rows, own = slice(end - len(target_ids), end), slice(sequence.params.prompt_logprobs)
         sequence.scored.append(ScoredTokens(whole.logprobs[rows], whole.ranks[rows], whole.top_token_ids[rows, own], whole.top_logprobs[rows, own]))
         if np.isnan(whole.logprobs[rows]).any():
-            failures[sequence.handle] = NOT_FINITE
+            failures[sequence.handle] = RequestError(NOT_FINITE)
     return failures
 
 

@@ -1,8 +1,8 @@
 """Logits to exact candidate sets: what decides each token, in a few bytes instead of the whole vocabulary.
 
-A row is first edited as its request asks (penalties, bias, banned tokens). Then its largest logits are listed in order, and for rows that
-are drawn at random, the mass W of all tokens that top-k, top-p and min-p keep, and the token on which the draw falls if it falls
-beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. The header of
+A row is first edited as its request asks (penalties, bias, banned tokens, the mask of its grammar). Then its largest logits are listed in
+order, and for rows that are drawn at random, the mass W of all tokens that top-k, top-p and min-p keep, and the token on which the draw
+falls if it falls beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. The header of
 shared/decision.py shows that this is exact. The list's length follows from the request's own parameters alone, never from the batch.
 
 A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own request; the others go on.
@@ -16,10 +16,13 @@ import numpy as np
 import torch
 
 from services.compute.backends.backend import RowSearch
+from services.compute.candidates.constraints import Masks
+from services.compute.candidates.failures import error_of
+from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
 from services.compute.candidates.sorted_head import SortedHead, sort_until
 from services.compute.sequence import Sequence
 from shared.decision import GREEDY, cumulative_mass, decide, falls_beyond, kept_count, pick, uniform
-from shared.messages import SequenceIntro, StepCandidates
+from shared.messages import RequestError, SequenceIntro, StepCandidates
 from shared.sampling_params import SamplingParams
 from shared.telemetry import get_logger
 
@@ -30,6 +33,7 @@ Array = np.ndarray[Any, Any]
 LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
 MAX_LISTED = 256  # of a row with a large top-k
 NOT_FINITE = "the model's numbers for this request's next token are not finite"
+NO_MASKS = Masks()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +51,7 @@ class CandidateRows:
     tail_token_ids: Array  # [R] int32
     tail_logits: Array  # [R] float32
     chosen: Array  # [R] int32: what the sampler will decide
-    failures: dict[int, str] = field(default_factory=dict)  # by handle: rows that are not here, and why
+    failures: dict[int, RequestError] = field(default_factory=dict)  # by handle: rows that are not here, and why
 
     def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
         """The message with these rows."""
@@ -97,12 +101,14 @@ def num_listed(params: SamplingParams, vocab_size: int) -> int:
 
 
 @torch.inference_mode()
-def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch) -> CandidateRows:
-    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search: of the model's backend."""
-    failures: dict[int, str] = {}
+def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> CandidateRows:
+    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search: of the model's backend; masks: of
+    their grammars, where they have one."""
+    failures: dict[int, RequestError] = {}
     for row, sequence in enumerate(sequences):
-        if reason := failure_of(lambda: edit(logits[row], sequence)):  # noqa: B023
-            failures[row] = reason
+        mask = masks.by_handle.get(sequence.handle)
+        if failure := masks.failures.get(sequence.handle) or failure_of(lambda: edit(logits[row], sequence, mask)):  # noqa: B023
+            failures[row] = failure
     if not failures:
         try:
             found = reduce_edited(logits, sequences, search)
@@ -111,20 +117,20 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch) -
         except Exception as error:  # some row's mistake: find it
             log.warning("a step can't be reduced as a whole", error=repr(error))
     for row, sequence in enumerate(sequences):
-        if row not in failures and (reason := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [sequence], search)))):  # noqa: B023
-            failures[row] = reason
+        if row not in failures and (failure := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [sequence], search)))):  # noqa: B023
+            failures[row] = failure
     good = [row for row in range(len(sequences)) if row not in failures]
     found = reduce_edited(logits[torch.tensor(good, dtype=torch.int64, device=logits.device)], [sequences[row] for row in good], search)
-    found.failures.update({sequences[row].handle: reason for row, reason in failures.items()})
+    found.failures.update({sequences[row].handle: failure for row, failure in failures.items()})
     return found
 
 
-def failure_of(attempt: Callable[[], None]) -> str | None:
+def failure_of(attempt: Callable[[], None]) -> RequestError | None:
     """What goes wrong, if anything does."""
     try:
         attempt()
     except Exception as error:  # whatever it is, it is this row's alone
-        return str(error) or repr(error)
+        return error_of(error)
     return None
 
 
@@ -144,25 +150,27 @@ def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSe
     """The candidates of rows that are edited already. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
     params = [sequence.params for sequence in sequences]
-    counts = np.array([num_listed(each, vocab_size) for each in params], np.int32)
-    width = int(counts.max(initial=1))
+    wanted = np.array([num_listed(each, vocab_size) for each in params], np.int32)
+    width = int(wanted.max(initial=1))
     token_ids, values = np.zeros((num_rows, width), np.int32), np.full((num_rows, width), -np.inf, np.float32)
     for is_single in (True, False):
-        rows = np.flatnonzero((counts == 1) == is_single)
+        rows = np.flatnonzero((wanted == 1) == is_single)
         if len(rows):
-            k = int(counts[rows].max())
+            k = int(wanted[rows].max())
             some = logits if len(rows) == num_rows else logits[torch.from_numpy(rows).to(logits.device)]
             largest, ids = search.find_largest(some, k)
             token_ids[rows, :k], values[rows, :k] = ids, largest
     if not np.isfinite(values[:, 0]).all():
         raise ArithmeticError(NOT_FINITE)
-    values[np.arange(width) >= counts[:, None]] = -np.inf
+    values[np.arange(width) >= wanted[:, None]] = -np.inf
+    counts = (values > -np.inf).sum(axis=1).astype(np.int32)  # what is masked is no candidate
+    is_whole = (counts < wanted) | (counts == vocab_size)
     logsumexp = np.zeros(num_rows, np.float32)
     rows = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
     if len(rows):
         logsumexp[rows] = values[rows, 0] + np.log(search.total_masses(logits, rows, values[rows, 0], np.ones(len(rows), np.float32)))
     u = np.zeros(num_rows)
-    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts, u, search)
+    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts, is_whole, u, search)
     columns = np.zeros(num_rows, np.int64)
     if (kept_mass != GREEDY).any():
         columns = decide(values, counts, np.array([each.temperature for each in params]), kept_mass, u)
@@ -176,8 +184,8 @@ def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSe
     )  # fmt: skip
 
 
-def edit(row: torch.Tensor, sequence: Sequence) -> None:
-    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then banned tokens.
+def edit(row: torch.Tensor, sequence: Sequence, grammar_mask: Array | None = None) -> None:
+    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then what is not allowed. Raises Invalid if nothing is.
 
     Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence: over the output, as OpenAI defines them.
     """
@@ -193,12 +201,20 @@ def edit(row: torch.Tensor, sequence: Sequence) -> None:
             row[used] -= params.frequency_penalty * times + params.presence_penalty
         if params.logit_bias:
             row[torch.tensor(list(params.logit_bias), device=row.device)] += torch.tensor(list(params.logit_bias.values()), device=row.device)
-    if sequence.next_position <= params.min_tokens and (enders := [*sequence.eos_token_ids, *params.stop_token_ids]):
-        row[torch.tensor(enders, device=row.device)] = -torch.inf
+    mask = allowed_tokens(sequence, grammar_mask, len(row))
+    if mask is not None:
+        apply_mask(row, mask)
+    elif banned := banned_tokens(sequence):
+        row[torch.tensor(banned, device=row.device)] = -torch.inf
 
 
-def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array, uniforms: Array, search: RowSearch) -> tuple[Array, Array, Array]:
-    """For the rows that are drawn at random, the kept mass and the tail. Returns kept_mass, tail_token_ids, tail_logits, each [R]; fills uniforms [R]."""
+def draw(
+    logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array, is_whole: Array, uniforms: Array, search: RowSearch
+) -> tuple[Array, Array, Array]:
+    """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool, whether no token is beyond the list.
+
+    Returns kept_mass, tail_token_ids, tail_logits, each [R]; fills uniforms [R].
+    """
     num_rows = len(sequences)
     kept_mass = np.full(num_rows, GREEDY)
     tail_token_ids, tail_logits = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.float32)
@@ -219,7 +235,7 @@ def draw(logits: torch.Tensor, sequences: list[Sequence], values: Array, counts:
         count = int(counts[row])
         listed, listed_mass = values[row, :count], mass[at, :count]
         total = float(totals[at])
-        kept = kept_mass_of(each, listed_mass, listed, total, is_whole=count == logits.shape[1])
+        kept = kept_mass_of(each, listed_mass, listed, total, is_whole=bool(is_whole[row]))
         if kept is None:
             head = heads[at] = sort_until(logits[row], each.temperature, lambda head: kept_mass_of(each, head.mass, head.values, total) is not None)  # noqa: B023
             kept = kept_mass_of(each, head.mass, head.values, total, is_whole=head.is_whole)

@@ -1,0 +1,82 @@
+"""Which tokens a request allows next, as a bit for each token of the vocabulary, and a row of logits without the others.
+
+A grammar's mask is what its matcher says, with these rules about ends. An end token (of the model, or one of stop_token_ids) is allowed where the grammar
+accepts. min_tokens and ignore_eos keep end tokens out, as long as the grammar allows anything else. allowed_token_ids and bad_words take their tokens out of
+what is left; where nothing is left, the request contradicts itself, and fails.
+"""
+
+import numpy as np
+import torch
+
+from services.compute.sequence import Array, Sequence
+from shared.errors import Invalid
+
+_IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
+TERMS = np.where(_IS_SET, np.float32(0), np.float32(-np.inf))  # [256, 8]: what a byte of the mask adds to its eight logits
+
+
+def num_bytes(vocab_size: int) -> int:
+    """Of a mask: whole words of 32 bits, as the grammars' library fills them."""
+    return (vocab_size + 31) // 32 * 4
+
+
+def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: int) -> Array | None:
+    """The mask of the sequence's next token, [num_bytes(vocab_size)] uint8, bit i of byte b for token 8 b + i; None: all that is not banned.
+
+    grammar_mask: what its grammar allows, of the same form. Raises Invalid if no token is left.
+    """
+    params = sequence.params
+    if grammar_mask is None and not params.allowed_token_ids:
+        return None
+    mask = np.full(num_bytes(vocab_size), 255, np.uint8) if grammar_mask is None else grammar_mask.copy()
+    if grammar_mask is not None:
+        enders = np.array(sequence.eos_token_ids, np.int64)
+        if (mask[enders >> 3] >> (enders & 7) & 1).any():  # the library allows the model's end tokens exactly where the grammar accepts
+            enders = np.concatenate((enders, np.array(params.stop_token_ids, np.int64)))
+            others = mask & ~bits_of(enders, vocab_size)
+            mask |= bits_of(enders, vocab_size)
+            if others.any() and (params.ignore_eos or sequence.next_position <= params.min_tokens):
+                mask = others
+    if params.allowed_token_ids:
+        mask &= bits_of(np.array(params.allowed_token_ids, np.int64), vocab_size)
+    banned = bad_tokens(sequence) if grammar_mask is not None else banned_tokens(sequence)
+    if banned:
+        mask &= ~bits_of(np.array(banned, np.int64), vocab_size)
+    if not mask.any():
+        reason = "no token is left to go on with: what the request's constraint, allowed_token_ids and bad_words allow together is nothing"
+        raise Invalid(reason, code="nothing_allowed")
+    return mask
+
+
+def banned_tokens(sequence: Sequence) -> list[int]:
+    """What may not come next, without a grammar: ends before min_tokens, and the last tokens of bad words."""
+    is_early = sequence.next_position <= sequence.params.min_tokens
+    return [*sequence.eos_token_ids, *sequence.params.stop_token_ids, *bad_tokens(sequence)] if is_early else bad_tokens(sequence)
+
+
+def bad_tokens(sequence: Sequence) -> list[int]:
+    """The tokens that would complete a bad word."""
+    found = []
+    for token_ids in sequence.params.bad_words_token_ids:
+        begun = len(token_ids) - 1
+        if begun <= sequence.num_output_tokens and sequence.token_ids[sequence.num_tokens - begun :] == list(token_ids[:-1]):
+            found.append(token_ids[-1])
+    return found
+
+
+def bits_of(token_ids: Array, vocab_size: int) -> Array:
+    """A mask with these tokens."""
+    is_in = np.zeros(8 * num_bytes(vocab_size), bool)
+    is_in[token_ids] = True
+    mask: Array = np.packbits(is_in, bitorder="little")
+    return mask
+
+
+def apply_mask(row: torch.Tensor, mask: Array) -> None:
+    """Adds -inf to the logits that the mask leaves out, in place. row: [vocab] float32. A NaN stays one, so that its row still fails."""
+    if row.device.type == "cpu":
+        numbers = row.numpy()
+        numbers += TERMS.take(mask, axis=0).ravel()[: len(numbers)]
+    else:
+        terms = torch.from_numpy(TERMS).to(row.device)
+        row += terms[torch.from_numpy(mask).to(row.device).long()].view(-1)[: len(row)]

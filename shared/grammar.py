@@ -1,0 +1,151 @@
+"""A Constraint as a grammar of the llguidance library, within bounds; and the vocabulary that its masks are over.
+
+The gateway checks a grammar in a process that can be killed, before a request is admitted; compute compiles it with the model's vocabulary. Both by the same
+rules and limits: the library counts its own work, so a grammar that is too complex is an error and never a stall.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from shared.constraint import Constraint
+from shared.errors import Invalid
+from shared.structural_tag import structural_tag_grammar
+
+MAX_WHITESPACE = 64  # characters between two parts of a JSON text: a model that has nothing to say would go on with them for ever
+MAX_REASON = 400  # characters of the library's word against a grammar
+NO_SPECIAL_TOKENS: Mapping[str, int] = {}
+
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}", "json_allow_general_unicode_escapes": True}
+LENIENT_OPTIONS = {"lenient": True, "coerce_one_of": True}
+LIMITS = LLParserLimits(
+    max_items_in_row=4000,  # a thousand optional properties of one object
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=200_000,  # 14 ms, of the rare mask that takes long; most take a hundredth of a millisecond
+    step_max_items=50_000,
+    max_lexer_states=50_000,  # 2 kB each
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """A model's tokens as the grammars' library knows them."""
+
+    tokenizer: LLTokenizer
+    special_tokens: Mapping[str, int]  # by text: tokens that no text spells
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
+    """The vocabulary of the tokenizer.json in a checkpoint's folder: some 6 µs a token. vocab_size: of the model's logits.
+
+    Raises Invalid (501) for a tokenizer whose tokens' bytes the library does not know, or a model without end tokens: its answers could not end.
+    """
+    if not eos_token_ids:
+        raise _unsupported("it has no end tokens")
+    try:
+        text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        added = json.loads(text).get("added_tokens") or []
+        tokenizer = LLTokenizer(text, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+    except Exception as error:  # bare ones, from Rust
+        raise _unsupported(str(error)) from None
+    return Vocabulary(tokenizer, {each["content"]: each["id"] for each in added if each.get("special")}, vocab_size, eos_token_ids)
+
+
+def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> LLMatcher:
+    """The grammar, at its beginning. Raises Invalid (400) for one that does not compile, is too complex, or matches no text."""
+    matcher = LLMatcher(vocabulary.tokenizer, _grammar(constraint, vocabulary.special_tokens), log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # what is too complex at its very beginning is refused now
+    if matcher.is_error():
+        reason = matcher.get_error()
+        raise _refused(constraint, "no text matches it" if reason.startswith("NoExtension") else reason)
+    return matcher
+
+
+def check_grammar(constraint: Constraint) -> None:
+    """Raises Invalid (400) for a grammar that no vocabulary could make work."""
+    is_error, reasons = LLMatcher.validate_grammar_with_warnings(_grammar(constraint, None), None, limits=LIMITS)
+    if is_error:
+        raise _refused(constraint, reasons[0])
+
+
+def _grammar(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:
+    """In the library's own form. special_tokens: None where no vocabulary is known."""
+    try:
+        return _MAKERS[constraint.kind](constraint, special_tokens)
+    except Invalid as error:
+        raise _refused(constraint, str(error)) from None
+    except (ValueError, GbnfToLarkError) as error:
+        raise _refused(constraint, str(error)) from None
+    except RecursionError:
+        raise _refused(constraint, "it is nested too deeply") from None
+
+
+def _json_object(_: Constraint, __: Mapping[str, int] | None) -> str:
+    return LLMatcher.grammar_from_json_schema({"type": "object"}, defaults=JSON_OPTIONS)  # type: ignore[arg-type]
+
+
+def _json_schema(constraint: Constraint, _: Mapping[str, int] | None) -> str:
+    schema = json.loads(constraint.text)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise Invalid("it matches nothing" if schema is False else "a JSON schema is an object")
+    options = JSON_OPTIONS | (LENIENT_OPTIONS if constraint.is_lenient else {})
+    return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)  # type: ignore[arg-type]
+
+
+def _regex(constraint: Constraint, _: Mapping[str, int] | None) -> str:
+    return LLMatcher.grammar_from_regex(constraint.text)
+
+
+def _choice(constraint: Constraint, _: Mapping[str, int] | None) -> str:
+    choices = json.loads(constraint.text)
+    if not isinstance(choices, list) or not choices or not all(isinstance(each, str) for each in choices):
+        raise Invalid("it takes a list of texts, at least one")
+    alternatives = " | ".join(json.dumps(each, ensure_ascii=False) for each in dict.fromkeys(choices))
+    return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}\n")
+
+
+def _lark(constraint: Constraint, _: Mapping[str, int] | None) -> str:
+    return LLMatcher.grammar_from_lark(constraint.text)
+
+
+def _gbnf(constraint: Constraint, _: Mapping[str, int] | None) -> str:
+    return LLMatcher.grammar_from_lark(gbnf_to_lark(constraint.text))
+
+
+def _structural_tag(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:
+    return structural_tag_grammar(
+        json.loads(constraint.text),
+        special_tokens=NO_SPECIAL_TOKENS if special_tokens is None else special_tokens,
+        make_regex=partial(regex_to_lark, use_ascii=""),
+        json_options=JSON_OPTIONS,
+    )
+
+
+_MAKERS = {
+    "json_object": _json_object, "json_schema": _json_schema, "regex": _regex, "choice": _choice, "lark": _lark, "gbnf": _gbnf,
+    "structural_tag": _structural_tag,
+}  # fmt: skip
+
+
+def _refused(constraint: Constraint, reason: str) -> Invalid:
+    reason = " ".join(reason.replace("<non-verbose/>", "").split())
+    reason = reason if len(reason) <= MAX_REASON else reason[:MAX_REASON] + "…"
+    code = "invalid_json_schema" if constraint.kind == "json_schema" else "invalid_grammar"
+    return Invalid(f"{constraint.param or constraint.kind}: this can't be made a grammar: {reason}", param=constraint.param or None, code=code)
+
+
+def _unsupported(reason: str) -> Invalid:
+    return Invalid(f"this model's answers can't be constrained: {reason}", code="constraints_unsupported", status=501)
