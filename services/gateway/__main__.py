@@ -13,6 +13,7 @@ from services.gateway.bodies import BodyReader
 from services.gateway.canceller import Canceller
 from services.gateway.context import Context
 from services.gateway.generation import Pipeline
+from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import patient
 from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, listen, raise_file_limit
@@ -32,7 +33,8 @@ def build(settings: GatewaySettings) -> Context:
     metrics = Metrics(stage)
     admission = Admission(stage, client, settings, metrics)
     pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
-    return Context(settings, stage, client, BodyReader(settings.body_timeout_s, settings.max_body_memory), admission, pipeline, metrics)
+    bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
+    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def build_app(context: Context) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         pipeline = context.pipeline
-        await context.bodies.start()
+        await context.bodies.helper.start()
         work = {
             "reader": pipeline.subscriptions.run(),
             "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
@@ -40,7 +40,8 @@ def build_app(context: Context) -> FastAPI:
         with suppress(RedisError, OSError):
             await context.client.delete(pipeline.subscriptions.stream.key)
         await context.client.aclose()
-        await context.bodies.stop()
+        await context.bodies.helper.stop()
+        await context.grammars.helper.stop()
 
     app = FastAPI(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context

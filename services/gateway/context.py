@@ -8,6 +8,7 @@ import redis.asyncio
 from services.gateway.admission import Admission
 from services.gateway.bodies import BodyReader
 from services.gateway.generation import Pipeline
+from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
 from shared.settings import GatewaySettings
@@ -23,6 +24,7 @@ class Context:
     stage: Stage
     client: "redis.asyncio.Redis"
     bodies: BodyReader
+    grammars: GrammarChecker
     admission: Admission
     pipeline: Pipeline
     metrics: Metrics

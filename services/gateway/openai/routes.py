@@ -13,6 +13,7 @@ from services.gateway.openai.fields import MAX_SEQUENCES
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.gateway.record import ResponseRecord, choice_params, make_record
+from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.messages import ChatMessage, GenerateRequest
 from shared.sampling_params import SamplingParams
@@ -26,13 +27,13 @@ async def chat_completions(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
-    params, model = body.params(), check(context, body)  # what is wrong, before what is missing
+    params, constraint, model = body.params(), await constraint_for(context, body), check(context, body)  # what is wrong, before what is missing
     record = make_record("chat.completion", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs)
     messages = tuple(ChatMessage(message.role, message.content, message.name) for message in body.messages)
     now = time.time()
     scheduling = body.scheduling(now, record.response_id)
     requests = [
-        GenerateRequest(request_id, context.stage.replica_id, model, own, messages=messages, created_at=now, scheduling=scheduling)
+        GenerateRequest(request_id, context.stage.replica_id, model, own, messages=messages, created_at=now, scheduling=scheduling, constraint=constraint)
         for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
     ]
     return await respond(context, body, record, requests, request)
@@ -44,7 +45,7 @@ async def completions(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "completion")
     assert isinstance(body, CompletionBody)
-    params, prompts, model = body.params(), body.prompt, check(context, body)
+    params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body), check(context, body)
     if len(prompts) * body.n > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n in one request, got {len(prompts) * body.n}", param="n")
     record = make_record(
@@ -60,7 +61,7 @@ async def completions(request: Request) -> Response:
             GenerateRequest(
                 request_id, context.stage.replica_id, model, own,
                 prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=now,
-                scheduling=body.scheduling(now, f"{record.response_id}.{index // body.n}"),
+                scheduling=body.scheduling(now, f"{record.response_id}.{index // body.n}"), constraint=constraint,
             )
         )  # fmt: skip
     return await respond(context, body, record, requests, request)
@@ -105,6 +106,14 @@ def check(context: Context, body: GenerateBody) -> str:
     if body.priority < (least := context.settings.min_priority):
         raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")
     return context.admission.resolve(body.model)
+
+
+async def constraint_for(context: Context, body: GenerateBody) -> Constraint | None:
+    """What the answer must match, checked. Raises Invalid, Rejected."""
+    constraint = body.constraint()
+    if constraint is not None:
+        await context.grammars.check(constraint)
+    return constraint
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:

@@ -7,11 +7,13 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
+from services.gateway.openai.constrain import StructuredOutputs, constraint_of
 from services.gateway.openai.fields import CONTENT_SCHEMA, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, join_parts, read_prompt, refuse_unknown
 from services.gateway.openai.neutral import OF_MESSAGES, OF_REQUESTS, without_neutral
+from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.messages import SchedulingParams
-from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
+from shared.sampling_params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_MESSAGES = 4096
 MAX_NAME = 256  # characters of a model's or a speaker's name
@@ -70,6 +72,14 @@ class GenerateBody(Body):
     presence_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = None
+    allowed_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_ALLOWED_TOKENS))] = Field(None, description="no others are drawn")
+    bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BAD_WORDS))] = Field(None, description="what the answer must not hold")
+    response_format: dict[str, Any] | None = Field(None, description="OpenAI's: of type text, json_object or json_schema; or vLLM's, of type structural_tag")
+    structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag")
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     prompt_logprobs: int | None = Field(None, description="logprobs of the prompt's tokens; of so many of the likeliest, too")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
@@ -96,6 +106,8 @@ class GenerateBody(Body):
             "logit_bias": self._token_bias(),
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
+            "allowed_token_ids": self._allowed_token_ids(),
+            "bad_words": tuple(self.bad_words) if self.bad_words else None,
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
@@ -104,9 +116,19 @@ class GenerateBody(Body):
         deadline_at = created_at + self.deadline_s if self.deadline_s is not None else 0.0
         return SchedulingParams(self.priority, deadline_at, group_id if self.n > 1 else "", self.cache_salt)
 
+    def constraint(self) -> Constraint | None:
+        """What the answer must match. Raises Invalid."""
+        guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")}
+        return constraint_of(self.response_format, self.structured_outputs, guided)
+
     @property
     def has_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def _allowed_token_ids(self) -> tuple[int, ...] | None:
+        if self.allowed_token_ids == []:
+            raise Invalid("allowed_token_ids is empty: then no token is allowed", param="allowed_token_ids")
+        return tuple(self.allowed_token_ids) if self.allowed_token_ids is not None else None
 
     def _token_bias(self) -> dict[int, float] | None:
         try:

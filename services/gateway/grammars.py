@@ -1,0 +1,57 @@
+"""Grammars that clients send, checked before their requests are admitted: in a helper process, within bounds, and each text once."""
+
+import hashlib
+import pickle
+from collections import OrderedDict
+
+from services.gateway.helper import Helper, HelperFailed
+from shared.constraint import Constraint
+from shared.errors import Invalid, Rejected
+
+START_TIMEOUT_S = 60.0  # until the helper has imported what it needs, on a machine that is busy
+CHECK_TIMEOUT_S = 5.0  # of one grammar; those that people write take milliseconds
+MAX_WAITING = 64  # checks, one after the other
+MAX_KNOWN = 4096  # verdicts
+
+
+class GrammarChecker:
+    """Owns the helper, which is started by the first grammar."""
+
+    def __init__(self) -> None:
+        self.helper = Helper("services.gateway.grammar_worker")
+        self._verdicts: OrderedDict[bytes, Invalid | None] = OrderedDict()  # by digest, the last used last
+        self._num_waiting = 0
+
+    async def check(self, constraint: Constraint) -> None:
+        """Raises Invalid (400) for one that can't be held to, Rejected (503) while too many are being checked."""
+        digest = hashlib.sha256(repr((constraint.kind, constraint.text, constraint.is_lenient, constraint.param)).encode("utf-8", "surrogatepass")).digest()
+        if digest not in self._verdicts:
+            if self._num_waiting >= MAX_WAITING:
+                raise Rejected("the gateway is busy with checking grammars", status=503, retry_after_s=1)
+            self._num_waiting += 1
+            try:
+                self._verdicts[digest] = await self._ask(constraint)
+            finally:
+                self._num_waiting -= 1
+            if len(self._verdicts) > MAX_KNOWN:
+                self._verdicts.popitem(last=False)
+        self._verdicts.move_to_end(digest)
+        verdict = self._verdicts[digest]
+        if verdict is not None:
+            raise Invalid(str(verdict), param=verdict.param, code=verdict.code, status=verdict.status)
+
+    async def _ask(self, constraint: Constraint) -> Invalid | None:
+        try:
+            if not self.helper.is_running:
+                await self.helper.ask(timeout_s=START_TIMEOUT_S)
+            answer = await self.helper.ask(pickle.dumps(constraint), timeout_s=CHECK_TIMEOUT_S)
+        except TimeoutError:
+            return _too_much(constraint, f"it takes more than {CHECK_TIMEOUT_S:g} s")
+        except HelperFailed:
+            return _too_much(constraint, "it takes too much memory")
+        assert answer is None or isinstance(answer, Invalid)
+        return answer
+
+
+def _too_much(constraint: Constraint, reason: str) -> Invalid:
+    return Invalid(f"{constraint.param or constraint.kind}: this can't be made a grammar: {reason}", param=constraint.param or None, code="invalid_grammar")

@@ -1,0 +1,82 @@
+"""Helper: a process that does for the gateway what would stall its event loop, and that can be killed in the middle of it."""
+
+import asyncio
+import pickle
+import sys
+from contextlib import suppress
+
+from services.gateway.worker import FRAME
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.gateway")
+
+NUM_TRIES = 2  # a helper that was killed costs nobody a request
+
+
+class HelperFailed(Exception):
+    """It ended each time that it was asked this."""
+
+
+class Helper:
+    """One process, and one question at a time in it."""
+
+    def __init__(self, module: str) -> None:
+        """module: of services.gateway, which calls run_worker."""
+        self.module = module
+        self._process: asyncio.subprocess.Process | None = None
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def start(self) -> None:
+        """Start it, so that the first question need not wait for it."""
+        async with self._lock:
+            await self._running()
+
+    async def stop(self) -> None:
+        process = self._process
+        self._kill()
+        if process is not None:
+            await process.wait()
+
+    async def ask(self, *question: bytes, timeout_s: float) -> object:
+        """What it answers. Raises TimeoutError, having killed it, and HelperFailed."""
+        async with self._lock:
+            for _ in range(NUM_TRIES):
+                try:
+                    async with asyncio.timeout(timeout_s):
+                        return await self._exchange(question)
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    log.warning("a helper died, starting another", module=self.module)
+                    self._kill()
+                except BaseException:  # too late, or cancelled in the middle: what it answers would be taken for the next question's
+                    self._kill()
+                    raise
+        raise HelperFailed(self.module)
+
+    async def _exchange(self, question: tuple[bytes, ...]) -> object:
+        process = await self._running()
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(FRAME.pack(sum(map(len, question))))
+        for part in question:
+            process.stdin.write(part)
+        await process.stdin.drain()
+        (length,) = FRAME.unpack(await process.stdout.readexactly(FRAME.size))
+        answer: object = pickle.loads(await process.stdout.readexactly(length))
+        return answer
+
+    async def _running(self) -> asyncio.subprocess.Process:
+        if self._process is None or not self.is_running:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", self.module,
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=1 << 20,
+            )  # fmt: skip
+        return self._process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
