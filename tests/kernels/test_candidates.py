@@ -73,6 +73,8 @@ def exact(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None
         row[token] -= params.frequency_penalty * (tokens or []).count(token) + params.presence_penalty
     for token, bias in params.logit_bias.items():
         row[token] += bias
+    if params.allowed_token_ids:
+        row[np.setdiff1d(np.arange(len(row)), params.allowed_token_ids)] = -np.inf
     order = np.argsort(-row, kind="stable")
     probabilities = np.exp((row[order] - row.max()) / params.temperature)
     if params.top_k:
@@ -101,6 +103,9 @@ CASES = {
     "all": (SamplingParams(top_k=100, top_p=0.9, min_p=0.03, temperature=1.3), 1.5, None),
     "large top-k and top-p": (SamplingParams(top_k=900, top_p=0.7, temperature=1.1), 1.0, None),
     "penalties": (SamplingParams(frequency_penalty=0.5, presence_penalty=0.7, repetition_penalty=1.3), 2.0, HISTORY),
+    "masked, top-p beyond the list": (SamplingParams(allowed_token_ids=tuple(range(5, VOCAB, 3)), top_p=0.7), 0.5, None),
+    "masked to fewer than are listed": (SamplingParams(allowed_token_ids=(3, 50, 700, 2999), top_p=0.95, min_p=0.01), 1.0, None),
+    "masked to fewer than top-k": (SamplingParams(allowed_token_ids=tuple(range(30)), top_k=40, temperature=1.5), 2.0, None),
     "bias": (SamplingParams(logit_bias={3: 6.0, 4: -100.0}, top_p=0.9), 1.0, []),
 }
 

@@ -1,0 +1,128 @@
+"""What does holding answers to a grammar add to a step? Batch 32, vocabulary 151,936.
+
+Method: a made model of shape qwen2.5-0.5b in bfloat16 decodes 32 sequences, drawn at temperature 1, for --steps steps with a grammar and as many without,
+in turns. Random weights are a hard case: strings and white space wander through the whole vocabulary. A step with grammars is the loop's own: masks
+are filled in a thread beside the forward pass, and added to the logits before the reduction. Beside it, what filling and adding take by themselves.
+
+    python -m bench.grammar [--model FOLDER]
+
+The last line is JSON.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from bench.reduction import BATCH, VOCABULARY, make_engine
+from services.compute.candidates.constraints import Constraints
+from services.compute.candidates.reduction import NO_MASKS, reduce
+from services.compute.candidates.row_mask import apply_mask
+from services.compute.engine import Engine
+from services.compute.sequence import Sequence
+from shared.constraint import Constraint
+from shared.grammar import compile_grammar
+from shared.sampling_params import SamplingParams
+
+RECORDS = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer", "minimum": 0, "maximum": 150},
+            "tags": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+            "seen": {"type": "string", "format": "date-time"},
+        },
+        "required": ["name", "age", "tags", "seen"],
+        "additionalProperties": False,
+    },
+    "minItems": 1000,
+}
+CASES = {
+    "a JSON schema": Constraint("json_schema", json.dumps(RECORDS)),
+    "any JSON": Constraint("json_schema", '{"type": "array", "minItems": 1000}'),
+    "a regular expression": Constraint("regex", r"([A-Z][a-z]{2,12}( [a-z]{1,12}){3,20}\. )*"),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What grammars add to a step.")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--model", type=Path, help="a folder made by make-model; by default one is made")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = args.model or Path(folder) / "model"
+        if args.model is None:
+            subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", "qwen2.5-0.5b"], check=True)
+        engine = make_engine(model)
+    assert engine.runner.vocab_size == VOCABULARY
+    started = time.perf_counter()
+    vocabulary = engine.load_vocabulary()
+    result: dict[str, float] = {"vocabulary_s": time.perf_counter() - started}
+    print(f"the vocabulary takes {result['vocabulary_s']:.2f} s, once")
+    for name, constraint in CASES.items():
+        started = time.perf_counter()
+        compile_grammar(constraint, vocabulary)
+        compiled_ms = (time.perf_counter() - started) * 1000
+        free, held, filling, adding = measure(engine, Constraints(lambda: vocabulary, VOCABULARY), constraint, args.steps)
+        print(
+            f"{name:22} compiles in {compiled_ms:5.1f} ms; a step {free:6.1f} ms without, {held:6.1f} with ({held / free - 1:+.1%}); "
+            f"by themselves filling {filling:5.2f} ms, adding {adding:5.2f}"
+        )
+        key = name.replace(" ", "_")
+        result |= {f"{key}_step_ms": free, f"{key}_held_ms": held, f"{key}_filling_ms": filling, f"{key}_adding_ms": adding, f"{key}_compile_ms": compiled_ms}
+    print(json.dumps({name: round(value, 3) for name, value in result.items()}))
+
+
+def measure(engine: Engine, constraints: Constraints, constraint: Constraint, num_steps: int) -> tuple[float, float, float, float]:
+    """Medians in milliseconds: a step without the grammar, a step with it, filling the step's masks, adding them."""
+    scheduler = engine.scheduler
+    prompt = [5] * 100
+    sequences = [Sequence(n, str(n), list(prompt), 100, SamplingParams(max_tokens=2 * num_steps + 5, temperature=1.0, seed=n), (1,)) for n in range(BATCH)]
+    for sequence in sequences:
+        scheduler.add(sequence)
+        constraints.open(sequence, constraint)
+    while constraints.opening:
+        assert not [error for _, error in constraints.opened() if error]
+        time.sleep(0.001)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    filling, adding = [], []
+    for step in range(2 * num_steps + 1):
+        is_held = step % 2 == 0
+        batch = scheduler.schedule()
+        assert batch is not None and len(batch.sampled) == BATCH
+        rows_of = [scheduler.get(handle) for handle in batch.sampled]
+        if is_held:
+            started = time.perf_counter()
+            masking = constraints.start(rows_of)
+            assert masking is not None
+            masks = masking.result()
+            filling.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        masking = constraints.start(rows_of) if is_held else None
+        logits = engine.runner.forward(batch)
+        rows = reduce(logits, rows_of, engine.row_search, masking.result() if masking is not None else NO_MASKS)
+        if step:
+            seconds[is_held].append(time.perf_counter() - started)
+        if is_held:
+            started = time.perf_counter()
+            for row, sequence in zip(logits, rows_of, strict=True):
+                apply_mask(row, masks.by_handle[sequence.handle])
+            adding.append(time.perf_counter() - started)
+            for sequence, token_id in zip(rows_of, rows.chosen.tolist(), strict=True):
+                scheduler.append(sequence, token_id)
+        else:  # the same step once more, that the sequences keep to their grammars
+            for sequence in rows_of:
+                sequence.num_computed_tokens -= 1
+    for sequence in sequences:
+        scheduler.finish(sequence)
+    return tuple(statistics.median(values) * 1000 for values in (seconds[False], seconds[True], filling, adding))  # type: ignore[return-value]
+
+
+if __name__ == "__main__":
+    main()

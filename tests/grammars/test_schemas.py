@@ -1,0 +1,47 @@
+"""Whatever the schema, an answer that has ended keeps to it."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shared.constraint import Constraint
+from shared.grammar import compile_grammar
+from tests.grammars.generate import generate, vocabulary
+from tests.grammars.schemas import keeps_to, schemas
+
+AT_ONCE = 24
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
+@given(some=st.lists(schemas(), min_size=AT_ONCE, max_size=AT_ONCE), temperature=st.sampled_from([0.9, 2.0]), seed=st.integers(0, 1 << 32))
+def test_every_answer_that_has_ended_keeps_to_its_schema(some: list[Any], temperature: float, seed: int) -> None:
+    answers = generate([Constraint("json_schema", json.dumps(each)) for each in some], temperature=temperature, seed=seed, max_tokens=300)
+    assert [answer.error for answer in answers] == [None] * len(some)
+    ended = [(answer.text, schema) for answer, schema in zip(answers, some, strict=True) if answer.finish_reason == "stop"]
+    assert len(ended) > AT_ONCE // 2
+    for text, schema in ended:
+        assert keeps_to(text, schema), (text, schema)
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        ({"const": {"a": [1, None, "é"]}}, '{"a": [1, null, "é"]}'),
+        (
+            {"type": "object", "properties": {"a": {"type": "integer"}, "b": {}}, "required": ["b"]},
+            '{"a": -3, "b": [1.5e3, {"x": "\\u00e9\\n\\ud83d\\ude00"}]}',
+        ),
+        ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "17"),
+        ({"$defs": {"node": {"type": "array", "items": {"$ref": "#/$defs/node"}}}, "$ref": "#/$defs/node"}, "[[], [[]]]"),
+        ({"allOf": [{"type": "object", "properties": {"a": {"type": "integer"}}}, {"required": ["a"]}]}, '{"a": 1}'),
+    ],
+)
+def test_what_is_valid_is_allowed(schema: Any, text: str) -> None:
+    assert keeps_to(text, schema)
+    matcher = compile_grammar(Constraint("json_schema", json.dumps(schema)), vocabulary())
+    token_ids = vocabulary().tokenizer.tokenize_str(text)
+    assert matcher.validate_tokens(token_ids) == len(token_ids)
+    assert matcher.consume_tokens(token_ids) and matcher.is_accepting()
