@@ -79,49 +79,50 @@ def main() -> None:
     print(json.dumps({name: round(value, 3) for name, value in result.items()}))
 
 
-def measure(engine: Engine, constraints: Constraints, constraint: Constraint, num_steps: int) -> tuple[float, float, float, float]:
-    """Medians in milliseconds: a step without the grammar, a step with it, filling the step's masks, adding them."""
-    scheduler = engine.scheduler
-    prompt = [5] * 100
-    sequences = [Sequence(n, str(n), list(prompt), 100, SamplingParams(max_tokens=2 * num_steps + 5, temperature=1.0, seed=n), (1,)) for n in range(BATCH)]
+def begin(engine: Engine, constraints: Constraints, constraint: Constraint, max_tokens: int) -> list[Sequence]:
+    """Sequences whose grammars are compiled, in the scheduler."""
+    sequences = [Sequence(n, str(n), [5] * 100, 100, SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=n), (1,)) for n in range(BATCH)]
     for sequence in sequences:
-        scheduler.add(sequence)
+        engine.scheduler.add(sequence)
         constraints.open(sequence, constraint)
     while constraints.opening:
         assert not [error for _, error in constraints.opened() if error]
         time.sleep(0.001)
-    seconds: dict[bool, list[float]] = {True: [], False: []}
-    filling, adding = [], []
-    for step in range(2 * num_steps + 1):
-        is_held = step % 2 == 0
+    return sequences
+
+
+def measure(engine: Engine, constraints: Constraints, constraint: Constraint, num_steps: int) -> tuple[float, float, float, float]:
+    """Medians in milliseconds: a step without the grammar, a step with it, filling the step's masks, adding them."""
+    scheduler, sequences = engine.scheduler, begin(engine, constraints, constraint, 2 * num_steps + 5)
+    seconds: dict[str, list[float]] = {"free": [], "held": [], "filling": [], "adding": []}
+    for step in range(3 * num_steps):
+        kind = ("apart", "free", "held")[step % 3]
         batch = scheduler.schedule()
         assert batch is not None and len(batch.sampled) == BATCH
         rows_of = [scheduler.get(handle) for handle in batch.sampled]
-        if is_held:
-            started = time.perf_counter()
-            masking = constraints.start(rows_of)
-            assert masking is not None
-            masks = masking.result()
-            filling.append(time.perf_counter() - started)
         started = time.perf_counter()
-        masking = constraints.start(rows_of) if is_held else None
+        masking = constraints.start(rows_of) if kind != "free" else None
+        if masking is not None and kind == "apart":
+            masking.result()
+            seconds["filling"].append(time.perf_counter() - started)
         logits = engine.runner.forward(batch)
-        rows = reduce(logits, rows_of, engine.row_search, masking.result() if masking is not None else NO_MASKS)
-        if step:
-            seconds[is_held].append(time.perf_counter() - started)
-        if is_held:
+        masks = masking.result() if masking is not None else NO_MASKS
+        if kind == "apart":
             started = time.perf_counter()
             for row, sequence in zip(logits, rows_of, strict=True):
                 apply_mask(row, masks.by_handle[sequence.handle])
-            adding.append(time.perf_counter() - started)
-            for sequence, token_id in zip(rows_of, rows.chosen.tolist(), strict=True):
-                scheduler.append(sequence, token_id)
-        else:  # the same step once more, that the sequences keep to their grammars
-            for sequence in rows_of:
+            seconds["adding"].append(time.perf_counter() - started)
+        rows = reduce(logits, rows_of, engine.row_search, masks)
+        if kind != "apart":
+            seconds[kind].append(time.perf_counter() - started)
+        for sequence, token_id in zip(rows_of, rows.chosen.tolist(), strict=True):
+            if kind == "free":  # the same step once more: the sequences keep to their grammars
                 sequence.num_computed_tokens -= 1
+            else:
+                scheduler.append(sequence, token_id)
     for sequence in sequences:
         scheduler.finish(sequence)
-    return tuple(statistics.median(values) * 1000 for values in (seconds[False], seconds[True], filling, adding))  # type: ignore[return-value]
+    return tuple(statistics.median(values) * 1000 for values in seconds.values())  # type: ignore[return-value]
 
 
 if __name__ == "__main__":
