@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-COMPUTING := tests/architecture tests/kernels tests/unit tests/wire
+COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
 .PHONY: up test check chaos compose-test bench
 
 $(BIN)/penstock: pyproject.toml

@@ -15,7 +15,7 @@ from services.compute.backends.backend import RowSearch
 from services.compute.candidates import constraints as module
 from services.compute.candidates.constraints import Constraints, Masks, replay
 from services.compute.candidates.reduction import edit, reduce
-from services.compute.candidates.row_mask import allowed_tokens, apply_mask, bits_of
+from services.compute.candidates.row_mask import allowed_tokens, apply_mask, apply_on_device, bits_of
 from services.compute.sequence import Sequence
 from shared import grammar
 from shared.constraint import Constraint
@@ -59,7 +59,8 @@ def expected(constraint: Constraint, output: list[int]) -> set[int]:
 
 
 @pytest.mark.parametrize("size", [64, 130, 2048, 2049])
-def test_a_mask_leaves_what_it_has_and_nothing_else(size: int) -> None:
+@pytest.mark.parametrize("apply_mask", [apply_mask, apply_on_device])
+def test_a_mask_leaves_what_it_has_and_nothing_else(size: int, apply_mask: Any) -> None:
     rng = np.random.default_rng(size)
     chosen = np.sort(rng.choice(size, size // 3, replace=False))
     row = torch.from_numpy(rng.normal(size=size).astype(np.float32))

@@ -78,5 +78,10 @@ def apply_mask(row: torch.Tensor, mask: Array) -> None:
         numbers = row.numpy()
         numbers += TERMS.take(mask, axis=0).ravel()[: len(numbers)]
     else:
-        terms = torch.from_numpy(TERMS).to(row.device)
-        row += terms[torch.from_numpy(mask).to(row.device).long()].view(-1)[: len(row)]
+        apply_on_device(row, mask)
+
+
+def apply_on_device(row: torch.Tensor, mask: Array) -> None:
+    """The same where the row is not the host's: the mask's bits cross, not its terms."""
+    terms = torch.from_numpy(TERMS).to(row.device)
+    row += terms[torch.from_numpy(mask).to(row.device).long()].view(-1)[: len(row)]
