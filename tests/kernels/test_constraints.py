@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from llguidance import LLParserLimits
+from llguidance import LLMatcher, LLParserLimits
 from scipy import stats
 
 from services.compute.backends.backend import RowSearch
@@ -20,7 +20,7 @@ from services.compute.sequence import Sequence
 from shared import grammar
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.grammar import compile_grammar
+from shared.grammar import Vocabulary, compile_grammar
 from shared.sampling_params import SamplingParams
 from tests.grammars.generate import EOS, FILES, generate, make_constraints, tokenizer, vocabulary
 from tests.waiting import wait_until
@@ -173,8 +173,13 @@ def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
 def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matchers of one text share the library's lexer, which has limits; a sequence's own fate is what it would be alone."""
     monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=600, verbose_errors=False))
-    replayed = []
-    monkeypatch.setattr(module, "replay", lambda constraint, vocabulary, output: replayed.append(len(output)) or replay(constraint, vocabulary, output))
+    replayed: list[int] = []
+
+    def counted(constraint: Constraint, known: Vocabulary, output: list[int]) -> LLMatcher:
+        replayed.append(len(output))
+        return replay(constraint, known, output)
+
+    monkeypatch.setattr(module, "replay", counted)
     wide = Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
     rng, constraints = np.random.default_rng(1), make_constraints()
     letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
@@ -192,7 +197,7 @@ def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.Monke
 def test_a_grammar_that_becomes_too_complex_fails_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=16, verbose_errors=False))
     constraints, later = make_constraints(), Constraint("regex", r"x{5}(.*a.{14}b.*)", param="guided_regex")
-    sequences = [sequence_of([tokenizer().token_to_id("x")] * count, handle=count) for count in (1, 5)]
+    sequences = [sequence_of(tokenizer().encode("x").ids * count, handle=count) for count in (1, 5)]
     for sequence in sequences:
         opened(constraints, sequence, later)
     masks = masks_of(constraints, *sequences)
@@ -202,8 +207,13 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_row(monkeypatch: pytes
 
 
 def test_one_text_is_compiled_once_and_the_texts_that_are_kept_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled = []
-    monkeypatch.setattr(module, "compile_grammar", lambda constraint, vocabulary: compiled.append(constraint.text) or compile_grammar(constraint, vocabulary))
+    compiled: list[str] = []
+
+    def counted(constraint: Constraint, known: Vocabulary) -> LLMatcher:
+        compiled.append(constraint.text)
+        return compile_grammar(constraint, known)
+
+    monkeypatch.setattr(module, "compile_grammar", counted)
     monkeypatch.setattr(module, "MAX_COMPILED", 2)
     constraints = make_constraints()
     for handle, text in enumerate(["a+", "b+", "a+", "c+", "a+", "b+"]):
@@ -216,9 +226,8 @@ def test_one_text_is_compiled_once_and_the_texts_that_are_kept_are_bounded(monke
 def test_a_log_that_breaks_its_constraint_is_an_error_of_its_request() -> None:
     constraints, sequence = make_constraints(), sequence_of(tokenizer().encode("never").ids)
     constraints.open(sequence, SCHEMA)
-    found: list[Any] = []
-    wait_until(lambda: found.extend(constraints.opened()) or found, description="it is compiled")
-    assert found[0][1].code == "constraint_failed"
+    [(_, error)] = wait_until(constraints.opened, description="it is compiled")
+    assert error is not None and error.code == "constraint_failed"
 
 
 def test_an_answer_is_the_same_alone_and_among_others() -> None:

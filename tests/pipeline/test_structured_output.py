@@ -117,7 +117,8 @@ def test_a_stream_and_choices_match_as_well(demo: Deployment) -> None:
     stream = demo.client().chat.completions.create(
         model=MODEL, messages=QUESTION, n=3, seed=4, stream=True, response_format={"type": "json_schema", "json_schema": {"name": "p", "schema": PERSON}}, **HOT
     )
-    texts, reasons = ["", "", ""], {}
+    texts = ["", "", ""]
+    reasons: dict[int, str | None] = {}
     for chunk in stream:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
