@@ -41,14 +41,15 @@ class GrammarChecker:
             raise Invalid(str(verdict), param=verdict.param, code=verdict.code, status=verdict.status)
 
     async def _ask(self, constraint: Constraint) -> Invalid | None:
+        """The verdict, to be remembered. Raises Invalid for what could not be found out: another time it may be, on a machine that is less busy."""
         try:
             if not self.helper.is_running:
                 await self.helper.ask(timeout_s=START_TIMEOUT_S)
             answer = await self.helper.ask(pickle.dumps(constraint), timeout_s=CHECK_TIMEOUT_S)
         except TimeoutError:
-            return _too_much(constraint, f"it takes more than {CHECK_TIMEOUT_S:g} s")
+            raise _too_much(constraint, f"it takes more than {CHECK_TIMEOUT_S:g} s") from None
         except HelperFailed:
-            return _too_much(constraint, "it takes too much memory")
+            raise _too_much(constraint, "it ends the process that compiles it, of which the memory is bounded") from None
         assert answer is None or isinstance(answer, Invalid)
         return answer
 
