@@ -28,12 +28,36 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 
 
 @dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, in an assistant's message."""
+
+    call_id: str
+    name: str
+    arguments: str  # JSON, an object; of a call that the model broke off or got wrong, what it wrote
+
+
+@dataclass(frozen=True, slots=True)
 class ChatMessage:
     """One message of a conversation."""
 
     role: str
     content: str
     name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None  # of a tool's answer
+    reasoning: str | None = None  # what the assistant thought before
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat template is given beside the messages. Empty: nothing."""
+
+    tools: str = ""  # JSON, a list in OpenAI's form
+    documents: str = ""  # JSON, a list of objects
+    template_kwargs: str = ""  # JSON, an object: further variables of the template
+    chat_template: str = ""  # instead of the model's own
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +85,7 @@ class GenerateRequest:
     created_at: float = 0.0  # wall clock, s
     scheduling: SchedulingParams = SchedulingParams()
     constraint: Constraint | None = None  # what the answer must match
+    chat: ChatOptions = ChatOptions()
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +276,8 @@ class Replica:
     load: dict[str, float] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()  # further names of the model
     problem: str = ""  # what keeps it from Redis at the moment
+    parsers: dict[str, str] = field(default_factory=dict)  # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all
+    fingerprint: str = ""  # of compute: changes with whatever may change its tokens
 
 
 TAGS: dict[type, tuple[str, int]] = {

@@ -46,6 +46,8 @@ class Stage:
         self.stopping = threading.Event()
         self.transport = Transport(settings.redis_url, self.stopping)
         self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
+        self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
+        self.fingerprint = ""  # compute's, the same
         self._started_at = time.time()
         self._turned_at = time.monotonic()
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
@@ -82,6 +84,8 @@ class Stage:
             load=dict(self.load),
             aliases=self.aliases,
             problem=self.problem,
+            parsers=self.parsers,
+            fingerprint=self.fingerprint,
         )
 
     def catch_signals(self) -> None:

@@ -1,0 +1,231 @@
+"""Answers to reasoning, content and calls: the forms that model families write, as their makers document them; and however a text is cut, the same."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
+from services.gateway.parsing.json_scanner import JsonScanner
+from services.gateway.parsing.pieces import Piece, merged
+
+NAMES = ("get_weather", "add", "f")
+WEATHER = {"location": "Paris", "unit": "celsius"}
+WEATHER_JSON = '{"location": "Paris", "unit": "celsius"}'
+CALL = '{"name": "get_weather", "arguments": ' + WEATHER_JSON + "}"
+ADD = '{"name": "add", "arguments": {"a": 1, "b": [2.5, null, {"c": "\\"}{"}]}}'
+ADDED = {"a": 1, "b": [2.5, None, {"c": '"}{'}]}
+
+Answer = tuple[str, str, list[tuple[str, Any]]]  # reasoning, content, calls
+
+
+def parse(text: str, tool_calls: str = "", reasoning: str = "", cuts: tuple[int, ...] = (), max_calls: int = 0) -> list[Piece]:
+    parser = AnswerParser(Parsing(reasoning, tool_calls, NAMES, max_calls))
+    pieces: list[Piece] = []
+    for begin, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
+        pieces += parser.feed(text[begin:end])
+    return merged(pieces + parser.finish())
+
+
+def read(pieces: list[Piece]) -> Answer:
+    """What a client puts together."""
+    thoughts, content = ("".join(piece.text for piece in pieces if piece.kind == kind) for kind in ("reasoning", "content"))
+    calls: list[list[str]] = []
+    for piece in pieces:
+        if piece.kind == "call":
+            calls.append([piece.text, ""])
+        elif piece.kind == "arguments":
+            calls[-1][1] += piece.text
+    return thoughts, content, [(name, json.loads(arguments)) for name, arguments in calls]
+
+
+FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    ("hermes", f"<tool_call>\n{CALL}\n</tool_call>", "", [("get_weather", WEATHER)]),
+    ("hermes", f"Look.\n\n<tool_call>{CALL}</tool_call>\n<tool_call>\n{ADD}\n</tool_call>\n", "Look.", [("get_weather", WEATHER), ("add", ADDED)]),
+    ("hermes", f"<tool_call>\n{CALL}\n{ADD}", "", [("get_weather", WEATHER), ("add", ADDED)]),
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call> done', "done", [("add", {"a": 1})]),
+    ("hermes", '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", {"a": 1})]),
+    ("hermes", '<tool_call>{"type": "function", "function": {"name": "add", "parameters": {}}}</tool_call>', "", [("add", {})]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"x": "two\nlines\tand a tab"}}</tool_call>', "", [("f", {"x": "two\nlines\tand a tab"})]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+    ("llama3_json", '<|python_tag|>{"type": "function", "name": "add", "parameters": {"a": 1}}', "", [("add", {"a": 1})]),
+    ("llama3_json", '{"name": "add", "parameters": {"a": 1}}; {"name": "f", "parameters": {}}', "", [("add", {"a": 1}), ("f", {})]),
+    ("mistral", f"[TOOL_CALLS] [{CALL}, {ADD}]", "", [("get_weather", WEATHER), ("add", ADDED)]),
+    ("mistral", f"Well. [TOOL_CALLS]get_weather[ARGS]{WEATHER_JSON}[TOOL_CALLS]f{{}}", "Well.", [("get_weather", WEATHER), ("f", {})]),
+    ("mistral", f"[TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{WEATHER_JSON}", "", [("get_weather", WEATHER)]),
+    ("granite", f"<|tool_call|>[{CALL}, {ADD}]", "", [("get_weather", WEATHER), ("add", ADDED)]),
+    ("granite", f"<tool_call>[{CALL}]", "", [("get_weather", WEATHER)]),
+    ("granite", f"<function_call> {CALL}\n<function_call> {ADD}", "", [("get_weather", WEATHER), ("add", ADDED)]),
+    (
+        "pythonic", "[get_weather(location='Paris', unit=\"celsius\"), add(a=-1, b=[2.5, None, {'c': true}])]", "",
+        [("get_weather", WEATHER), ("add", {"a": -1, "b": [2.5, None, {"c": True}]})],
+    ),
+    ("pythonic", "<|python_start|>[f()]<|python_end|> So.", "So.", [("f", {})]),
+    (
+        "gemma", "<start_function_call>call:get_weather{location:<escape>Paris<escape>,unit:<escape>celsius<escape>}<end_function_call>", "",
+        [("get_weather", WEATHER)],
+    ),
+    (
+        "gemma", 'Yes. <|tool_call>call:add{a:1,b:[2.5,null,{c:<|"|>}<tool_call|>{<|"|>}]}<tool_call|><|tool_call>call:f{}<tool_call|>', "Yes.",
+        [("add", {"a": 1, "b": [2.5, None, {"c": "}<tool_call|>{"}]}), ("f", {})],
+    ),
+    ("calls", '[{"name": "add", "parameters": {"a": 1}}, {"name": "f", "parameters": {}}]', "", [("add", {"a": 1}), ("f", {})]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), FORMS)
+def test_a_family_s_calls_are_found(form: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    assert read(parse(text, form)) == ("", content, calls)
+    assert read(parse(text, form, max_calls=1))[2] == calls[:1]
+
+
+BROKEN = [
+    ("hermes", "<tool_call>not JSON</tool_call>"),
+    ("hermes", '<tool_call>{"name": "unknown", "arguments": {"x": 1}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "add", "arguments": 7}</tool_call> and on'),
+    ("hermes", "<tool_call></tool_call>"),
+    ("hermes", "a < b, and <tool_cal> is no marker; nor is </tool_call>"),
+    ("hermes", "<tool_call>\n"),
+    ("hermes", '<tool_call>{"name": "add", "argum'),
+    ("llama3_json", '{"answer": 42, "name": 7} is an object'),
+    ("llama3_json", "<|python_tag|>print(1)"),
+    ("llama3_json", 'Prose. {"name": "add", "parameters": {}}'),
+    ("mistral", "[TOOL_CALLS]nobody{}"),
+    ("mistral", "[TOOL_CALLS] [1, 2]"),
+    ("granite", "<|tool_call|>[]"),
+    ("pythonic", "[1, 2, 3]"),
+    ("pythonic", "[add(1, 2)]"),
+    ("pythonic", "[add(a=open('x'))]"),
+    ("pythonic", "[add(a=1"),
+    ("pythonic", "[nobody(a=1)]"),
+    ("pythonic", "[add(a=1), nobody()]"),
+    ("pythonic", "[add(a=" + "[" * 3000),
+    ("gemma", "<start_function_call>call:add{a:<escape>x}<end_function_call>"),
+    ("gemma", "<start_function_call>call:add{a:1<end_function_call>"),
+    ("gemma", "<|tool_call>call:nobody{}<tool_call|> ok"),
+    ("gemma", "<start_function_call>call:add{a:" + "[" * 200),
+]
+
+
+@pytest.mark.parametrize(("form", "text"), BROKEN)
+def test_what_is_no_call_is_content_as_it_stands(form: str, text: str) -> None:
+    assert "".join(piece.text for piece in parse(text, form)) == text
+    assert {piece.kind for piece in parse(text, form)} == {"content"}
+
+
+def test_a_call_that_stops_being_json_keeps_what_was_said_and_the_rest_is_content() -> None:
+    pieces = parse('<tool_call>{"name": "add", "arguments": {"a": 1, "b": tru}}</tool_call> sorry', "hermes")
+    assert pieces == [Piece("call", "add"), Piece("arguments", '{"a": 1, "b": '), Piece("content", "tru}}</tool_call> sorry")]
+    assert parse('<tool_call>{"name": "add", "arguments": {"a": 12', "hermes") == [Piece("call", "add"), Piece("arguments", '{"a": 12')]
+
+
+def test_arguments_go_out_as_they_come() -> None:
+    parser = AnswerParser(Parsing("", "hermes", NAMES))
+    assert parser.feed("<tool_call>") == []
+    assert parser.feed('{"name": "add", "arguments": ') == []
+    assert parser.feed('{"a') == [Piece("call", "add"), Piece("arguments", '{"a')]
+    assert parser.feed('": "x') == [Piece("arguments", '": "x')]
+    assert parser.feed("\\") == []
+    assert parser.feed("u00e9") == [Piece("arguments", "\\u00e9")]
+    assert parser.feed('"}') == [Piece("arguments", '"}')]
+    assert parser.feed("}</tool_call>") == parser.finish() == []
+
+
+@pytest.mark.parametrize(
+    ("parser", "text", "reasoning", "content"),
+    [
+        ("qwen3", "<think>\nHm.\n</think>\n\nYes.", "Hm.", "Yes."),
+        ("deepseek_r1", "<think>\n<think>\nHm. </thin </think>Yes. <think>", "Hm. </thin", "Yes. <think>"),
+        ("qwen3", "<think>\n\n</think>\n\nYes.", "", "Yes."),
+        ("qwen3", "No thought. <think>", "", "No thought. <think>"),
+        ("qwen3", "<think>cut off <", "cut off <", ""),
+        ("qwen3", " <thi", "", " <thi"),
+        ("granite", "Here is my thought process: Hm.\nHere is my response: Yes.", "Hm.", "Yes."),
+        ("mistral", "[THINK]Hm.[/THINK]Yes.", "Hm.", "Yes."),
+        ("gemma4", "<|channel>thought\nHm.<channel|>Yes.", "Hm.", "Yes."),
+    ],
+)  # fmt: skip
+def test_reasoning_is_told_from_the_answer(parser: str, text: str, reasoning: str, content: str) -> None:
+    assert read(parse(text, "", parser)) == (reasoning, content, [])
+
+
+def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
+    text = f"<think>I might <tool_call>{CALL}</tool_call> it.</think>\n<tool_call>{ADD}</tool_call>"
+    assert read(parse(text, "hermes", "qwen3")) == (f"I might <tool_call>{CALL}</tool_call> it.", "", [("add", ADDED)])
+
+
+def test_a_forced_call_is_its_arguments() -> None:
+    parser = AnswerParser(Parsing("", "arguments", ("add",)))
+    assert parser.feed(" ") == []
+    assert parser.feed(' {"a"') == [Piece("call", "add"), Piece("arguments", '{"a"')]
+    assert parser.feed(": 1}") == [Piece("arguments", ": 1}")]
+
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<|tool_call|>", "<function_call>", "[TOOL_CALLS]", "<|python_tag|>", "[ARGS]", "<start_function_call>"),
+    *("<end_function_call>", "<|tool_call>", "<tool_call|>", "<|python_start|>", "<|python_end|>", "<think>", "</think>", "[THINK]"),
+    *("Here is my thought process:", "Here is my response:", "<|channel>thought", "<channel|>", CALL, ADD, '{"name": "f", "arguments": {}}'),
+    *('{"name": "unknown", "arguments": {"x": "<tool_call>', '"}}', "[f(a=1)]", "[add(a='x\\'', b={'c': [1]})", "call:f{a:<escape>x<escape>}"),
+    *('call:add{a:<|"|>x<|"|>,b:[1]}', '"<tool_call>"', "f", "add", "1.5", "true", "é", *'{}[]"\\ \n,;:-<'),
+]
+TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.sampled_from([text for _, text, _, _ in FORMS]), st.text(max_size=4)), max_size=8).map("".join)
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    text=TEXTS,
+    form=st.sampled_from(["", *TOOL_CALLS, *FORCED]),
+    reasoning=st.sampled_from(["", *REASONING]),
+    data=st.data(),
+    max_calls=st.sampled_from([0, 0, 1]),
+)
+def test_however_a_text_is_cut_the_same_comes_out(text: str, form: str, reasoning: str, data: Any, max_calls: int) -> None:
+    whole = parse(text, form, reasoning, max_calls=max_calls)
+    by_character = parse(text, form, reasoning, tuple(range(1, len(text))), max_calls)
+    assert by_character == whole
+    if len(text) > 1:
+        cuts = tuple(sorted(data.draw(st.sets(st.integers(1, len(text) - 1), max_size=6))))
+        assert parse(text, form, reasoning, cuts, max_calls) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=TEXTS, form=st.sampled_from([*TOOL_CALLS]))
+def test_without_a_call_nothing_of_a_text_is_lost(text: str, form: str) -> None:
+    pieces = parse(text, form)
+    if not any(piece.kind == "call" for piece in pieces):
+        assert "".join(piece.text for piece in pieces) == text
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(st.characters(exclude_categories=["Cs"])),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"]), max_size=5), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(value=st.dictionaries(st.text(st.characters(exclude_categories=["Cs"])), JSON_VALUES), indent=st.sampled_from([None, 2]), is_ascii=st.booleans())
+def test_the_scanner_takes_all_of_json(value: Any, indent: int | None, is_ascii: bool) -> None:
+    text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
+    scanner = JsonScanner()
+    assert scanner.feed(text + "}") == len(text) and scanner.is_done
+    assert scanner.take() == text
+    for form in ("hermes", "mistral", "granite"):
+        marker = {"hermes": "<tool_call>", "mistral": "[TOOL_CALLS]", "granite": "<|tool_call|>"}[form]
+        assert read(parse(marker + '{"name": "f", "arguments": ' + text + "}", form))[2] == [("f", value)]
+
+
+@settings(deadline=None)
+@given(text=st.text(st.sampled_from('{}[]":,\\ue1-+.0tfn \n'), max_size=12))
+def test_the_scanner_takes_nothing_but_json(text: str) -> None:
+    scanner = JsonScanner()
+    end = scanner.feed("{" + text)
+    try:
+        _, right = json.JSONDecoder(strict=False).raw_decode("{" + text)
+    except ValueError:
+        assert not scanner.is_done
+    else:
+        assert scanner.is_done and end == right
