@@ -70,6 +70,7 @@ async def stream_all(port: int, model: str, prompts: list[list[int]], num_tokens
 
 def make_request(model: str, prompt: list[int], num_tokens: int) -> bytes:
     body = {"model": model, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "stream": True}
+    body["stream_options"] = {"include_position": True}
     return post("localhost", "/v1/completions", body)
 
 

@@ -102,7 +102,8 @@ class Launcher:
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
         values = self.settings.model_dump(exclude={"replica_id", "gateways", "tokenizers", "samplers", "data_dir", "redis_port", "model", "served_model_name"})
-        environment = {f"PENSTOCK_{key.upper()}": str(value) for key, value in values.items() if value is not None}
+        texts = {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in values.items() if value is not None}
+        environment = {f"PENSTOCK_{key.upper()}": text for key, text in texts.items()}
         return {**os.environ, **environment}
 
     def _child(self, stage: str, number: int, environment: dict[str, str], suffix: str = "") -> Child:

@@ -46,6 +46,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all
     bad_words: tuple[str, ...] = ()  # that the answer must not hold
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # how the model spells them, with a space before and without; the tokenizer fills them in
+    skip_special_tokens: bool = True  # in the text; False: they are spelt out
 
     def __post_init__(self) -> None:
         _between("max_tokens", self.max_tokens, 0, MAX_TOKENS)

@@ -1,5 +1,6 @@
 """Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made from the descriptions here."""
 
+import re
 import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -9,7 +10,14 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, Settin
 
 from shared.errors import StartupError
 
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma"]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_REDIS_URL = f"unix://{Path.home()}/.penstock/redis.sock"
+
+
+def split_list(value: Any) -> Any:
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
 
 
 class StageSettings(BaseSettings):
@@ -46,9 +54,34 @@ class GatewaySettings(StageSettings):
     min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
     ping_interval_s: float = Field(5.0, gt=0, description="between the comments that keep a waiting stream open, and between looks at silent logs")
     stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
+    allow_origin: Annotated[list[str], NoDecode] = Field(
+        [], description="a web origin whose pages may call the API, as https://chat.example, or *; may be given several times"
+    )
+    trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
+
+    @field_validator("allow_origin", mode="before")
+    @classmethod
+    def split_origins(cls, value: Any) -> Any:
+        """From the environment, joined by commas."""
+        return split_list(value)
+
+    @field_validator("allow_origin")
+    @classmethod
+    def check_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin != "*" and ORIGIN.fullmatch(origin) is None:
+                raise ValueError(f"an origin is scheme://host or scheme://host:port, without a path, not {origin!r}")
+        return value
 
 
-class TokenizerSettings(ModelSettings):
+class FormatSettings(StageSettings):
+    """How the model writes what is not plain text."""
+
+    tool_call_parser: ToolCallParser = Field("auto", description="the form of the model's tool calls; auto: what its chat template says")
+    reasoning_parser: ReasoningParser = Field("auto", description="the marks of the model's reasoning; auto: what its chat template says")
+
+
+class TokenizerSettings(ModelSettings, FormatSettings):
     """Text to token ids."""
 
     max_batch: int = Field(64, gt=0, description="requests encoded together")
@@ -99,7 +132,7 @@ class ComputeSettings(ModelSettings, EngineSettings):
     """The model."""
 
 
-class UpSettings(GatewaySettings, EngineSettings):
+class UpSettings(GatewaySettings, EngineSettings, FormatSettings):
     """`penstock up`: everything on this machine."""
 
     model: Annotated[list[str], NoDecode] = Field(
@@ -119,7 +152,7 @@ class UpSettings(GatewaySettings, EngineSettings):
     @classmethod
     def split(cls, value: Any) -> Any:
         """From the environment, names joined by commas."""
-        return [part for part in value.split(",") if part] if isinstance(value, str) else value
+        return split_list(value)
 
     @model_validator(mode="after")
     def check_names(self) -> "UpSettings":

@@ -1,6 +1,6 @@
 """`python -m services.compute`: settings, objects, run."""
 
-from services.compute.engine import build_engine
+from services.compute.engine import build_engine, fingerprint
 from services.compute.service import ComputeService
 from shared.model_files import open_model
 from shared.settings import ComputeSettings, load_settings
@@ -13,6 +13,7 @@ def main() -> None:
     files = open_model(settings.model, settings.served_model_name, weights=True)
     engine = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len)
+    stage.fingerprint = fingerprint(settings, files, engine)
     ComputeService(stage, settings, engine).run()
 
 

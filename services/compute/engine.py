@@ -1,9 +1,12 @@
 """Engine: a model, its cache and its scheduler, as settings and a checkpoint make them."""
 
+import hashlib
+import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import version
 
 import torch
 
@@ -88,6 +91,20 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
     return load_transformers_model(files.folder, TorchBackend(backend.dtype, backend.device), max_model_len)
+
+
+def fingerprint(settings: ComputeSettings, files: ModelFiles, engine: Engine) -> str:
+    """A name that changes with whatever may change a token: the version, the model's files, and how they are computed."""
+    names = (
+        "device", "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "quantize_lm_head",
+        "kv_cache_dtype", "kv_cache_group",
+    )  # fmt: skip
+    weights = [files.weights] if files.weights.is_file() else sorted(files.weights.glob("*.safetensors"))
+    said = {
+        "version": version("penstock"), "config": files.config, "weights": [(file.name, file.stat().st_size) for file in weights],
+        "settings": {name: getattr(settings, name) for name in names}, "backend": type(engine.runner.model.backend).__name__,
+    }  # fmt: skip
+    return f"fp_{hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()}"
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:

@@ -108,12 +108,24 @@ def served_names(registry: Registry) -> dict[str, Replica]:
 
 def estimate_tokens(request: GenerateRequest) -> int:
     """Prompt and output tokens; the prompt's by its length in bytes, for the gateway has no tokenizer."""
-    if request.prompt_token_ids is not None:
-        prompt = len(request.prompt_token_ids)
-    else:
-        texts = [request.prompt] if request.prompt is not None else [message.content for message in request.messages or ()]
-        prompt = sum(map(num_bytes, texts)) // BYTES_PER_TOKEN + 1
+    ids = request.prompt_token_ids
+    prompt = len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1
     return prompt + (UNBOUNDED_TOKENS if request.params.max_tokens is None else request.params.max_tokens)
+
+
+def texts_of(request: GenerateRequest) -> list[str]:
+    """All of a prompt that is text."""
+    if request.prompt is not None:
+        return [request.prompt]
+    messages = request.messages or ()
+    arguments = [call.arguments for message in messages for call in message.tool_calls]
+    return [
+        *(message.content for message in messages),
+        *(message.reasoning or "" for message in messages),
+        *arguments,
+        request.chat.tools,
+        request.chat.documents,
+    ]
 
 
 def num_bytes(text: str) -> int:

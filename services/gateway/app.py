@@ -4,10 +4,13 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
+from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
+from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.admission import STAGES
 from services.gateway.context import Context
@@ -17,6 +20,8 @@ from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.routes import router
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
+
+INDEX = Path(__file__).with_name("index.html")
 
 
 def build_app(context: Context) -> FastAPI:
@@ -43,18 +48,30 @@ def build_app(context: Context) -> FastAPI:
         await context.bodies.helper.stop()
         await context.grammars.helper.stop()
 
-    app = FastAPI(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
+    # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN
+    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
     app.add_middleware(RequestId)
+    if context.settings.allow_origin:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )  # fmt: skip
     app.include_router(router)
+    app.add_api_route("/", index, include_in_schema=False)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/metrics", metrics)
     describe_bodies(app)
     return app
+
+
+async def index() -> FileResponse:
+    """What this is, and where things are."""
+    return FileResponse(INDEX)
 
 
 def own_problems(context: Context) -> list[str]:

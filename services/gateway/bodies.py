@@ -6,8 +6,8 @@ from fastapi import Request
 
 from services.gateway.body_worker import KINDS
 from services.gateway.helper import Helper, HelperFailed
+from services.gateway.openai.body import Body
 from services.gateway.openai.parse import parse
-from services.gateway.openai.schemas import Body
 from shared.errors import Invalid, Rejected
 
 INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py

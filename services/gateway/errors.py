@@ -42,6 +42,7 @@ class RequestFailed(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    code = code or ("invalid_value" if status == 400 else None)
     return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code}}
 
 

@@ -5,9 +5,8 @@ Submits the requests or takes a running response over, hands out their events, a
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from typing import Any
 
-import msgpack
 import redis
 import redis.asyncio
 
@@ -42,7 +41,9 @@ class Generation:
         self.request_ids = record.request_ids
         self.positions = positions  # where the stream begins: all zero unless it is resumed
         self.is_resumed = generation > 0
-        by_request = dict(zip(self.request_ids, positions, strict=True))
+        # An answer that is parsed is read from its beginning: what a token means depends on what was before
+        begin = [0] * len(positions) if record.parsing is not None else positions
+        by_request = dict(zip(self.request_ids, begin, strict=True))
         self.subscription = pipeline.subscriptions.subscribe(record.response_id, by_request, generation, record.served_model)
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
         self._is_closed = False
@@ -77,7 +78,7 @@ class Pipeline:
         generation = Generation(self, record, [0] * len(requests), 0)
         try:
             with away():
-                await self.admission.submit(record.response_id, msgpack.packb(asdict(record)), record.served_model, requests)
+                await self.admission.submit(record.response_id, record.pack(), record.served_model, requests)
         except Rejected:
             self.subscriptions.unsubscribe(generation.subscription)
             raise
@@ -90,10 +91,10 @@ class Pipeline:
     async def resume(self, response_id: str, last_event_id: str | None) -> Generation:
         """Take a response over: from now on its events come here. Raises Invalid (400, 404), having disturbed nobody; Recoverable as above."""
         with away():
-            packed = await self.client.get(response_key(response_id))
+            packed: Any = await self.client.get(response_key(response_id))
             if packed is None:
                 raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
-            record = ResponseRecord(**msgpack.unpackb(packed))
+            record = ResponseRecord.unpack(packed)
             positions, number = await self.takeover.take(response_id, record.served_model, record.request_ids, last_event_id)
         generation = Generation(self, record, positions, number)
         self.subscriptions.catch_up(generation.subscription)

@@ -3,8 +3,12 @@
 import os
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
+import msgpack
+
+from services.gateway.parsing.answer import Parsing
 from shared.sampling_params import SEEDS, SamplingParams
 
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
@@ -24,16 +28,30 @@ class ResponseRecord:
     served_model: str  # the model's own name, of which streams and keys are made
     num_echo_logprobs: int | None = None  # of each token that `echo` repeats; None: not asked
     num_prompt_logprobs: int | None = None  # prompt_logprobs, as the client asked
+    parsing: Parsing | None = None  # None: what the model writes is the answer
+    has_reasoning: bool = True  # include_reasoning
+    has_continuous_usage: bool = False  # stream_options.continuous_usage_stats
+    fingerprint: str = ""  # system_fingerprint
 
     @property
     def request_ids(self) -> list[str]:
         return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
 
+    def pack(self) -> bytes:
+        packed: bytes = msgpack.packb(asdict(self))
+        return packed
 
-def make_record(kind: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool, **logprobs: int | None) -> ResponseRecord:
-    """The record of a new response; `logprobs`: those of the prompt that were asked for, by field."""
+    @classmethod
+    def unpack(cls, packed: bytes) -> "ResponseRecord":
+        values = msgpack.unpackb(packed)
+        parsing = values.pop("parsing", None)
+        return cls(**values, parsing=Parsing(**parsing) if parsing is not None else None)
+
+
+def make_record(kind: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool, **others: Any) -> ResponseRecord:
+    """The record of a new response; `others`: its further fields."""
     prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
-    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **logprobs)
+    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

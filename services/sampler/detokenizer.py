@@ -28,9 +28,10 @@ def load_tokenizer(folder: Path, known_as: Path | None = None) -> Tokenizer:
 class Detokenizer:
     """One sequence's text. Seeded with the last prompt tokens: some decoders treat the first token of a text differently."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
-        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=True)
+        self._skips = skip_special_tokens
+        self._stream = DecodeStream(ids=prompt_tail, skip_special_tokens=skip_special_tokens)
         self._pending: list[int] = []
 
     def add(self, token_id: int) -> str:
@@ -50,8 +51,8 @@ class Detokenizer:
         return self._restart() if self._pending else ""
 
     def _restart(self) -> str:
-        text = str(self._tokenizer.decode(self._pending, skip_special_tokens=True))
-        self._stream = DecodeStream(ids=self._pending, skip_special_tokens=True)
+        text = str(self._tokenizer.decode(self._pending, skip_special_tokens=self._skips))
+        self._stream = DecodeStream(ids=self._pending, skip_special_tokens=self._skips)
         self._pending = []
         return text
 

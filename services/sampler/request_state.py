@@ -32,7 +32,7 @@ class RequestState:
 
     @classmethod
     def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, now: float) -> "RequestState":
-        detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist())
+        detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist(), skip_special_tokens=intro.params.skip_special_tokens)
         return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now)
 
     @property

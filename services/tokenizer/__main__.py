@@ -31,9 +31,10 @@ def main() -> None:
     settings = load_settings(TokenizerSettings)
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name)
-    encoder = Encoder(load_tokenizer(files), files)
+    encoder = Encoder(load_tokenizer(files), files, tool_call_parser=settings.tool_call_parser, reasoning_parser=settings.reasoning_parser)
     encoder.chat_template.start()
     stage = Stage("tokenizer", settings, model=files.name, aliases=files.aliases)
+    stage.parsers = encoder.parsers
     TokenizerService(stage, settings, encoder, files.max_model_len).run()
 
 

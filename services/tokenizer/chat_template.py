@@ -8,9 +8,10 @@ import time
 import weakref
 from typing import Any
 
+from services.tokenizer.template_features import find_parsers
 from services.tokenizer.template_worker import read_frame, write_frame
 from shared.errors import Invalid, StartupError
-from shared.messages import ChatMessage
+from shared.messages import ChatMessage, ChatOptions
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.tokenizer")
@@ -33,6 +34,10 @@ class ChatTemplate:
         self._worker: _Worker | None = None
         self._problem = ""  # what makes the template unusable, whatever is said
 
+    def parsers(self, tool_calls: str, reasoning: str) -> dict[str, str]:
+        """How the model writes calls and thoughts: find_parsers' words."""
+        return find_parsers(self._template, tool_calls, reasoning)
+
     def start(self) -> None:
         """Start the worker, which compiles the template: one that is broken is found now, and the first conversation need not wait."""
         if self._template is None or self._worker is not None or self._problem:
@@ -45,7 +50,7 @@ class ChatTemplate:
             self._problem = compiled["error"] if compiled is not None else f"it does not compile within {START_TIMEOUT_S:g} s"
             log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
-    def render(self, conversations: list[tuple[ChatMessage, ...]]) -> list[str | Invalid]:
+    def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid]:
         """Each conversation as the model was trained to read it, up to where the assistant speaks; or the template's word against it.
 
         Whatever a template raises is about this conversation (or a broken template), and fails this request alone.
@@ -59,33 +64,61 @@ class ChatTemplate:
             reason = f"this model's chat template can't be used ({self._problem}): use /v1/completions"
             return [Invalid(reason, code="chat_template_broken", status=501) for _ in conversations]
         left, texts = BATCH_TIMEOUT_S, []
-        for messages in conversations:
-            text, seconds = self._render(messages, min(left, RENDER_TIMEOUT_S))
+        for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
+            text, seconds = self._render(messages, each, min(left, RENDER_TIMEOUT_S))
             left -= seconds
             texts.append(text)
         return texts
 
-    def _render(self, messages: tuple[ChatMessage, ...], timeout_s: float) -> tuple[str | Invalid, float]:
+    def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions, timeout_s: float) -> tuple[str | Invalid, float]:
         """A conversation's text, and the seconds that it took."""
-        conversation = []
-        for message in messages:
-            entry = {"role": message.role, "content": message.content}
-            if message.name is not None:
-                entry["name"] = message.name
-            conversation.append(entry)
+        conversation = {
+            "messages": [to_template(message) for message in messages],
+            "tools": json.loads(options.tools or "null"),
+            "documents": json.loads(options.documents or "null"),
+            "kwargs": json.loads(options.template_kwargs or "{}"),
+            "chat_template": options.chat_template,
+            "add_generation_prompt": options.add_generation_prompt,
+            "continue_final_message": options.continue_final_message,
+        }
         if timeout_s <= 0:
             return _refused("it takes too long"), 0.0
         for _ in range(2):  # a worker that was killed costs nobody a request
             self.start()
             rendered, seconds = self._worker.ask(conversation, timeout_s) if self._worker is not None else (None, 0.0)
             if rendered is not None:
-                return rendered["text"] if "text" in rendered else _refused(rendered["error"]), seconds
+                return rendered["text"] if "text" in rendered else _refused(rendered["error"], rendered.get("param", "messages")), seconds
             self._worker = None
             if seconds >= timeout_s:
                 log.warning("a chat template takes too long and was stopped", seconds=seconds)
                 return _refused(f"it takes more than {RENDER_TIMEOUT_S:g} s"), seconds
             log.warning("the worker that renders chat templates died, starting another")
         return _refused("it ends the process that renders it"), 0.0
+
+
+def to_template(message: ChatMessage) -> dict[str, Any]:
+    """A message as templates know it: of calls, with their arguments as an object where they are one."""
+    entry: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        entry["name"] = message.name
+    if message.tool_call_id is not None:
+        entry["tool_call_id"] = message.tool_call_id
+    if message.reasoning is not None:
+        entry |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+    if message.tool_calls:
+        entry["tool_calls"] = [
+            {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": to_object(call.arguments)}} for call in message.tool_calls
+        ]
+    return entry
+
+
+def to_object(arguments: str) -> Any:
+    """What the text is JSON of, if that is an object; else the text: a model may have written anything."""
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments
 
 
 class _Worker:
@@ -133,5 +166,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 continue
 
 
-def _refused(reason: str) -> Invalid:
-    return Invalid(f"the model's chat template refuses these messages: {reason}", param="messages", code="chat_template_error")
+def _refused(reason: str, param: str = "messages") -> Invalid:
+    return Invalid(f"the model's chat template refuses these {param}: {reason}", param=param, code="chat_template_error")

@@ -7,6 +7,7 @@ import numpy as np
 from tokenizers.decoders import DecodeStream
 
 from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.template_features import opened_thought
 from shared.errors import Invalid
 from shared.messages import GenerateRequest, TokenizedRequest
 from shared.model_files import ModelFiles
@@ -16,9 +17,10 @@ from shared.sampling_params import MAX_PROMPT_LOGPROBS
 class Encoder:
     """A transformers fast tokenizer and what its model allows."""
 
-    def __init__(self, tokenizer: Any, files: ModelFiles) -> None:
+    def __init__(self, tokenizer: Any, files: ModelFiles, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
         self.tokenizer = tokenizer
         self.chat_template = ChatTemplate(tokenizer)
+        self.parsers = self.chat_template.parsers(tool_call_parser, reasoning_parser)
         self.model = files.name
         self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
@@ -34,7 +36,8 @@ class Encoder:
 
     def _texts(self, requests: list[GenerateRequest]) -> list[str | None | Invalid]:
         """The texts to encode; None: the request brought token ids."""
-        rendered = iter(self.chat_template.render([request.messages for request in requests if request.messages is not None]))
+        chats = [request for request in requests if request.messages is not None]
+        rendered = iter(self.chat_template.render([request.messages or () for request in chats], [request.chat for request in chats]))
         return [request.prompt if request.messages is None else next(rendered) for request in requests]
 
     def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any] | Invalid]:
@@ -63,8 +66,8 @@ class Encoder:
         try:
             max_tokens = self._check(request, token_ids, max_model_len)
             bad_words = self._spell_bad_words(request.params.bad_words)
-            echo_text = self._echo(text, token_ids) if request.echo else None
-            wants_offsets = echo_text is not None and request.params.prompt_logprobs is not None
+            echo_text = self._echo(text, token_ids) if request.echo else self._opening(request, text)
+            wants_offsets = request.echo and request.params.prompt_logprobs is not None
             echo_offsets = self._offsets(text, token_ids) if wants_offsets else np.zeros(0, np.int32)
         except Invalid as error:
             return error
@@ -89,6 +92,12 @@ class Encoder:
         if any(isinstance(each, Invalid) or not len(each) for each in spelt) or len(texts) < 2 * len(words):
             raise Invalid("bad_words holds a text that has no tokens", param="bad_words")
         return tuple(dict.fromkeys(tuple(each.tolist()) for each in spelt if not isinstance(each, Invalid)))
+
+    def _opening(self, request: GenerateRequest, text: str | None) -> str | None:
+        """What the template has said of the answer, as far as its reader must know it. An answer that has to match something begins anew."""
+        if request.messages is None or request.constraint is not None or text is None:
+            return None
+        return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 
     def _echo(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> str:
         try:
@@ -133,12 +142,10 @@ class Encoder:
             raise Invalid(reason, param="prompt_logprobs")
         room = max_model_len - n
         if (1 if params.max_tokens is None else params.max_tokens) > room:
-            asked = f" and max_tokens is {params.max_tokens}" if params.max_tokens is not None else ""
-            raise Invalid(
-                f"the prompt has {n} tokens{asked}; this model takes {max_model_len} in all: shorten one of them",
-                param=field,
-                code="context_length_exceeded",
-            )
+            wanted = n + (1 if params.max_tokens is None else params.max_tokens)
+            parts = f" ({n} in the {field}, {params.max_tokens} in the completion)" if params.max_tokens is not None else f" ({n} in the {field})"
+            reason = f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} tokens{parts}. Please reduce one of them."
+            raise Invalid(reason, param=field, code="context_length_exceeded")
         if params.min_tokens > (max_tokens := room if params.max_tokens is None else params.max_tokens):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens

@@ -13,6 +13,9 @@ import struct
 import sys
 from typing import IO, Any
 
+from services.tokenizer.template_features import knows
+from services.tokenizer.tool_prompt import explain_tools, spell_calls
+
 FRAME = struct.Struct("<Q")  # length of the JSON
 MAX_CHARACTERS = 32 << 20  # of a text; the longest body has 8 MiB
 MEMORY = 1 << 30  # more than what the process has when it is ready
@@ -54,12 +57,48 @@ def compile_template(template: str) -> dict[str, str]:
     return {}
 
 
-def render(template: str, special_tokens: dict[str, str], conversation: list[dict[str, str]]) -> dict[str, str]:
-    """{"text": the conversation as the model was trained to read it, up to where the assistant speaks}, or {"error": why there is none}."""
+def render(template: str, special_tokens: dict[str, str], conversation: dict[str, Any]) -> dict[str, str]:
+    """{"text": the conversation as the model was trained to read it, up to where the assistant speaks}, or {"error": why there is none}.
+
+    conversation: messages, tools, documents, kwargs, chat_template (empty: the model's), add_generation_prompt, continue_final_message.
+    """
+    template = conversation["chat_template"] or template
+    messages, tools = conversation["messages"], conversation["tools"]
+    if not knows(template, "developer"):
+        messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    if not knows(template, "tool_calls") and not knows(template, "tool"):
+        messages = spell_calls(messages)
+    if tools and not knows(template, "tools"):
+        messages, tools = explain_tools(messages, tools), None
+    if conversation["documents"] and not knows(template, "documents"):
+        return {"error": "it knows of no documents", "param": "documents"}
+    options = {
+        "documents": conversation["documents"], "add_generation_prompt": conversation["add_generation_prompt"],
+        "continue_final_message": conversation["continue_final_message"], **special_tokens, **conversation["kwargs"],
+    }  # fmt: skip
+    rendered = _render(template, messages, tools, options)
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    parsed = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
+    if parsed and ("error" in rendered or any(str(arguments) in rendered["text"] for arguments in parsed if arguments)):
+        spelt = _render(template, [_with_spelt_arguments(message) for message in messages], tools, options)  # a template that wants arguments as text
+        rendered = spelt if "text" in spelt else rendered
+    return rendered
+
+
+def _with_spelt_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"], ensure_ascii=False)}} for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _render(template: str, messages: list[dict[str, Any]], tools: list[Any] | None, options: dict[str, Any]) -> dict[str, str]:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        [text], _ = render_jinja_template([conversation], chat_template=template, add_generation_prompt=True, **special_tokens)
+        [text], _ = render_jinja_template([messages], chat_template=template, tools=tools or None, **options)
     except MemoryError:
         return {"error": "it needs too much memory"}
     except Exception as error:  # a template raises what it likes
@@ -78,7 +117,7 @@ def main() -> None:
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints does not print into the replies
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it for nothing
-    render("", {}, [{}])  # imports what it needs, while the tokenizer still loads
+    _render("", [{}], None, {})  # imports what it needs, while the tokenizer still loads
     if sys.platform == "linux":
         limit_memory()
     serve(sys.stdin.buffer, sink)

@@ -102,7 +102,7 @@ class Exchange:
             await self.resume(gateway)
             return
         self.answer = Answer.empty(self.spec.n)  # nothing of it has a position: from the start
-        body = self.spec.body | ({"stream": True, "stream_options": {"include_usage": True}} if self.is_stream else {})
+        body = self.spec.body | ({"stream": True, "stream_options": {"include_usage": True, "include_position": True}} if self.is_stream else {})
         self.journal.note(f"POST {self.spec.path} to {gateway.name}")
         reply = await ask(gateway.port, "POST", self.spec.path, json.dumps(body).encode())
         try:

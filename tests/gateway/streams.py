@@ -12,7 +12,7 @@ from tests.deployment import Deployment
 from tests.gateway.backstage import NAME
 from tests.waiting import wait_until
 
-BODY = {"model": NAME, "prompt": "The", "max_tokens": 100, "stream": True}
+BODY = {"model": NAME, "prompt": "The", "max_tokens": 100, "stream": True, "stream_options": {"include_position": True}}
 
 
 class Stream:

@@ -13,7 +13,7 @@ from tests.gateway.conftest import start_gateways
 from tests.gateway.streams import BODY, begun, streaming
 from tests.waiting import wait_until
 
-WHOLE = BODY | {"stream": False}
+WHOLE = BODY | {"stream": False, "stream_options": None}
 
 
 def test_places_outlive_a_gateway_and_come_back_with_the_sequences_end(deployment: Deployment, own: Backstage) -> None:

@@ -81,7 +81,7 @@ def test_parts_are_joined_and_long_prompts_arrive_whole(gateways: Deployment, ba
     with httpx.Client(base_url=gateways.url(), timeout=0.5, trust_env=False) as client:
         for path, body in (
             ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": parts, "name": "Ann"}]}),
-            ("/v1/completions", BODY | {"stream": False, "prompt": [ids, [7]]}),
+            ("/v1/completions", BODY | {"stream": False, "stream_options": None, "prompt": [ids, [7]]}),
         ):
             with pytest.raises(httpx.ReadTimeout):
                 client.post(path, json=body)

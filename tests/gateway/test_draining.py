@@ -20,7 +20,7 @@ def test_sigterm_hands_open_responses_over(deployment: Deployment, own: Backstag
     first, second = start_gateways(deployment, 2)
     whole: list[httpx.Response] = []
     url = deployment.url(first) + "/v1/completions"
-    asking = threading.Thread(target=lambda: whole.append(httpx.post(url, json=BODY | {"stream": False}, timeout=30, trust_env=False)))
+    asking = threading.Thread(target=lambda: whole.append(httpx.post(url, json=BODY | {"stream": False, "stream_options": None}, timeout=30, trust_env=False)))
     with begun(deployment, own, 1, gateway=first) as (stream, request):
         asking.start()
         own.take()

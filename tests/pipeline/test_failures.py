@@ -19,6 +19,7 @@ from tests.pipeline.streams import stream_all
 from tests.waiting import wait_until
 
 LONG = {"model": MODEL, "prompt": "The", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG["stream_options"] = {"include_position": True}
 QUEUE = f"requests:{MODEL}"
 
 
@@ -38,7 +39,7 @@ def test_a_client_that_goes_away_frees_compute(demo: Deployment) -> None:
 def test_a_client_that_goes_away_before_a_whole_answer_frees_compute(demo: Deployment) -> None:
     before = compute_load(demo).get("output_tokens", 0)
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(demo.url() + "/v1/completions", json=LONG | {"stream": False, "n": 4}, timeout=0.5, trust_env=False)
+        httpx.post(demo.url() + "/v1/completions", json=LONG | {"stream": False, "stream_options": None, "n": 4}, timeout=0.5, trust_env=False)
     wait_until(lambda: (now := compute_load(demo)).get("output_tokens", 0) > before and now["running"] == 0, description="they have left", timeout_s=5)
     assert compute_load(demo)["output_tokens"] - before < 4 * 900
 
@@ -62,7 +63,7 @@ def test_a_queued_request_is_cancelled_before_it_runs(deployment: Deployment) ->
 def test_a_stream_is_resumed_at_another_gateway(deployment: Deployment) -> None:
     deployment.start_all(gateways=2, dtype="float32")
     first, second = deployment.ports
-    body = LONG | {"max_tokens": 300, "stream_options": {"include_usage": True}}
+    body = LONG | {"max_tokens": 300, "stream_options": {"include_usage": True, "include_position": True}}
     whole = read_stream(httpx.post(deployment.url(second) + "/v1/completions", json=body, timeout=60, trust_env=False).text)
     received, last_id, response_id = "", "", ""
     with pytest.raises(httpx.HTTPError), httpx.stream("POST", deployment.url(first) + "/v1/completions", json=body, timeout=60, trust_env=False) as response:
@@ -85,7 +86,7 @@ def test_a_stream_is_resumed_at_another_gateway(deployment: Deployment) -> None:
 
 def test_resuming_what_is_unknown_or_wrong_is_refused(demo: Deployment) -> None:
     assert demo.get("/v1/streams/nope").status_code == 404
-    reply = demo.post("/v1/completions", LONG | {"stream": False, "max_tokens": 3})
+    reply = demo.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3})
     wrong = httpx.get(demo.url() + f"/v1/streams/{reply.json()['id']}", headers={"Last-Event-ID": "x"}, timeout=10, trust_env=False)
     assert wrong.status_code == 400
     assert "positions" in wrong.json()["error"]["message"]
@@ -126,7 +127,10 @@ def test_an_emptied_redis_stops_no_process(deployment: Deployment) -> None:
     with deployment.redis() as client:
         client.flushall()
     wait_until(lambda: deployment.get("/ready").status_code == 200, description="everybody is back in the registry")
-    wait_until(lambda: deployment.post("/v1/completions", LONG | {"stream": False, "max_tokens": 3}).status_code == 200, description="an answer")
+    wait_until(
+        lambda: deployment.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).status_code == 200,
+        description="an answer",
+    )
     assert all(process.poll() is None for process in deployment.processes.values())
 
 
@@ -142,7 +146,7 @@ def test_a_poison_message_fails_its_request_and_nothing_else(demo: Deployment) -
         assert wait_until(lambda key=f"log:{request_id}": client.xlen(key), description="the log says so") == 1
     client.xadd("candidates:sampler-1", {"m": b"\xc1"})
     wait_until(lambda: client.xlen("dead-letter") == 3, description="a third dead letter")
-    assert demo.post("/v1/completions", LONG | {"stream": False, "max_tokens": 3}).status_code == 200
+    assert demo.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).status_code == 200
     client.delete("events:gateway-none")
 
 
@@ -211,7 +215,7 @@ def test_validation_names_the_field(demo: Deployment) -> None:
         (chat | {"logit_bias": {"a": 1}}, "logit_bias"),
         (chat | {"logit_bias": {"99999": 1}}, "logit_bias"),
         (chat | {"max_tokens": 0}, "max_tokens"),
-        (chat | {"stream_options": {"include_usage": True}}, "stream_options"),
+        (chat | {"stream_options": {"include_usage": True, "include_position": True}}, "stream_options"),
         (chat | {"messages": []}, "messages"),
         (chat | {"messages": [{"role": "user"}]}, "messages[0].content"),
         (chat | {"messages": [{"role": "user", "content": "x", "weird": 1}]}, "messages[0].weird"),

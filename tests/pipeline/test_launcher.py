@@ -16,6 +16,7 @@ from tests.pipeline.up import Up, run
 from tests.waiting import wait_until
 
 BODY = {"model": "penstock-demo", "prompt": "The", "max_tokens": 900, "temperature": 0.9, "seed": 7, "ignore_eos": True, "stream": True}
+BODY["stream_options"] = {"include_position": True}
 FLAGS = ("--dtype", "float32")
 
 

@@ -135,11 +135,15 @@ def test_errors_are_openai_s(demo: Deployment) -> None:
     with pytest.raises(openai.BadRequestError, match="temperature") as bad:
         client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=-1)
     assert bad.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="takes 1024 in all") as long:
+    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens") as long:
         client.completions.create(model=MODEL, prompt="word " * 3000)
     assert long.value.code == "context_length_exceeded"
-    with pytest.raises(openai.BadRequestError, match="chat template refuses"):
-        client.chat.completions.create(model=MODEL, messages=[{"role": "developer", "content": "x"}])
+    assert bad.value.code == "invalid_value"
+    with pytest.raises(openai.BadRequestError, match=r"unknown or unsupported field: mirostat; .*stop.*; n: ") as many:
+        client.chat.completions.create(model=MODEL, messages=QUESTION, n=0, stop=7, extra_body={"mirostat": 2})
+    assert many.value.code == "unknown_parameter"
+    with pytest.raises(openai.BadRequestError, match=r"temperature must .*; top_p must"):
+        client.chat.completions.create(model=MODEL, messages=QUESTION, temperature=-1, top_p=7)
 
 
 def test_a_bad_role_is_the_template_s_word_also_for_a_stream(demo: Deployment) -> None:

@@ -122,7 +122,8 @@ def test_no_token_at_all(demo: Deployment) -> None:
 
 
 def test_a_stream_of_no_token_can_be_read_again(demo: Deployment) -> None:
-    body = {"model": MODEL, "prompt": [PROMPT, "The"], "max_tokens": 0, "logprobs": 1, "echo": True, "stream": True, "stream_options": {"include_usage": True}}
+    body = {"model": MODEL, "prompt": [PROMPT, "The"], "max_tokens": 0, "logprobs": 1, "echo": True, "stream": True}
+    body["stream_options"] = {"include_usage": True, "include_position": True}
     lines = demo.post("/v1/completions", body).text.splitlines()
     assert not any(line.startswith("id:") for line in lines), "there is no place from which less than all would be read"
     events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]

@@ -11,6 +11,7 @@ from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import stream_all
 
 LONG = {"model": MODEL, "prompt": "The", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
+LONG["stream_options"] = {"include_position": True}
 PROMPT = "In the beginning there was a prompt of some length, which many requests have in common. " * 3
 
 

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 from pydantic_core import PydanticCustomError
 
+from services.gateway.openai.neutral import OF_PARTS
+
 MAX_SEQUENCES = 128  # prompts times n, in one request
 MAX_PARTS = 4096  # of a message's content
+TEXT_PARTS = {"text": "text", "refusal": "refusal", "input_text": "text", "output_text": "text"}  # the kinds of parts that are text, and where it is
+OTHER_MEDIA = {
+    "image_url": "images", "input_image": "images", "image": "images", "input_audio": "audio", "audio_url": "audio", "video_url": "video", "file": "files",
+    "input_file": "files",
+}  # fmt: skip
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 Prompt = str | TokenIds
@@ -33,6 +40,7 @@ CONTENT_SCHEMA = {
             "maxItems": MAX_PARTS,
             "items": {"type": "object", "properties": {"type": {"const": "text"}, "text": {"type": "string"}}, "required": ["type", "text"]},
         },
+        {"type": "null"},
     ],
 }
 
@@ -95,14 +103,25 @@ def join_parts(value: Any) -> Any:
     for index, part in enumerate(value):
         if not isinstance(part, dict):
             raise at(f"[{index}]", f"expected a part of type text, got {kind_of(part)}")
-        if part.get("type") != "text":
-            raise at(f"[{index}].type", f"only parts of type text are understood, got {shortened(part.get('type'))}")
-        if not isinstance(part.get("text"), str):
-            raise at(f"[{index}].text", f"expected a text, got {kind_of(part.get('text'))}")
-        if len(part) > 2:
-            raise at(f"[{index}].{shortened(next(key for key in part if key not in ('type', 'text')))}", "unknown field")
-        texts.append(part["text"])
+        texts.append(text_of(part, f"[{index}]"))
     return "".join(texts)
+
+
+def text_of(part: dict[str, Any], path: str) -> str:
+    """The text of a part of a message's content."""
+    kind = part.get("type")
+    if kind in OTHER_MEDIA:
+        raise at(f"{path}.type", f"this server's models read text only: {OTHER_MEDIA[kind]} can't be understood")
+    if kind not in TEXT_PARTS:
+        raise at(f"{path}.type", f"only parts of type text are understood, got {shortened(kind)}")
+    field = TEXT_PARTS[kind]
+    if not isinstance(part.get(field), str):
+        raise at(f"{path}.{field}", f"expected a text, got {kind_of(part.get(field))}")
+    for key, value in part.items():
+        if key not in ("type", field) and key not in OF_PARTS and value is not None:
+            raise at(f"{path}.{shortened(key)}", "unknown field")
+    text: str = part[field]
+    return text
 
 
 def at_most(count: int) -> Callable[[Any], Any]:

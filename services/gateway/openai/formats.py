@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from services.gateway.openai.answers import Answer, delta_of
 from services.gateway.openai.prompt_logprobs import by_token_id, echoed, finite
 from services.gateway.record import ResponseRecord
 from shared.messages import PromptLogprobs, TokenEvent, TokenLogprob
@@ -14,6 +15,7 @@ class Choice:
     """One sequence's answer so far."""
 
     index: int
+    answer: Answer | None = None  # the text, parsed; None: it is not to be
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -23,6 +25,11 @@ class Choice:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
 
+    @classmethod
+    def begin(cls, index: int, record: ResponseRecord) -> "Choice":
+        answer = Answer(record.parsing, f"{record.response_id}.{index}", has_reasoning=record.has_reasoning) if record.parsing is not None else None
+        return cls(index, answer)
+
     def add(self, event: TokenEvent) -> None:
         self.text.append(event.text)
         if event.logprobs is not None:
@@ -31,6 +38,10 @@ class Choice:
         self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
         self.num_output_tokens = event.position
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
+        if self.answer is not None:
+            self.answer.add(event.text, is_end=event.finish_reason is not None)
+            if self.answer.has_called and event.finish_reason == "stop":
+                self.finish_reason = "tool_calls"
 
 
 class Format(Protocol):
@@ -41,7 +52,11 @@ class Format(Protocol):
         ...
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
-        """The chunks that an event makes; none, if nothing of it is for the client."""
+        """The chunks that an event makes, which the choice has been given; none, if nothing of it is for the client."""
+        ...
+
+    def end(self, choice: Choice) -> dict[str, Any]:
+        """The chunk that says why a choice has ended, alone."""
         ...
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
@@ -58,18 +73,22 @@ def usage(choices: list[Choice], n: int) -> dict[str, Any]:
     firsts = choices[::n]
     prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
     completion_tokens = sum(choice.num_output_tokens for choice in choices)
+    thinking = [choice.answer.num_reasoning_tokens for choice in choices if choice.answer is not None and choice.answer.is_reasoning_model]
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
+        **({"completion_tokens_details": {"reasoning_tokens": sum(thinking)}} if thinking else {}),
     }
 
 
-def make_chunk(head: dict[str, Any], choices: list[dict[str, Any]], record: ResponseRecord) -> dict[str, Any]:
-    """A chunk of a stream; where the client asked for usage, all but the last say that it is null."""
-    chunk = {**head, "choices": choices}
-    return {**chunk, "usage": None} if record.has_usage else chunk
+def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: ResponseRecord, choice: Choice | None) -> dict[str, Any]:
+    """A chunk of a stream. Where the client asked for usage, all but the last say that it is null, or what it is so far of the chunk's choice."""
+    chunk = {**head, "choices": made}
+    if not record.has_usage:
+        return chunk
+    return {**chunk, "usage": usage([choice], 1) if record.has_continuous_usage and choice is not None else None}
 
 
 class ChatFormat:
@@ -77,30 +96,37 @@ class ChatFormat:
         self.record = record
 
     def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}])
+        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}], None)
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
         made = []
         of_prompt = self._of_prompt(choice.index, event.prompt_logprobs)
-        if event.text or event.logprobs or of_prompt:
+        delta = delta_of(choice.answer) if choice.answer is not None else {"content": event.text} if event.text else {}
+        if delta or event.logprobs or of_prompt:
             logprobs = chat_logprobs(event.logprobs) if event.logprobs is not None else None
-            own = {"index": choice.index, "delta": {"content": event.text}, "logprobs": logprobs, "finish_reason": None}
-            made.append(self._chunk([own]) | of_prompt)
-        if event.finish_reason is not None:
-            end = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": event.finish_reason, "stop_reason": event.stop_reason}
-            made.append(self._chunk([end]))
-        return made
+            own = {"index": choice.index, "delta": delta or {"content": ""}, "logprobs": logprobs, "finish_reason": None}
+            made.append(self._chunk([own], choice) | of_prompt)
+        return [*made, self.end(choice)] if event.finish_reason is not None else made
+
+    def end(self, choice: Choice) -> dict[str, Any]:
+        own = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return self._chunk([own], choice)
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage(choices, self.record.n)}
+        return self._chunk([], None) | {"usage": usage(choices, self.record.n)}
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
             **self._head("chat.completion"),
+            "service_tier": "default",
             "choices": [
                 {
                     "index": choice.index,
-                    "message": {"role": "assistant", "content": "".join(choice.text), "refusal": None},
+                    "message": {
+                        "role": "assistant",
+                        "refusal": None,
+                        **(choice.answer.message() if choice.answer is not None else {"content": "".join(choice.text)}),
+                    },
                     "logprobs": chat_logprobs(choice.logprobs) if choice.logprobs is not None else None,
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
@@ -115,11 +141,11 @@ class ChatFormat:
         """The field of the answer, for all of its choices have one prompt: the first brings it."""
         return prompt_field(self.record, prompt) if index == 0 else {}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return make_chunk(self._head("chat.completion.chunk"), choices, self.record)
+    def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+        return make_chunk(self._head("chat.completion.chunk"), made, self.record, choice)
 
     def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.record.response_id, "object": kind, "created": self.record.created, "model": self.record.model}
+        return head_of(self.record, kind)
 
 
 class CompletionFormat:
@@ -140,14 +166,18 @@ class CompletionFormat:
             "finish_reason": event.finish_reason,
             "stop_reason": event.stop_reason,
         }
-        return [self._chunk([own | prompt_field(self.record, prompt)])]
+        return [self._chunk([own | prompt_field(self.record, prompt)], choice)]
+
+    def end(self, choice: Choice) -> dict[str, Any]:
+        own = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
+        return self._chunk([own], choice)
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([]) | {"usage": usage(choices, self.record.n)}
+        return self._chunk([], None) | {"usage": usage(choices, self.record.n)}
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
-            **self._head(),
+            **head_of(self.record, "text_completion"),
             "choices": [
                 {
                     "index": choice.index,
@@ -175,11 +205,13 @@ class CompletionFormat:
             offsets.append(entry.text_offset)
         return {"tokens": tokens, "token_logprobs": token_logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return make_chunk(self._head(), choices, self.record)
+    def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
+        return make_chunk(head_of(self.record, "text_completion"), made, self.record, choice)
 
-    def _head(self) -> dict[str, Any]:
-        return {"id": self.record.response_id, "object": "text_completion", "created": self.record.created, "model": self.record.model}
+
+def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
+    fingerprint = record.fingerprint or None
+    return {"id": record.response_id, "object": kind, "created": record.created, "model": record.model, "system_fingerprint": fingerprint}
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:

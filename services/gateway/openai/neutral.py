@@ -9,16 +9,19 @@ from typing import Any
 ANYTHING: tuple[Any, ...] = ("anything",)
 
 OF_REQUESTS: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "continue_final_message": (False,), "add_generation_prompt": (True,), "detokenize": (True,), "early_stopping": (False,),
-    "function_call": ("none", "auto"), "functions": ([],), "guided_decoding_backend": ANYTHING, "include_stop_str_in_output": (False,),
+    "best_of": (1,), "detokenize": (True,), "early_stopping": (False,), "guided_decoding_backend": ANYTHING, "include_stop_str_in_output": (False,),
     "length_penalty": (1.0,), "metadata": ANYTHING,
-    "modalities": (["text"],), "parallel_tool_calls": (True, False), "prompt_cache_key": ANYTHING,
-    "safety_identifier": ANYTHING, "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,),
+    "modalities": (["text"],), "prediction": ANYTHING, "safety_identifier": ANYTHING,
+    "service_tier": ("auto", "default", "flex", "scale", "priority"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
+    "store": (True, False), "use_beam_search": (False,),
 }  # fmt: skip
-OF_MESSAGES: dict[str, tuple[Any, ...]] = {
-    "annotations": ANYTHING, "provider_specific_fields": ANYTHING, "reasoning_content": ANYTHING, "refusal": ("",), "tool_calls": ([],),
+OF_CHATS: dict[str, tuple[Any, ...]] = OF_REQUESTS | {"echo": (False,), "function_call": ("none", "auto"), "functions": ([],)}
+OF_COMPLETIONS: dict[str, tuple[Any, ...]] = OF_REQUESTS | {
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "parallel_tool_calls": (True, False), "suffix": ("",),
+    "tool_choice": ("none", "auto"), "tools": ([],), "verbosity": ("medium",),
 }  # fmt: skip
+OF_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ANYTHING, "provider_specific_fields": ANYTHING}
+OF_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ANYTHING, "cache_control": ANYTHING, "prompt_cache_breakpoint": ANYTHING}
 
 
 def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: dict[str, tuple[Any, ...]]) -> dict[str, Any]:

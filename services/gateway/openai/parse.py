@@ -6,15 +6,18 @@ from typing import Any
 import orjson
 from pydantic import ValidationError
 
+from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
-from services.gateway.openai.schemas import Body, ChatCompletionBody, CompletionBody
+from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody
 from shared.errors import Invalid
 
 BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "completion": CompletionBody}
+MAX_NAMED = 16  # of the wrong fields of a body
+BRANCHES = ("str", "int", "float", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
 
 
 def parse(kind: str, data: bytes) -> Body:
-    """Raises Invalid (400), naming the first field that is wrong."""
+    """Raises Invalid (400), naming the fields that are wrong."""
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
@@ -24,17 +27,38 @@ def parse(kind: str, data: bytes) -> Body:
     try:
         return BODIES[kind].model_validate(value)
     except ValidationError as error:
-        message, param = describe(error.errors(include_url=False, include_input=False))
-        raise Invalid(message, param=param) from None
+        raise describe(error.errors(include_url=False, include_input=False)) from None
 
 
-def describe(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """The first of pydantic's errors in one sentence, and the field it is about."""
-    first = errors[0]
-    # ("messages", 0, "content"): a union puts type names between the parts of the path
-    path = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in ("str", "int", "float")))]
-    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path) + str(first.get("ctx", {}).get("at", ""))
-    name = name.lstrip(".")
-    if first["type"] == "extra_forbidden":
-        return f"unknown or unsupported field: {name}", name
-    return f"{name or 'the body'}: {first['msg']}", name or None
+def describe(errors: Sequence[Any]) -> Invalid:
+    """Pydantic's errors in one line; `param` and `code` are of the first."""
+    told: dict[str, str] = {}
+    for error in errors:
+        told.setdefault(path_of(error), sentence(path_of(error), error))
+    first, *_ = told
+    more = f"; and {len(told) - MAX_NAMED} more" if len(told) > MAX_NAMED else ""
+    return Invalid("; ".join([*told.values()][:MAX_NAMED]) + more, param=first or None, code=code_of(errors[0]["type"]))
+
+
+def sentence(name: str, error: Any) -> str:
+    if error["type"] == "extra_forbidden":
+        return f"unknown or unsupported field: {name}"
+    if error["type"] == "missing":
+        return f"missing required parameter: {name}"
+    return f"{name or 'the body'}: {error['msg']}"
+
+
+def path_of(error: Any) -> str:
+    """The field as a client would write it: messages[0].content. A union puts type names between the parts of the path."""
+    path = [part for part in error["loc"] if not (isinstance(part, str) and ("[" in part or part in BRANCHES))]
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path) + str(error.get("ctx", {}).get("at", ""))
+    return name.lstrip(".")
+
+
+def code_of(kind: str) -> str:
+    """OpenAI's word for one of pydantic's kinds of errors."""
+    if kind == "extra_forbidden":
+        return "unknown_parameter"
+    if kind == "missing":
+        return "missing_required_parameter"
+    return "invalid_type" if kind.endswith("_type") else "invalid_value"

@@ -61,12 +61,14 @@ async def until_disconnect(receive: Receive) -> None:
 class Responder:
     """One response in the making: owns its generation and its measurements."""
 
-    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float) -> None:
+    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, *, has_positions: bool) -> None:
+        """has_positions: with each event of a stream goes the position to resume after."""
         self.generation = generation
+        self.has_positions = has_positions
         self.measured = measured
         self.ping_interval_s = ping_interval_s
         self.format = format_for(generation.record)
-        self.choices = [Choice(index) for index in range(len(generation.request_ids))]
+        self.choices = [Choice.begin(index, generation.record) for index in range(len(generation.request_ids))]
         self._is_closed = False
 
     def close(self) -> None:
@@ -145,7 +147,7 @@ class Responder:
         if failure is not None:
             yield encode_event(error_body(failure.status, failure.message, failure.param, failure.code))
         elif self.generation.record.has_usage:
-            yield encode_event(self.format.usage_chunk(self.choices), format_id(positions))
+            yield encode_event(self.format.usage_chunk(self.choices), self._id(positions))
         yield DONE
 
     def _encode(self, batch: list[tuple[int, TokenEvent]], positions: list[int]) -> tuple[bytes, RequestError | None]:
@@ -156,11 +158,19 @@ class Responder:
                 check(event)
             except RequestFailed as failed:
                 return bytes(encoded), failed.error
-            self.choices[index].add(event)
-            positions[index] = max(event.position, positions[index])
-            for chunk in self.format.chunks(self.choices[index], event):
-                encoded += encode_event(chunk, format_id(positions))
+            choice = self.choices[index]
+            choice.add(event)
+            if event.token_id is not None and event.position <= self.generation.positions[index]:  # the client has it: it is here for what follows
+                chunks = [self.format.end(choice)] if event.finish_reason is not None else []
+            else:
+                positions[index] = max(event.position, positions[index])
+                chunks = self.format.chunks(choice, event)
+            for chunk in chunks:
+                encoded += encode_event(chunk, self._id(positions))
         return bytes(encoded), None
+
+    def _id(self, positions: list[int]) -> str | None:
+        return format_id(positions) if self.has_positions else None
 
 
 async def aside(work: Callable[[], T], *, is_long: bool) -> T:

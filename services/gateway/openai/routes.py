@@ -1,6 +1,7 @@
 """The API's endpoints: bodies in, responses out."""
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Header, Request, Response
@@ -12,10 +13,12 @@ from services.gateway.openai.docs import takes
 from services.gateway.openai.fields import MAX_SEQUENCES
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.gateway.openai.tools import Calling
+from services.gateway.parsing.answer import REASONING, TOOL_CALLS, Parsing
 from services.gateway.record import ResponseRecord, choice_params, make_record
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.messages import ChatMessage, GenerateRequest
+from shared.messages import GenerateRequest
 from shared.sampling_params import SamplingParams
 
 router = APIRouter(prefix="/v1")
@@ -27,16 +30,14 @@ async def chat_completions(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
-    params, constraint, model = body.params(), await constraint_for(context, body), check(context, body)  # what is wrong, before what is missing
-    record = make_record("chat.completion", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs)
-    messages = tuple(ChatMessage(message.role, message.content, message.name) for message in body.messages)
-    now = time.time()
-    scheduling = body.scheduling(now, record.response_id)
-    requests = [
-        GenerateRequest(request_id, context.stage.replica_id, model, own, messages=messages, created_at=now, scheduling=scheduling, constraint=constraint)
-        for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
-    ]
-    return await respond(context, body, record, requests, request)
+    calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
+    constraint = await constraint_for(context, calling.constraint() or body.constraint())
+    record = make_record(
+        "chat.completion", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs,
+        parsing=parsing_of(context, model, calling), has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage,
+        fingerprint=fingerprint_of(context, model),
+    )  # fmt: skip
+    return await respond(context, body, record, chat_requests(context, body, calling, params, constraint, record), request)
 
 
 @router.post("/completions", openapi_extra=takes("completion"))
@@ -45,12 +46,13 @@ async def completions(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "completion")
     assert isinstance(body, CompletionBody)
-    params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body), check(context, body)
+    params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
     if len(prompts) * body.n > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n in one request, got {len(prompts) * body.n}", param="n")
     record = make_record(
         "text_completion", body.model, model, num_prompts=len(prompts), n=body.n, has_usage=body.has_usage,
-        num_echo_logprobs=body.num_echo_logprobs, num_prompt_logprobs=body.prompt_logprobs,
+        num_echo_logprobs=body.num_echo_logprobs, num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage,
+        fingerprint=fingerprint_of(context, model),
     )  # fmt: skip
     now = time.time()
     requests = []
@@ -72,7 +74,7 @@ async def resume_stream(response_id: str, request: Request, last_event_id: str |
     """Go on with a stream whose gateway died: the events after Last-Event-ID, or all of them."""
     context: Context = request.app.state.context
     generation = await context.pipeline.resume(response_id, last_event_id)
-    return await Responder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s).stream()
+    return await Responder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, has_positions=True).stream()
 
 
 @router.get("/models")
@@ -108,12 +110,42 @@ def check(context: Context, body: GenerateBody) -> str:
     return context.admission.resolve(body.model)
 
 
-async def constraint_for(context: Context, body: GenerateBody) -> Constraint | None:
+async def constraint_for(context: Context, constraint: Constraint | None) -> Constraint | None:
     """What the answer must match, checked. Raises Invalid, Rejected."""
-    constraint = body.constraint()
     if constraint is not None:
         await context.grammars.check(constraint)
     return constraint
+
+
+def chat_requests(
+    context: Context, body: ChatCompletionBody, calling: Calling, params: SamplingParams, constraint: Constraint | None, record: ResponseRecord
+) -> list[GenerateRequest]:
+    """What goes into the pipeline for a chat. Raises Invalid."""
+    assert record.parsing is not None
+    options = body.chat_options(calling, may_bring_template=context.settings.trust_request_chat_template)
+    if record.parsing.needs_special_tokens:
+        params = replace(params, skip_special_tokens=False)
+    messages = tuple(message.to_wire() for message in body.messages)
+    now = time.time()
+    scheduling = body.scheduling(now, record.response_id)
+    return [
+        GenerateRequest(
+            request_id, context.stage.replica_id, record.served_model, own,
+            messages=messages, created_at=now, scheduling=scheduling, constraint=constraint, chat=options,
+        )
+        for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
+    ]  # fmt: skip
+
+
+def parsing_of(context: Context, model: str, calling: Calling) -> Parsing:
+    """How the model's answers are read, as its tokenizers announce it."""
+    parsers = next((replica.parsers for replica in context.stage.registry.of("tokenizer", model)), {})
+    tool_calls, reasoning = parsers.get("tool_calls", ""), parsers.get("reasoning", "")
+    return calling.parsing(tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else "")
+
+
+def fingerprint_of(context: Context, model: str) -> str:
+    return next((replica.fingerprint for replica in context.stage.registry.of("compute", model)), "")
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
@@ -127,5 +159,5 @@ async def respond(context: Context, body: GenerateBody, record: ResponseRecord, 
     measured = Measured(context.metrics)
     generation = await context.pipeline.submit(record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
-    responder = Responder(generation, measured, context.settings.ping_interval_s)
+    responder = Responder(generation, measured, context.settings.ping_interval_s, has_positions=body.has_positions)
     return await (responder.stream() if body.stream else responder.whole(request))

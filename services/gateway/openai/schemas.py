@@ -3,56 +3,43 @@
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
+import orjson
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
+from services.gateway.openai.body import Body
 from services.gateway.openai.constrain import StructuredOutputs, constraint_of
-from services.gateway.openai.fields import CONTENT_SCHEMA, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, join_parts, read_prompt, refuse_unknown
-from services.gateway.openai.neutral import OF_MESSAGES, OF_REQUESTS, without_neutral
+from services.gateway.openai.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, read_prompt
+from services.gateway.openai.messages import MAX_NAME, Message
+from services.gateway.openai.neutral import OF_CHATS, OF_COMPLETIONS
+from services.gateway.openai.tools import Calling, ToolChoice, Tools, check_depth, resolve_calling
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.messages import SchedulingParams
+from shared.messages import ChatOptions, SchedulingParams
 from shared.sampling_params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_MESSAGES = 4096
-MAX_NAME = 256  # characters of a model's or a speaker's name
 MAX_USER = 4096
+MAX_DOCUMENTS = 1024
+MAX_TEMPLATE = 64 << 10  # characters
+MAX_TEMPLATE_KWARGS = 64 << 10  # bytes of JSON
+OF_CONVERSATIONS = ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
+                    "return_assistant_tokens_mask")  # fmt: skip  # what chat_template_kwargs can't set: fields of their own, and what renders them
 
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unknown(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        value = without_neutral(value, cls.model_fields, cls.neutral)
-        refuse_unknown(cls.model_fields, value)
-        return value
-
-
-class Message(Body):
-    neutral = OF_MESSAGES
-
-    role: str = Field(min_length=1, max_length=64)
-    content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)]
-    name: str | None = Field(None, max_length=MAX_NAME)
-
-
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(False, description="usage so far, in each chunk")
+    include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
+    include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
 
 
 class GenerateBody(Body):
     """The fields that both endpoints share."""
-
-    neutral = OF_REQUESTS
 
     model: str = Field(max_length=MAX_NAME)
     n: int = Field(1, ge=1, le=MAX_SEQUENCES)
@@ -84,6 +71,7 @@ class GenerateBody(Body):
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
     cache_salt: str = Field("", max_length=256, description="only requests of one salt share cached prefixes")
+    prompt_cache_key: str = Field("", max_length=256, description="the same by another name; with both, of one pair")
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, for whoever looks for abuse")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
@@ -109,12 +97,13 @@ class GenerateBody(Body):
             "allowed_token_ids": self._allowed_token_ids(),
             "bad_words": tuple(self.bad_words) if self.bad_words else None,
         }
-        return SamplingParams(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+        return make_params({name: value for name, value in given.items() if value is not None})
 
     def scheduling(self, created_at: float, group_id: str) -> SchedulingParams:
         """How each of a prompt's choices is to be scheduled."""
         deadline_at = created_at + self.deadline_s if self.deadline_s is not None else 0.0
-        return SchedulingParams(self.priority, deadline_at, group_id if self.n > 1 else "", self.cache_salt)
+        salt = "\0".join((self.cache_salt, self.prompt_cache_key)) if self.prompt_cache_key else self.cache_salt
+        return SchedulingParams(self.priority, deadline_at, group_id if self.n > 1 else "", salt)
 
     def constraint(self) -> Constraint | None:
         """What the answer must match. Raises Invalid."""
@@ -130,6 +119,14 @@ class GenerateBody(Body):
             raise Invalid("allowed_token_ids is empty: then no token is allowed", param="allowed_token_ids")
         return tuple(self.allowed_token_ids) if self.allowed_token_ids is not None else None
 
+    @property
+    def has_continuous_usage(self) -> bool:
+        return self.has_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+    @property
+    def has_positions(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_position
+
     def _token_bias(self) -> dict[int, float] | None:
         try:
             return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
@@ -137,11 +134,66 @@ class GenerateBody(Body):
             raise Invalid("logit_bias takes token ids as keys", param="logit_bias") from None
 
 
+def make_params(given: dict[str, Any]) -> SamplingParams:
+    """Raises Invalid, naming all that are wrong."""
+    try:
+        return SamplingParams(**given)
+    except Invalid as first:
+        found = {str(first): first}
+        for name, value in given.items():
+            try:
+                SamplingParams(**{name: value})
+            except Invalid as error:
+                found.setdefault(str(error), error)
+        raise Invalid("; ".join(found), param=first.param, code=first.code) from None
+
+
 class ChatCompletionBody(GenerateBody):
+    neutral = OF_CHATS
+
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    include_reasoning: bool = Field(True, description="false: what the model thinks is left out of the answer")
+    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="for the template; none also sets enable_thinking to false")
+    verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="for the template")
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="further variables of the template")
+    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
+    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = Field(False, description="the last message is not over: the answer goes on with it")
+
+    def calling(self) -> Calling:
+        """Raises Invalid."""
+        return resolve_calling(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    def chat_options(self, calling: Calling, *, may_bring_template: bool) -> ChatOptions:
+        """What the template is given beside the messages. Raises Invalid."""
+        if self.chat_template is not None and not may_bring_template:
+            raise Invalid("chat_template is not allowed here: the operator can, with --trust-request-chat-template", param="chat_template")
+        if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
+            raise Invalid("continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
+        kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
+        if self.reasoning_effort == "none" or calling.is_forced:  # a call that is forced begins with the first token
+            kwargs |= {"enable_thinking": False, "thinking": False}
+        kwargs |= self.chat_template_kwargs or {}
+        if reserved := next((name for name in kwargs if name in OF_CONVERSATIONS), None):
+            raise Invalid(f"chat_template_kwargs can't set {reserved}", param=f"chat_template_kwargs.{reserved}")
+        packed = orjson.dumps({name: value for name, value in kwargs.items() if value is not None or name in (self.chat_template_kwargs or {})}).decode()
+        if len(packed) > MAX_TEMPLATE_KWARGS:
+            raise Invalid(f"chat_template_kwargs takes at most {MAX_TEMPLATE_KWARGS} bytes of JSON, got {len(packed)}", param="chat_template_kwargs")
+        return ChatOptions(
+            calling.tools_json,
+            orjson.dumps(self.documents).decode() if self.documents else "",
+            packed if packed != "{}" else "",
+            self.chat_template or "",
+            self.add_generation_prompt and not self.continue_final_message,
+            self.continue_final_message,
+        )
 
     def params(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
@@ -156,6 +208,8 @@ class ChatCompletionBody(GenerateBody):
 
 
 class CompletionBody(GenerateBody):
+    neutral = OF_COMPLETIONS
+
     prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)]
     logprobs: int | None = None
     echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")

@@ -24,7 +24,7 @@ FORMS: dict[str, Form] = {
 }
 OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCalls, "gemma": GemmaCalls}
 TOOL_CALLS = (*FORMS, *OTHERS)
-WITH_SPECIAL_TOKENS = ("mistral", "gemma4")  # of REASONING: the markers are special tokens, which are no text unless asked for
+WITH_SPECIAL_TOKENS = ("mistral", "gemma4")  # of REASONING
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,11 @@ class Parsing:
     tool_calls: str = ""  # of TOOL_CALLS, or of FORCED; empty: not at all
     names: Sequence[str] = ()  # of the functions
     max_calls: int = 0  # those beyond are dropped; 0: none is
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether a marker may be a special token, which is no text unless asked for."""
+        return self.reasoning in WITH_SPECIAL_TOKENS or self.tool_calls in TOOL_CALLS
 
 
 class ForcedCall:

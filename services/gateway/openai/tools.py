@@ -1,0 +1,165 @@
+"""The functions that a model may call, and which of them it has to: what the template is told, what the answer must match, and how it is parsed."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import orjson
+from pydantic import BeforeValidator, Field, Tag
+from pydantic.types import Discriminator
+
+from services.gateway.openai.body import Body
+from services.gateway.openai.fields import at, at_most, kind_of
+from services.gateway.parsing.answer import Parsing
+from shared.constraint import Constraint
+from shared.errors import Invalid
+
+MAX_TOOLS = 128
+MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
+
+NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+def check_depth(value: Any) -> Any:
+    """A JSON value that is nested no deeper than anybody needs."""
+    level, depth = [value], 0
+    while level:
+        if (depth := depth + 1) > MAX_DEPTH:
+            raise at("", f"nested deeper than {MAX_DEPTH} levels")
+        level = [each for item in level if isinstance(item, dict | list) for each in (item.values() if isinstance(item, dict) else item)]
+    return value
+
+
+class Function(Body):
+    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="a JSON schema; by default no parameters")
+    strict: bool | None = Field(None, description="arguments that are constrained match the schema exactly, and what of it can't be enforced is an error")
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Body):
+    name: str = Field(max_length=256)
+
+
+class NamedTool(Body):
+    type: Literal["function"]
+    function: FunctionName
+
+
+class AllowedTools(Body):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], BeforeValidator(at_most(MAX_TOOLS))]
+
+
+class AllowedChoice(Body):
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+def kind_of_choice(value: Any) -> str:
+    if isinstance(value, dict):
+        return "allowed" if value.get("type") == "allowed_tools" else "named"
+    return "word" if isinstance(value, str) else kind_of(value)
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")] | Annotated[AllowedChoice, Tag("allowed")],
+    Discriminator(kind_of_choice, custom_error_type="invalid_choice", custom_error_message="expected none, auto, required, or an object that names a function"),
+]
+Tools = Annotated[list[Tool], BeforeValidator(at_most(MAX_TOOLS))]
+
+
+@dataclass(frozen=True, slots=True)
+class Calling:
+    """What a request says about calls, resolved."""
+
+    tools: tuple[Tool, ...] = ()  # that the model is told of
+    mode: Literal["none", "auto", "required", "named"] = "none"
+    callable: tuple[Tool, ...] = ()  # those that it may call
+    is_parallel: bool = True
+
+    @property
+    def is_forced(self) -> bool:
+        return self.mode in ("required", "named")
+
+    @property
+    def tools_json(self) -> str:
+        """For the template."""
+        if not self.tools:
+            return ""
+        return orjson.dumps([tool.model_dump(exclude_none=True) for tool in self.tools]).decode()
+
+    def parsing(self, tool_calls: str, reasoning: str) -> Parsing:
+        """How an answer is read, by the names of the model's parsers; empty: it has none."""
+        names = [tool.function.name for tool in self.callable]
+        if self.mode == "none":
+            return Parsing(reasoning)
+        if self.is_forced:  # from its first token on the answer is calls: there is no room for thoughts
+            return Parsing("", "calls" if self.mode == "required" else "arguments", names, 0 if self.is_parallel else 1)
+        return Parsing(reasoning, tool_calls, names if tool_calls else (), 0 if self.is_parallel else 1)
+
+    def constraint(self) -> Constraint | None:
+        """What an answer that has to call must match. Raises Invalid."""
+        if self.mode == "named":
+            [tool] = self.callable
+            return Constraint("json_schema", json.dumps(schema_of(tool), ensure_ascii=False), "tools", not tool.function.strict)
+        return Constraint("lark", calls_grammar(self.callable, is_parallel=self.is_parallel), "tools") if self.mode == "required" else None
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """Of its arguments, which are an object whatever else the schema says."""
+    return {"type": "object", **tool.function.parameters} if tool.function.parameters is not None else NO_ARGUMENTS
+
+
+def calls_grammar(tools: Sequence[Tool], *, is_parallel: bool) -> str:
+    """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. Each schema is a root of its own, so that what it refers to in itself is found."""
+    lines = [
+        'start: "[" call (", " call)* "]"' if is_parallel else 'start: "[" call "]"',
+        "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
+    ]
+    for number, tool in enumerate(tools):
+        schema = schema_of(tool)
+        if not tool.function.strict:
+            schema = {**schema, "x-guidance": {"lenient": True}}
+        head = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "parameters": ')
+        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {json.dumps(schema)}"]
+    return "\n".join(lines)
+
+
+def resolve_calling(tools: Sequence[Tool] | None, choice: Any, is_parallel: bool | None) -> Calling:
+    """Raises Invalid."""
+    tools = tuple(tools or ())
+    by_name = {tool.function.name: tool for tool in tools}
+    if len(by_name) < len(tools):
+        doubled = next(tool.function.name for number, tool in enumerate(tools) if tool in tools[:number] or by_name[tool.function.name] is not tool)
+        raise Invalid(f"tools has two functions named {doubled}", param="tools")
+    if not tools:
+        if choice in (None, "none", "auto"):
+            return Calling()
+        raise Invalid("tool_choice is for tools: there are none", param="tool_choice")
+    parallel = is_parallel is not False
+    if choice == "none":
+        return Calling()
+    if choice in (None, "auto"):
+        return Calling(tools, "auto", tools, parallel)
+    if choice == "required":
+        return Calling(tools, "required", tools, parallel)
+    if isinstance(choice, NamedTool):
+        return Calling(tools, "named", (find(by_name, choice),), parallel)
+    assert isinstance(choice, AllowedChoice)
+    allowed = tuple({tool.function.name: tool for tool in (find(by_name, each) for each in choice.allowed_tools.tools)}.values())
+    if not allowed:
+        raise Invalid("tool_choice.allowed_tools allows none: choose none", param="tool_choice")
+    return Calling(tools, choice.allowed_tools.mode, allowed, parallel)
+
+
+def find(by_name: dict[str, Tool], named: NamedTool) -> Tool:
+    if named.function.name not in by_name:
+        raise Invalid(f"tool_choice names the function {named.function.name}, which is not among the tools", param="tool_choice")
+    return by_name[named.function.name]

@@ -1,0 +1,69 @@
+"""What a model's chat template says of the model: how it writes calls and thoughts, and what a template makes use of. Read off its text; nothing is run."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+# The first whose words are all in the template.
+TOOL_CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gemma", ("<start_function_call>",)),
+    ("gemma", ("<|tool_call>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("granite", ("<|tool_call|>",)),
+    ("granite", ("<function_call>",)),
+    ("hermes", ("<tool_call>", '"name"')),
+    ("hermes", ("<tool_call>", "tojson")),
+    ("pythonic", ("tools", "[func_name1(params_name1=")),
+    ("pythonic", ("tools", "<|python_start|>")),
+    ("llama3_json", ("tools", '"parameters"', "<|start_header_id|>")),
+    ("llama3_json", ("tools", "<|python_tag|>")),
+)
+REASONING: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gemma4", ("<|channel>", "thought")),
+    ("mistral", ("[THINK]", "[/THINK]")),
+    ("granite", ("Here is my thought process:", "Here is my response:")),
+    ("qwen3", ("<think>", "</think>")),
+    ("deepseek_r1", ("</think>",)),
+)
+OPENINGS: Mapping[str, tuple[str, str]] = {  # how each begins a thought and ends it
+    "deepseek_r1": ("<think>", "</think>"), "qwen3": ("<think>", "</think>"), "mistral": ("[THINK]", "[/THINK]"), "gemma4": ("<|channel>thought", "<channel|>"),
+    "granite": ("Here is my thought process:", "Here is my response:"),
+}  # fmt: skip
+
+
+def find_parsers(template: str | None, tool_calls: str, reasoning: str) -> dict[str, str]:
+    """The parsers of the model's answers. tool_calls, reasoning: the operator's word; auto: what the template says.
+
+    A template that does not know of tools is told of them in Hermes' form (tool_prompt.py), so its model answers in that.
+    """
+    if template is None:
+        return {}
+    found = {
+        "tool_calls": (_first(TOOL_CALLS, template) or ("hermes" if not knows(template, "tools") else "")) if tool_calls == "auto" else tool_calls,
+        "reasoning": _first(REASONING, template) if reasoning == "auto" else reasoning,
+    }
+    return {name: parser for name, parser in found.items() if parser not in ("", "none")}
+
+
+def _first(rules: tuple[tuple[str, tuple[str, ...]], ...], template: str) -> str:
+    return next((name for name, words in rules if all(word in template for word in words)), "")
+
+
+def knows(template: str, variable: str) -> bool:
+    """Whether the template mentions a variable, a field or a role of this name."""
+    return re.search(rf"\b{re.escape(variable)}\b", template) is not None
+
+
+def opened_thought(text: str, reasoning: str, options: Any) -> str:
+    """What a rendered conversation has said of the answer already, if that is the beginning of a thought: the answer is to begin with it.
+
+    options: ChatOptions; without a generation prompt nothing of an answer was said.
+    """
+    if not reasoning or not options.add_generation_prompt:
+        return ""
+    start, end = OPENINGS[reasoning]
+    stripped = text.rstrip()
+    if stripped.endswith(start):
+        return start + text[len(stripped) :]
+    # DeepSeek's early templates leave even the opening to the model, which leaves it out
+    return start + "\n" if reasoning == "deepseek_r1" and not stripped.endswith(end) else ""
