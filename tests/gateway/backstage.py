@@ -13,15 +13,19 @@ from shared.token_log import end_request, log_entry, write_step
 from tests.waiting import wait_until
 
 NAME, ALIAS = "paper", "pulp"
+STAGES = ("tokenizer", "compute", "sampler")
 
 
 class Backstage:
     """Owns a thread that keeps the announcements alive."""
 
-    def __init__(self, url: str, model: str = NAME, aliases: tuple[str, ...] = (ALIAS,), stages: tuple[str, ...] = ("tokenizer", "compute", "sampler")) -> None:
+    def __init__(self, url: str, model: str = NAME, aliases: tuple[str, ...] = (ALIAS,), stages: tuple[str, ...] = STAGES, **announced: Any) -> None:
+        """announced: further fields of the replicas."""
         self.client = redis.Redis.from_url(url)
         self.model = model
-        self.replicas = [Replica(stage, f"{stage}-of-{model}", "here", 1, time.time(), model=model, max_model_len=100_000, aliases=aliases) for stage in stages]
+        self.replicas = [
+            Replica(stage, f"{stage}-of-{model}", "here", 1, time.time(), model=model, max_model_len=100_000, aliases=aliases, **announced) for stage in stages
+        ]
         self._taken_id = "0-0"
         self._stopping = threading.Event()
         self._announce()
@@ -72,6 +76,16 @@ class Backstage:
             pipe = self.client.pipeline(transaction=False)
             write_step(pipe, self.model, [log_entry(event)] if is_logged else [], messages)
             assert pipe.execute() == [[]]
+
+    def write_texts(self, request: GenerateRequest, texts: list[str], *, gateway: str | None = "") -> None:
+        """A whole answer, token by token."""
+        for position, text in enumerate(texts, 1):
+            self.write(request, position, text=text.replace("{", "{{").replace("}", "}}"), finish=0, gateway=gateway)
+        event = TokenEvent(request.request_id, len(texts) + 1, 7, "", num_prompt_tokens=3, finish_reason="stop")
+        to = request.gateway_id if gateway == "" else gateway
+        pipe = self.client.pipeline(transaction=False)
+        write_step(pipe, self.model, [log_entry(event)], [(events(to), StepEvents((encode(event),)))] if to else [])
+        assert pipe.execute() == [[]]
 
     def end(self, request: GenerateRequest, *, error: RequestError | None = None, gateway: str | None = "") -> None:
         """End it without a token."""

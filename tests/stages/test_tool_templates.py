@@ -1,0 +1,156 @@
+"""Conversations with tools, thoughts and documents, through chat templates built like those of the families; and what a template says of its model."""
+
+import json
+from typing import Any
+
+import pytest
+
+from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.encoder import Encoder
+from services.tokenizer.template_features import OPENINGS, find_parsers, opened_thought
+from shared.constraint import Constraint
+from shared.errors import Invalid
+from shared.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest, ToolCall
+from shared.sampling_params import SamplingParams
+from tests.stages.line_of_stages import FILES, MODEL, text_tokenizer
+from tests.stages.test_chat_template import Texts
+
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+TOOLS = ChatOptions(tools=json.dumps([TOOL]))
+ASKED = ChatMessage("user", "1 + 2?")
+CALLED = ChatMessage("assistant", "", None, (ToolCall("c1", "add", '{"a": 1, "b": "é"}'),))
+ANSWERED = ChatMessage("tool", "3", None, (), "c1")
+
+PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+# The call with its arguments as JSON from an object, as text, and as whatever str() makes of them
+HERMES = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    '<tool_call>{"name": "{{ c.function.name }}", "arguments": %s}</tool_call>{% endfor %}</>{% endfor %}'
+)
+AS_OBJECT, AS_TEXT, AS_TEXT_ADDED = (
+    HERMES.replace("%s", how) for how in ("{{ c.function.arguments | tojson }}", "{{ c.function.arguments }}", "{{ '' + c.function.arguments }}")
+)
+KNOWS_DEVELOPER = PLAIN + "{# developer #}"
+
+
+def render(template: str, *messages: ChatMessage, **options: Any) -> Any:
+    [text] = ChatTemplate(Texts(template)).render([messages], [ChatOptions(**options)])
+    return text
+
+
+@pytest.mark.parametrize("template", [AS_OBJECT, AS_TEXT, AS_TEXT_ADDED])
+def test_calls_reach_a_template_in_the_form_that_it_wants(template: str) -> None:
+    text = render(template, ASKED, CALLED, ANSWERED, tools=TOOLS.tools)
+    assert f"<tools>{json.dumps([TOOL])}</tools><user>1 + 2?</>" in text
+    assert '<assistant><tool_call>{"name": "add", "arguments": {"a": 1, "b": "é"}}</tool_call></><tool>3</>' in text
+
+
+def test_arguments_that_are_no_json_are_told_as_they_are() -> None:
+    text = render(AS_TEXT, ChatMessage("assistant", "", None, (ToolCall("c1", "add", '{"a": '),)))
+    assert '"arguments": {"a": }' in text
+
+
+def test_a_template_that_knows_of_no_tools_is_told_in_words() -> None:
+    system = ChatMessage("system", "Be brief.")
+    text = render(PLAIN, system, ASKED, CALLED, ANSWERED, ANSWERED, tools=TOOLS.tools)
+    assert text.startswith("<system>Be brief.\n\nYou may call functions") and json.dumps(TOOL) in text
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
+    answers = "<tool_response>\n3\n</tool_response>\n<tool_response>\n3\n</tool_response>"
+    assert text.endswith(f"</><user>1 + 2?</><assistant>{call}</><user>{answers}</><assistant>")
+    assert render(PLAIN, ASKED, tools=TOOLS.tools).startswith("<user>You may call functions")
+    assert render(PLAIN, ASKED) == "<user>1 + 2?</><assistant>"
+
+
+def test_a_developer_is_a_system_where_the_template_knows_none() -> None:
+    said = ChatMessage("developer", "Be brief.")
+    assert render(PLAIN, said, ASKED) == "<system>Be brief.</><user>1 + 2?</><assistant>"
+    assert render(KNOWS_DEVELOPER, said, ASKED) == "<developer>Be brief.</><user>1 + 2?</><assistant>"
+    refusing = "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}{% endfor %}"
+    refused = render(refusing, said, ASKED)
+    assert isinstance(refused, Invalid) and "no system here" in str(refused) and refused.param == "messages"
+
+
+def test_a_template_has_what_the_request_brings() -> None:
+    template = (
+        "{{ effort }}{% for d in documents or [] %}[{{ d.title }}]{% endfor %}{% if enable_thinking is false %}!{% endif %}{{ messages[0].reasoning_content }}"
+    )
+    thought = ChatMessage("assistant", "", reasoning="hm")
+    kwargs = json.dumps({"effort": "low", "enable_thinking": False})
+    assert render(template, thought, documents='[{"title": "T"}]', template_kwargs=kwargs) == "low[T]!hm"
+    refused = render(PLAIN, ASKED, documents='[{"title": "T"}]')
+    assert isinstance(refused, Invalid) and refused.param == "documents"
+    assert render(PLAIN, ASKED, chat_template="{{ messages[0].content }}{{ bos_token }}") == "1 + 2?<s>"
+    broken = render(PLAIN, ASKED, chat_template="{% for")
+    assert isinstance(broken, Invalid) and broken.status == 400
+    assert render(PLAIN, ASKED, add_generation_prompt=False) == "<user>1 + 2?</>"
+    assert render(PLAIN, ASKED, ChatMessage("assistant", "It is "), add_generation_prompt=False, continue_final_message=True).endswith("<assistant>It is ")
+
+
+# The words by which the families' templates are known; the rest of them says nothing here.
+SIGNS = [
+    ("{%- if tools %}…{{ tool | tojson }}…\\n<tool_call>\\n{\"name\": <function-name>, \"arguments\": <args>}", "hermes", ""),
+    ("{%- if tools %}…<tool_call> tojson …'<think>' … content.split('</think>')", "hermes", "qwen3"),
+    ("… content.split('</think>')[-1] …", "hermes", "deepseek_r1"),
+    ("{% if tools is not none %}<|start_header_id|>… {\"name\": function name, \"parameters\": dictionary", "llama3_json", ""),
+    ("{% if tools %}[func_name1(params_name1=params_value1, …)]<|start_header_id|> \"parameters\"", "pythonic", ""),
+    ("[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS] [TOOL_CALLS]", "mistral", ""),
+    ("[TOOL_CALLS] [THINK] [/THINK]", "mistral", "mistral"),
+    ("{{ tools }}<|tool_call|> Here is my thought process: Here is my response:", "granite", "granite"),
+    ("<start_function_declaration>…<start_function_call>call:", "gemma", ""),
+    ("<|tool_call>call: <|channel>thought", "gemma", "gemma4"),
+    ("{{ messages }}", "hermes", ""),
+    ("{{ tools }} in a form of its own", "", ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "tool_calls", "reasoning"), SIGNS)
+def test_the_template_says_how_its_model_writes(template: str, tool_calls: str, reasoning: str) -> None:
+    found = find_parsers(template, "auto", "auto")
+    assert (found.get("tool_calls", ""), found.get("reasoning", "")) == (tool_calls, reasoning)
+    assert find_parsers(template, "none", "none") == {}
+    assert find_parsers(template, "mistral", "granite") == {"tool_calls": "mistral", "reasoning": "granite"}
+
+
+def test_a_model_without_a_template_has_no_parsers() -> None:
+    assert find_parsers(None, "hermes", "qwen3") == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "reasoning", "opened"),
+    [
+        ("<assistant><think>\n", "qwen3", "<think>\n"), ("<assistant>", "qwen3", ""), ("<assistant><think>\n\n</think>\n\n", "qwen3", ""),
+        ("<assistant>", "deepseek_r1", "<think>\n"), ("<assistant></think>", "deepseek_r1", ""), ("<assistant>[THINK]", "mistral", "[THINK]"),
+        ("<assistant><think>\n", "", ""),
+    ],
+)  # fmt: skip
+def test_a_thought_that_the_template_opened_begins_the_answer(text: str, reasoning: str, opened: str) -> None:
+    assert opened_thought(text, reasoning, ChatOptions()) == opened
+    assert opened_thought(text, reasoning, ChatOptions(add_generation_prompt=False)) == ""
+    assert reasoning in ("", *OPENINGS)
+
+
+class Thinking:
+    """The demo's tokenizer with another template."""
+
+    def __init__(self, template: str) -> None:
+        self.inner = text_tokenizer()
+        self.chat_template = template
+
+    def get_chat_template(self) -> str:
+        return self.chat_template
+
+    def __call__(self, texts: list[str], **options: Any) -> Any:
+        return self.inner(texts, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_what_was_opened_is_echoed_unless_the_answer_must_match_something() -> None:
+    encoder = Encoder(Thinking(PLAIN.replace("<assistant>", "<assistant><think>\n") + "{# </think> #}"), FILES)
+    assert encoder.parsers == {"tool_calls": "hermes", "reasoning": "qwen3"}
+    request = GenerateRequest("r.0", None, MODEL, SamplingParams(max_tokens=1), messages=(ASKED,))
+    constrained = GenerateRequest("r.1", None, MODEL, SamplingParams(max_tokens=1), messages=(ASKED,), constraint=Constraint("json_object", ""))
+    opened, anew = encoder.encode([request, constrained], 1024)
+    assert isinstance(opened, TokenizedRequest) and opened.echo_text == "<think>\n" and not len(opened.echo_offsets)
+    assert isinstance(anew, TokenizedRequest) and anew.echo_text is None

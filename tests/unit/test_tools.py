@@ -1,0 +1,144 @@
+"""tools and tool_choice: what is told, what is demanded, and what is refused by name."""
+
+import json
+from typing import Any
+
+import orjson
+import pytest
+
+from services.gateway.openai.parse import parse
+from services.gateway.openai.schemas import ChatCompletionBody
+from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS
+from shared.errors import Invalid
+from shared.messages import ChatMessage, ToolCall
+from shared.settings import ReasoningParser, ToolCallParser
+
+
+def tool(name: str, **function: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **function}}
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+ADD, LOOK = tool("add", parameters=SCHEMA), tool("look", description="Looks.")
+
+
+def read(**body: Any) -> ChatCompletionBody:
+    parsed = parse("chat", orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **body}))
+    assert isinstance(parsed, ChatCompletionBody)
+    return parsed
+
+
+def named(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "mode", "told", "callable_"),
+    [
+        (None, "auto", 2, ["add", "look"]), ("auto", "auto", 2, ["add", "look"]), ("none", "none", 0, []), ("required", "required", 2, ["add", "look"]),
+        (named("look"), "named", 2, ["look"]),
+        ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named("add")]}}, "required", 2, ["add"]),
+    ],
+)  # fmt: skip
+def test_the_choice_says_who_may_be_called(choice: Any, mode: str, told: int, callable_: list[str]) -> None:
+    calling = read(tools=[ADD, LOOK], tool_choice=choice).calling()
+    assert calling.mode == mode and len(calling.tools) == told and [each.function.name for each in calling.callable] == callable_
+    assert json.loads(calling.tools_json or "[]") == [ADD, LOOK][:told]
+
+
+def test_what_has_to_be_called_is_a_constraint() -> None:
+    assert read(tools=[ADD]).calling().constraint() is None
+    one = read(tools=[ADD, LOOK], tool_choice=named("add")).calling()
+    constraint = one.constraint()
+    assert constraint is not None and constraint.kind == "json_schema" and json.loads(constraint.text) == SCHEMA and constraint.is_lenient
+    assert one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == ""
+    nothing = read(tools=[LOOK], tool_choice=named("look")).calling().constraint()
+    assert nothing is not None and json.loads(nothing.text) == {"type": "object", "properties": {}, "additionalProperties": False}
+    many = read(tools=[ADD, LOOK], tool_choice="required", parallel_tool_calls=False).calling()
+    assert many.parsing("hermes", "").max_calls == 1 and many.parsing("hermes", "").tool_calls == "calls"
+    grammar = many.constraint()
+    assert grammar is not None and grammar.kind == "lark"
+    assert grammar.text.splitlines()[:3] == ['start: "[" call "]"', "call: call_0 | call_1", r'call_0: "{\"name\": \"add\", \"parameters\": " arguments_0 "}"']
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "word"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", "there are none"),
+        ({"tools": [ADD], "tool_choice": named("other")}, "tool_choice", "not among the tools"),
+        ({"tools": [ADD, ADD]}, "tools", "two functions named add"),
+        ({"tools": [ADD], "tool_choice": "maybe"}, "tool_choice", "none.*auto.*required"),
+        ({"tools": [ADD], "tool_choice": 7}, "tool_choice", "expected none, auto, required"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        ({"tools": [tool("no spaces")]}, "tools[0].function.name", "pattern"),
+        ({"tools": [tool("deep", parameters=json.loads('{"a":' * 70 + "1" + "}" * 70))]}, "tools[0].function.parameters", "deeper than 64"),
+        ({"tools": [ADD] * 129}, "tools", "at most 128"),
+        ({"functions": [ADD["function"]]}, "functions", "unknown or unsupported"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "can't set"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template", "not allowed here"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_is_refused_by_name(body: dict[str, Any], param: str, word: str) -> None:
+    with pytest.raises(Invalid, match=word) as error:
+        parsed = read(**body)
+        parsed.chat_options(parsed.calling(), may_bring_template=False)
+    assert error.value.param == param
+
+
+def test_all_that_is_wrong_is_named() -> None:
+    with pytest.raises(Invalid) as error:
+        read(temperature="hot", n=0, nonsense=1, more_nonsense=2, messages=[{"role": "user"}])
+    assert error.value.code == "unknown_parameter" and error.value.param == "nonsense"
+    for words in ("field: nonsense", "field: more_nonsense", "temperature: ", "n: ", "missing required parameter: messages[0].content"):
+        assert words in str(error.value)
+    with pytest.raises(Invalid) as missing:
+        parse("chat", b'{"model": "m"}')
+    assert (missing.value.code, missing.value.param) == ("missing_required_parameter", "messages")
+    with pytest.raises(Invalid) as many:
+        parse("chat", orjson.dumps({f"field{number}": 1 for number in range(1_000_000)}))
+    assert len(str(many.value)) < 1000
+
+
+def test_an_answer_comes_back_with_its_calls_and_thoughts() -> None:
+    call = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call], "refusal": None, "annotations": [], "reasoning_content": "Hm.", "audio": None}
+    answered = {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "2", "cache_control": {"type": "ephemeral"}}]}
+    broken = {**call, "index": 0, "function": {"name": "add", "arguments": '{"a": '}}
+    messages = [message.to_wire() for message in read(messages=[said, answered, {**said, "tool_calls": [broken]}]).messages]
+    assert messages == [
+        ChatMessage("assistant", "", None, (ToolCall("call_1", "add", '{"a": 1}'),), None, "Hm."),
+        ChatMessage("tool", "2", None, (), "call_1"),
+        ChatMessage("assistant", "", None, (ToolCall("call_1", "add", '{"a": '),), None, "Hm."),
+    ]
+    with pytest.raises(Invalid, match=r"only an assistant calls functions"):
+        read(messages=[{**said, "role": "user"}])
+    for kind, words in (("image_url", "images can't be understood"), ("input_audio", "audio can't"), ("thing", "only parts of type text")):
+        with pytest.raises(Invalid, match=words) as error:
+            read(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}, {"type": kind, kind: {"url": "data:"}}]}])
+        assert error.value.param == "messages[0].content[1].type"
+
+
+def test_the_template_is_told_what_the_request_says() -> None:
+    body = read(
+        reasoning_effort="none", verbosity="low", chat_template_kwargs={"thinking": True, "x": None}, documents=[{"title": "T"}], continue_final_message=True
+    )
+    options = body.chat_options(body.calling(), may_bring_template=False)
+    assert json.loads(options.template_kwargs) == {"reasoning_effort": "none", "verbosity": "low", "enable_thinking": False, "thinking": True, "x": None}
+    assert json.loads(options.documents) == [{"title": "T"}]
+    assert (options.add_generation_prompt, options.continue_final_message) == (False, True)
+    assert read(chat_template="{{ 1 }}").chat_options(read().calling(), may_bring_template=True).chat_template == "{{ 1 }}"
+
+
+def test_the_salt_is_of_the_key_too() -> None:
+    salts = {
+        read(**fields).scheduling(0.0, "g").cache_salt
+        for fields in ({}, {"cache_salt": "a"}, {"prompt_cache_key": "a"}, {"cache_salt": "a", "prompt_cache_key": "a"})
+    }
+    assert len(salts) == 4
+
+
+def test_what_an_operator_can_choose_is_what_there_is() -> None:
+    assert set(ToolCallParser.__args__) == {"auto", "none", *TOOL_CALLS}
+    assert set(ReasoningParser.__args__) == {"auto", "none", *REASONING}
+    assert not set(FORCED) & set(TOOL_CALLS)
