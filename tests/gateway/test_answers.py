@@ -207,5 +207,5 @@ def test_a_body_without_a_content_type_is_read(stage: tuple[Deployment, Backstag
     thread.join()
     assert reply.json()["choices"][0]["message"]["content"] == "ok"
     with pytest.raises(openai.BadRequestError, match="images can't be understood"):
-        image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+        image: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         deployment.client().chat.completions.create(model=NAME, messages=[{"role": "user", "content": [image]}])

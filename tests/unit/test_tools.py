@@ -1,7 +1,7 @@
 """tools and tool_choice: what is told, what is demanded, and what is refused by name."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import orjson
 import pytest
@@ -139,6 +139,6 @@ def test_the_salt_is_of_the_key_too() -> None:
 
 
 def test_what_an_operator_can_choose_is_what_there_is() -> None:
-    assert set(ToolCallParser.__args__) == {"auto", "none", *TOOL_CALLS}
-    assert set(ReasoningParser.__args__) == {"auto", "none", *REASONING}
+    assert set(get_args(ToolCallParser)) == {"auto", "none", *TOOL_CALLS}
+    assert set(get_args(ReasoningParser)) == {"auto", "none", *REASONING}
     assert not set(FORCED) & set(TOOL_CALLS)
