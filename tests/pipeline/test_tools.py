@@ -71,12 +71,13 @@ def test_a_required_call_comes_whole_and_streamed_alike(demo: Deployment, seed: 
 
 
 def test_several_calls_may_come_at_once(demo: Deployment) -> None:
-    reply = demo.client().chat.completions.create(**BODY | {"n": 4, "max_tokens": 200}, tool_choice="required", seed=3)
-    calls = [choice.message.tool_calls or [] for choice in reply.choices if choice.finish_reason == "tool_calls"]
-    assert calls and all(calls)
-    for call in sum(calls, []):
-        check(call.function.name, call.function.arguments)
-    assert len({call.id for call in sum(calls, [])}) == len(sum(calls, []))
+    """This model does not stop calling by itself: the last call may be broken off."""
+    reply = demo.client().chat.completions.create(**BODY | {"n": 2, "max_tokens": 150}, tool_choice="required", seed=3)
+    for choice in reply.choices:
+        calls = choice.message.tool_calls or []
+        assert len(calls) > 1 and len({call.id for call in calls}) == len(calls)
+        for call in calls if choice.finish_reason == "tool_calls" else calls[:-1]:
+            check(call.function.name, call.function.arguments)
 
 
 def test_a_named_call_is_made_and_the_conversation_goes_on(demo: Deployment) -> None:

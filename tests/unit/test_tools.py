@@ -19,6 +19,7 @@ def tool(name: str, **function: Any) -> dict[str, Any]:
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"$ref": "#/$defs/n"}}, "$defs": {"n": {"type": "integer"}}}
+GUIDANCE = {"x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": ", "lenient": True}}
 ADD, LOOK = tool("add", parameters=SCHEMA), tool("look", description="Looks.")
 
 
@@ -50,10 +51,10 @@ def test_what_has_to_be_called_is_a_constraint() -> None:
     assert read(tools=[ADD]).calling().constraint() is None
     one = read(tools=[ADD, LOOK], tool_choice=named("add")).calling()
     constraint = one.constraint()
-    assert constraint is not None and constraint.kind == "json_schema" and json.loads(constraint.text) == SCHEMA and constraint.is_lenient
+    assert constraint is not None and constraint.kind == "json_schema" and json.loads(constraint.text) == SCHEMA | GUIDANCE and constraint.is_lenient
     assert one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == ""
     nothing = read(tools=[LOOK], tool_choice=named("look")).calling().constraint()
-    assert nothing is not None and json.loads(nothing.text) == {"type": "object", "properties": {}, "additionalProperties": False}
+    assert nothing is not None and json.loads(nothing.text) == {"type": "object", "properties": {}, "additionalProperties": False} | GUIDANCE
     many = read(tools=[ADD, LOOK], tool_choice="required", parallel_tool_calls=False).calling()
     assert many.parsing("hermes", "").max_calls == 1 and many.parsing("hermes", "").tool_calls == "calls"
     grammar = many.constraint()

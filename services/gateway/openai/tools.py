@@ -18,6 +18,8 @@ from shared.errors import Invalid
 MAX_TOOLS = 128
 MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
+# Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model may go on with white space for ever
+SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -114,7 +116,8 @@ class Calling:
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """Of its arguments, which are an object whatever else the schema says."""
-    return {"type": "object", **tool.function.parameters} if tool.function.parameters is not None else NO_ARGUMENTS
+    schema = {"type": "object", **tool.function.parameters} if tool.function.parameters is not None else NO_ARGUMENTS
+    return {**schema, "x-guidance": {**SPACING, "lenient": not tool.function.strict}}
 
 
 def calls_grammar(tools: Sequence[Tool], *, is_parallel: bool) -> str:
@@ -124,11 +127,8 @@ def calls_grammar(tools: Sequence[Tool], *, is_parallel: bool) -> str:
         "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
     ]
     for number, tool in enumerate(tools):
-        schema = schema_of(tool)
-        if not tool.function.strict:
-            schema = {**schema, "x-guidance": {"lenient": True}}
         head = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "parameters": ')
-        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {json.dumps(schema)}"]
+        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {json.dumps(schema_of(tool))}"]
     return "\n".join(lines)
 
 
