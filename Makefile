@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos compose-test bench
+.PHONY: up test check chaos clients compose-test bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,16 @@ check: $(VENV)/dev
 
 chaos: $(VENV)/dev
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+$(VENV)-clients/clients: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-clients
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --group clients
+	touch $@
+
+# Some clients hold older versions of what we use: they have an environment of their own.
+clients: $(VENV)/dev $(VENV)-clients/clients
+	$(VENV)-clients/bin/python tests/clients/run.py $(BIN)/python $(ARGS)
 
 compose-test: $(VENV)/dev
 	$(BIN)/python tests/compose/run.py

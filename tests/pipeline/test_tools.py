@@ -113,12 +113,12 @@ def test_parse_gives_the_arguments_as_objects(demo: Deployment) -> None:
 
 
 def test_the_async_client_streams_events_of_tools(demo: Deployment) -> None:
-    async def run() -> list[str]:
+    async def run() -> set[str]:
         async with demo.async_client() as client:
             tool = openai.pydantic_function_tool(GetForecast)
             asked: Any = {"messages": ASKED, "tools": [tool], "tool_choice": "required", "parallel_tool_calls": False}
             async with client.chat.completions.stream(model=MODEL, **asked, max_tokens=100, seed=2) as stream:
-                kinds = [event.type async for event in stream]
+                kinds: set[str] = {event.type async for event in stream}
                 completion = await stream.get_final_completion()
             assert completion.choices[0].message.tool_calls
             return kinds

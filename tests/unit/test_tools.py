@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatCompletionBody
+from services.gateway.openai.tools import closed
 from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS
 from shared.errors import Invalid
 from shared.messages import ChatMessage, ToolCall
@@ -51,7 +52,12 @@ def test_what_has_to_be_called_is_a_constraint() -> None:
     assert read(tools=[ADD]).calling().constraint() is None
     one = read(tools=[ADD, LOOK], tool_choice=named("add")).calling()
     constraint = one.constraint()
-    assert constraint is not None and constraint.kind == "json_schema" and json.loads(constraint.text) == SCHEMA | GUIDANCE and constraint.is_lenient
+    assert (
+        constraint is not None
+        and constraint.kind == "json_schema"
+        and json.loads(constraint.text) == SCHEMA | {"additionalProperties": False} | GUIDANCE
+        and constraint.is_lenient
+    )
     assert one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == ""
     nothing = read(tools=[LOOK], tool_choice=named("look")).calling().constraint()
     assert nothing is not None and json.loads(nothing.text) == {"type": "object", "properties": {}, "additionalProperties": False} | GUIDANCE
@@ -60,6 +66,13 @@ def test_what_has_to_be_called_is_a_constraint() -> None:
     grammar = many.constraint()
     assert grammar is not None and grammar.kind == "lark"
     assert grammar.text.splitlines()[:3] == ['start: "[" call "]"', "call: call_0 | call_1", r'call_0: "{\"name\": \"add\", \"parameters\": " arguments_0 "}"']
+
+
+def test_arguments_that_a_schema_does_not_name_are_not_made_up() -> None:
+    inner = {"type": "object", "properties": {"x": True}}
+    schema = {"properties": {"a": inner, "b": {"items": inner}, "c": {"allOf": [inner], "properties": {}}, "d": {**inner, "additionalProperties": True}}}
+    shut = {**inner, "additionalProperties": False}
+    assert closed(schema) == {"properties": {**schema["properties"], "a": shut, "b": {"items": shut}}, "additionalProperties": False}
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
 # Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+COMPOSED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "if"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -116,8 +117,22 @@ class Calling:
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """Of its arguments, which are an object whatever else the schema says."""
-    schema = {"type": "object", **tool.function.parameters} if tool.function.parameters is not None else NO_ARGUMENTS
+    schema = closed({"type": "object", **tool.function.parameters}) if tool.function.parameters is not None else NO_ARGUMENTS
     return {**schema, "x-guidance": {**SPACING, "lenient": not tool.function.strict}}
+
+
+def closed(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema without arguments that it does not name: a schema that does not say takes any, but whoever lists a function's parameters means these.
+
+    Where schemas are put together (allOf, $ref and the like), one of them can't say so alone: they stay as they are.
+    """
+    made = dict(schema)
+    if isinstance(properties := schema.get("properties"), dict) and not COMPOSED & schema.keys():
+        made["properties"] = {name: closed(each) if isinstance(each, dict) else each for name, each in properties.items()}
+        made["additionalProperties"] = False
+    if isinstance(schema.get("items"), dict):
+        made["items"] = closed(schema["items"])
+    return made
 
 
 def calls_grammar(tools: Sequence[Tool], *, is_parallel: bool) -> str:
