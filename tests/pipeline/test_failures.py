@@ -204,7 +204,7 @@ def test_a_request_that_nobody_reads_any_more_is_cancelled(deployment: Deploymen
 def test_validation_names_the_field(demo: Deployment) -> None:
     chat = {"model": MODEL, "messages": [{"role": "user", "content": "x"}]}
     cases = [
-        (chat | {"tools": [{"type": "function"}]}, "tools"),
+        (chat | {"tools": [{"type": "function"}]}, "tools[0].function"),
         (chat | {"temperature": "hot"}, "temperature"),
         (chat | {"top_p": 0}, "top_p"),
         (chat | {"n": 0}, "n"),
