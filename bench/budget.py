@@ -2,8 +2,8 @@
 
 Method: the same steps are run twice in turns, with the layers in one call, as they are served, and with every part a call of its own, which is timed. What the
 parts take, and what is between them, adds up to the second; the first says what one call saves. Medians over the steps.
-A part's floor is the larger of the bytes it has to read over the bandwidth of plain reading, and of its multiplications over what a loop of nothing but dot
-products reaches (ceiling.cpp), both measured in the same run, on all threads.
+A part's floor is the larger of the bytes it has to read over the bandwidth of plain reading with all threads, and of its multiplications over what a loop of
+nothing but AVX-512's dot products reaches (ceiling.cpp, one core, times the threads), both measured in the same run.
 
     python -m bench.budget --shape smollm2-135m [--model FOLDER] [--quantization w8a8] [--cases 64x530 1x32 prefill-512]
 """
@@ -32,6 +32,7 @@ from services.compute.sequence import Sequence
 from shared.sampling_params import SamplingParams
 
 STEPS = 20
+MOST_SEQUENCES, MOST_TOKENS = 64, 1024  # of a step, as bench.model loads an engine
 PREPARING = "all else"
 
 
@@ -45,10 +46,11 @@ class Case:
 
     @classmethod
     def parse(cls, text: str) -> "Case":
-        if text.startswith("prefill-"):
-            return cls(1, int(text.removeprefix("prefill-")), is_prefill=True)
-        batch, context = text.split("x")
-        return cls(int(batch), int(context), is_prefill=False)
+        is_prefill = text.startswith("prefill-")
+        batch, context = (1, int(text.removeprefix("prefill-"))) if is_prefill else map(int, text.split("x"))
+        if not (1 <= batch <= MOST_SEQUENCES and 1 <= context and (not is_prefill or context <= MOST_TOKENS)):
+            raise ValueError(f"{text}: at most {MOST_SEQUENCES} sequences, or a prompt of {MOST_TOKENS} tokens")
+        return cls(batch, context, is_prefill)
 
     @property
     def num_tokens(self) -> int:

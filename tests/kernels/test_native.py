@@ -1,6 +1,7 @@
 """Native kernels: against their torch references, on every instruction set of this machine; and a row's bits do not depend on other rows."""
 
 import json
+import os
 import subprocess
 import sys
 from itertools import accumulate
@@ -175,6 +176,8 @@ def exact_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions
         (Heads(9, 3, 64), 16, None, [530, 17, 31, 48], [1, 2, 31, 48]),
         (Heads(32, 8, 128), 16, None, [3000], [1]),
         (Heads(8, 1, 96), 16, 700, [2100, 1500], [2, 150]),
+        (Heads(16, 8, 256), 16, None, [5 + 3 * number for number in range(33)], [1] * 33),
+        (Heads(9, 9, 256), 16, None, [40] * 33, [1] * 33),
     ],
 )
 def test_attention(heads: Heads, block_size: int, window: int | None, contexts: list[int], lengths: list[int], group: int, scores: Scores | None) -> None:
@@ -217,6 +220,43 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
             one = inputs([number], [1], [end], slice(row, row + 1))
             alone = attention(qkv[row : row + 1].clone(), native, attention.plan(one, block_size), window=window, norms=(None, None), eps=EPS)
             assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("group", [0, 8])
+def test_threads_of_another_level_are_not_counted(group: int) -> None:
+    """OMP_NUM_THREADS=2,8: two threads a region, and eight in a region within one. The number is read when the process begins."""
+    code = f"""
+from tests.kernels.test_native import attend_and_multiply
+attend_and_multiply({group})
+"""
+    found = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "2,8"}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+
+
+def attend_and_multiply(group: int) -> None:
+    """A step of many sequences, and a layer of four bits."""
+    backend, heads, count = native_backend(), Heads(8, 4, 64), 24
+    attention = backend.make_attention(heads)
+    kv = backend.make_kv_layer(count, 16, heads.num_kv_heads, heads.head_dim, group=group)
+    inputs = AttentionInputs(
+        [1] * count, [10] * count, [(each,) for each in range(count)], torch.arange(count) * 16 + 9, ((torch.ones(count, 32), torch.zeros(count, 32)),)
+    )
+    found = attention(randn(count, 16 * 64), kv, attention.plan(inputs, 16), window=None, norms=(None, None), eps=EPS)
+    layer = backend.make_linear(Dense(randn(64, 512)), quantization="w4")
+    assert torch.isfinite(found.float()).all() and torch.isfinite(layer(found).float()).all()
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8", "w4", "nf4"])
+@pytest.mark.parametrize("column", [0, 15, 16, 255])
+def test_a_nan_of_a_row_is_all_that_comes_of_it(quantization: str, column: int) -> None:
+    """Gated, and then down: of the row as it comes, and of what is between. Others stay numbers."""
+    backend = native_backend()
+    gate_up = backend.make_linear(Dense(randn(512, 256)), quantization=quantization, is_gated=True)
+    mlp = backend.make_mlp(gate_up, backend.make_linear(Dense(randn(256, 256, seed=3)), quantization=quantization))
+    x = randn(20, 256, seed=4)
+    x[3, column] = torch.nan
+    found = mlp(x, norm=None, eps=EPS, has_residual=False)
+    assert found[3].isnan().all() and torch.isfinite(found[torch.arange(20) != 3].float()).all()
 
 
 @pytest.mark.parametrize("group", [0, 8, 64])

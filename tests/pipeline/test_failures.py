@@ -252,7 +252,7 @@ def test_request_ids_are_echoed_and_metrics_count(demo: Deployment) -> None:
     assert values[f"penstock_iteration_tokens_total_count{{{labels}}}"] == steps > 0
     assert values[f"penstock_prefix_cache_queries_total{{{labels}}}"] > 0
     for part in ("schedule", "forward", "reduce", "publish", "wait"):
-        assert 0 < values[f'penstock_step_seconds_total{{part="{part}",{labels}}}'] < 600
+        assert 0 <= values[f'penstock_step_seconds_total{{part="{part}",{labels}}}'] < 600
     health = demo.get("/health").json()
     assert health["status"] == "ok" and all(each["steps"] > 0 for each in health["compute"].values())
 

@@ -212,7 +212,7 @@ inline void add_values(const uint16_t* weights, int64_t rows, int64_t dim, const
 #include "reduction.inc"
 
 namespace penstock {
-const Kernels kAmx = {"amx", 0, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows, finish_logits,
-                      attention_workspace, attention, rotate_and_write,
-                      find_largest, sum_masses};
+const Kernels kAmx = {"amx", 0, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows,
+                      attention_workspace, attention_most_workspace, attention, rotate_and_write,
+                      finish_logits, find_largest, sum_masses};
 }

@@ -279,7 +279,7 @@ void penstock_reserve(Context* context, const Weight* weight, int64_t rows) { re
 
 // The same for attention of such a step; pointers to a layer's own are not followed.
 void penstock_reserve_attention(Context* context, const Attention* attention) {
-  context->partials.take(context->kernels.attention_workspace(*attention));
+  context->partials.take(context->kernels.attention_most_workspace(*attention));
 }
 
 // The same for a search through such logits.

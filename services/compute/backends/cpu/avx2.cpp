@@ -247,7 +247,7 @@ inline void dot_values(const uint8_t* high, const uint8_t* low, int64_t planes, 
 #include "reduction.inc"
 
 namespace penstock {
-const Kernels kAvx2 = {"avx2", 0, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows, finish_logits,
-                      attention_workspace, attention, rotate_and_write,
-                      find_largest, sum_masses};
+const Kernels kAvx2 = {"avx2", 0, gemm_workspace, gemm, to_bf16, to_int8, tiles_to_int8, sum_groups, add_rows,
+                      attention_workspace, attention_most_workspace, attention, rotate_and_write,
+                      finish_logits, find_largest, sum_masses};
 }

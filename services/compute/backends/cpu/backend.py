@@ -75,11 +75,9 @@ class CpuBackend:
         return self.context.workspace_bytes() + self.buffers.num_bytes + logits
 
     def _reserve_attention(self, attention: NativeAttention, num_tokens: int, max_model_len: int) -> None:
-        """At the end of the longest sequence, for chunks of several lengths: those of few tokens may be divided among threads, which takes more."""
-        while num_tokens:
-            longest = max(max_model_len, num_tokens)
-            inputs = AttentionInputs([num_tokens], [longest], [(0,)], torch.zeros(num_tokens, dtype=torch.int64), ())
-            plan = attention.plan(inputs, block_size=longest)
-            plan.attention.cache.num_kv_heads = attention.heads.num_kv_heads
-            self.context.reserve_attention(ctypes.byref(plan.attention))
-            num_tokens //= 2
+        """For any sequences of at most max_model_len tokens."""
+        longest = max(max_model_len, num_tokens)
+        inputs = AttentionInputs([num_tokens], [longest], [(0,)], torch.zeros(num_tokens, dtype=torch.int64), ())
+        plan = attention.plan(inputs, block_size=longest)
+        plan.attention.cache.num_kv_heads = attention.heads.num_kv_heads
+        self.context.reserve_attention(ctypes.byref(plan.attention))

@@ -175,10 +175,12 @@ struct Kernels {
   void (*tiles_to_int8)(const uint16_t* tiles, int64_t padded_from, int64_t rows, int64_t padded_k, int64_t group, int8_t flip, int8_t* out, float* scales);
   void (*sum_groups)(const int8_t* activations, const float* scales, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums, float* totals);
   void (*add_rows)(const Addition&);
-  void (*finish_logits)(float* logits, int64_t count, float multiplier, float cap);  // cap * tanh(multiplier * logit / cap); a cap of 0 is none
   int64_t (*attention_workspace)(const Attention&);  // bytes
+  int64_t (*attention_most_workspace)(const Attention&);  // of all steps of so many tokens, with no longer context
   void (*attention)(const Attention&);
   void (*rotate_and_write)(const Rotation&);
+  // These begin a region of their own.
+  void (*finish_logits)(float* logits, int64_t count, float multiplier, float cap);  // cap * tanh(multiplier * logit / cap); a cap of 0 is none
   void (*find_largest)(const Largest&);
   void (*sum_masses)(const Masses&);
 };
