@@ -15,6 +15,7 @@ from services.gateway.errors import HANDLERS
 from services.gateway.middleware import BodyLimit, RequestId
 from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.routes import router
+from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
 
@@ -40,6 +41,7 @@ def build_app(context: Context) -> FastAPI:
         with suppress(RedisError, OSError):
             await context.client.delete(pipeline.subscriptions.stream.key)
         await context.client.aclose()
+        await context.store.followers.aclose()
         await context.bodies.stop()
 
     app = FastAPI(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
@@ -49,6 +51,7 @@ def build_app(context: Context) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
     app.add_middleware(RequestId)
     app.include_router(router)
+    app.include_router(responses)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/metrics", metrics)

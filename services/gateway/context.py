@@ -10,6 +10,7 @@ from services.gateway.bodies import BodyReader
 from services.gateway.generation import Pipeline
 from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
+from services.gateway.responses.stored import Store
 from shared.settings import GatewaySettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
@@ -26,6 +27,7 @@ class Context:
     admission: Admission
     pipeline: Pipeline
     metrics: Metrics
+    store: Store
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(

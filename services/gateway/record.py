@@ -4,9 +4,11 @@ import os
 import time
 import uuid
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shared.sampling_params import SEEDS, SamplingParams
 
+PREFIXES = {"chat.completion": "chatcmpl-", "text_completion": "cmpl-", "response": "resp_"}  # of the ids, by kind
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
 
 
@@ -15,7 +17,7 @@ class ResponseRecord:
     """What it takes to stream a response again, from any gateway."""
 
     response_id: str
-    kind: str  # "chat.completion" or "text_completion"
+    kind: str  # of PREFIXES
     model: str  # as the client called it
     created: int
     num_prompts: int
@@ -24,16 +26,16 @@ class ResponseRecord:
     served_model: str  # the model's own name, of which streams and keys are made
     num_echo_logprobs: int | None = None  # of each token that `echo` repeats; None: not asked
     num_prompt_logprobs: int | None = None  # prompt_logprobs, as the client asked
+    is_background: bool = False  # nobody's leaving cancels it; its readers follow the log
 
     @property
     def request_ids(self) -> list[str]:
         return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
 
 
-def make_record(kind: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool, **logprobs: int | None) -> ResponseRecord:
-    """The record of a new response; `logprobs`: those of the prompt that were asked for, by field."""
-    prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
-    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **logprobs)
+def make_record(kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, **more: Any) -> ResponseRecord:
+    """The record of a new response; `more`: its other fields."""
+    return ResponseRecord(PREFIXES[kind] + uuid.uuid4().hex, kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **more)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

@@ -28,7 +28,8 @@ class Choice:
         if event.logprobs is not None:
             self.logprobs = (self.logprobs or []) + list(event.logprobs)
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
+        if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
+            self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
         self.num_output_tokens = event.position
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
 
@@ -205,4 +206,5 @@ def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[
 
 
 def format_for(record: ResponseRecord) -> Format:
-    return ChatFormat(record) if record.kind == "chat.completion" else CompletionFormat(record)
+    """Of a response of any API: what is no completion is a chat inside."""
+    return CompletionFormat(record) if record.kind == "text_completion" else ChatFormat(record)

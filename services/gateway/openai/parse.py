@@ -1,16 +1,18 @@
 """A body's bytes to a body, checked. Pure, and in time linear in its size: it runs in the gateway or, for long bodies, in its helper process."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import Body, ChatCompletionBody, CompletionBody
+from services.gateway.responses.schemas import ResponseBody
 from shared.errors import Invalid
 
-BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "completion": CompletionBody}
+BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "completion": CompletionBody, "response": ResponseBody}
+B = TypeVar("B", bound=Body)
 
 
 def parse(kind: str, data: bytes) -> Body:
@@ -21,8 +23,13 @@ def parse(kind: str, data: bytes) -> Body:
         raise Invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise Invalid(f"the body must be a JSON object, got {kind_of(value)}", code="invalid_json")
+    return check(BODIES[kind], value)
+
+
+def check(model: type[B], value: dict[str, Any]) -> B:
+    """The body that a JSON object is. Raises Invalid (400), naming the first field that is wrong."""
     try:
-        return BODIES[kind].model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
         message, param = describe(error.errors(include_url=False, include_input=False))
         raise Invalid(message, param=param) from None

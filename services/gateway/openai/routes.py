@@ -17,6 +17,8 @@ from shared.errors import Invalid
 from shared.messages import ChatMessage, GenerateRequest
 from shared.sampling_params import SamplingParams
 
+KINDS = ("chat.completion", "text_completion")  # of responses that are streamed as chunks with positions
+
 router = APIRouter(prefix="/v1")
 
 
@@ -28,14 +30,7 @@ async def chat_completions(request: Request) -> Response:
     assert isinstance(body, ChatCompletionBody)
     params, model = body.params(), check(context, body)  # what is wrong, before what is missing
     record = make_record("chat.completion", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs)
-    messages = tuple(ChatMessage(message.role, message.content, message.name) for message in body.messages)
-    now = time.time()
-    scheduling = body.scheduling(now, record.response_id)
-    requests = [
-        GenerateRequest(request_id, context.stage.replica_id, model, own, messages=messages, created_at=now, scheduling=scheduling)
-        for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
-    ]
-    return await respond(context, body, record, requests, request)
+    return await respond(context, body, record, chat_requests(body, params, record, context.stage.replica_id), request)
 
 
 @router.post("/completions", openapi_extra=takes("completion"))
@@ -70,7 +65,7 @@ async def completions(request: Request) -> Response:
 async def resume_stream(response_id: str, request: Request, last_event_id: str | None = Header(None)) -> Response:
     """Go on with a stream whose gateway died: the events after Last-Event-ID, or all of them."""
     context: Context = request.app.state.context
-    generation = await context.pipeline.resume(response_id, last_event_id)
+    generation = await context.pipeline.resume(response_id, last_event_id, KINDS)
     return await Responder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s).stream()
 
 
@@ -105,6 +100,17 @@ def check(context: Context, body: GenerateBody) -> str:
     if body.priority < (least := context.settings.min_priority):
         raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")
     return context.admission.resolve(body.model)
+
+
+def chat_requests(body: ChatCompletionBody, params: SamplingParams, record: ResponseRecord, gateway_id: str | None) -> list[GenerateRequest]:
+    """What goes into the pipeline for a chat, whichever API it came by. gateway_id: who reads the events; None: nobody, the log is enough."""
+    messages = tuple(ChatMessage(message.role, message.content, message.name) for message in body.messages)
+    now = time.time()
+    scheduling = body.scheduling(now, record.response_id)
+    return [
+        GenerateRequest(request_id, gateway_id, record.served_model, own, messages=messages, created_at=now, scheduling=scheduling)
+        for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
+    ]
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:

@@ -1,0 +1,78 @@
+"""The chat that a response is inside. What a chat can't do is refused by this API's name of it."""
+
+from services.gateway.openai.parse import check
+from services.gateway.openai.schemas import ChatCompletionBody
+from services.gateway.responses.items import Json, messages_of
+from services.gateway.responses.schemas import ResponseBody
+from shared.errors import Invalid
+
+# Fields of a chat that this API takes under the same name: OpenAI's own, and the sampling parameters that it does not have
+SAME = (
+    "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "prompt_cache_key", "safety_identifier", "user",
+    "seed", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "priority", "deadline_s", "cache_salt",
+)  # fmt: skip
+NAME_HERE = {
+    "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "response_format": "text.format", "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort", "logprobs": "top_logprobs", "messages": "input",
+}  # fmt: skip
+
+
+def chat_of(body: ResponseBody, before: list[Json]) -> ChatCompletionBody:
+    """The chat that this is, after the items of the conversation before. Raises Invalid, in this API's terms."""
+    if body.background and not body.store:
+        raise Invalid("a background response is read later, so it must be stored: background needs store", param="store")
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages, begins = messages_of([*before, *body.input])
+    given: Json = {name: getattr(body, name) for name in SAME}
+    given |= {
+        "messages": [*system, *messages],
+        "stream": body.stream,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": body.has_logprobs,
+        "top_logprobs": body.top_logprobs if body.has_logprobs else None,
+        "tools": [_chat_tool(tool) for tool in body.tools or ()],
+        "tool_choice": _chat_tool_choice(body.tool_choice),
+        "response_format": _chat_format(body.text.format) if body.text else None,
+        "verbosity": body.text.verbosity if body.text else None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+    }
+    try:
+        chat = check(ChatCompletionBody, {name: value for name, value in given.items() if value is not None})
+        chat.params()
+    except Invalid as error:
+        raise _in_own_terms(error, [number - len(before) for number in begins], len(system)) from None
+    return chat
+
+
+def _in_own_terms(error: Invalid, begins: list[int], num_system: int) -> Invalid:
+    """The chat's error with this API's names of the fields. begins: of each message, the number of its item in the input; negative: it was there before."""
+    name = error.param or ""
+    head, _, rest = name.partition(".")
+    here = NAME_HERE.get(head, head)
+    if head.startswith("messages["):
+        number = int(head[len("messages[") : -1]) - num_system
+        here = "instructions" if number < 0 else f"input[{begins[number]}]" if begins[number] >= 0 else "previous_response_id"
+    param = f"{here}.{rest}" if rest else here
+    message = str(error).replace(name, param) if name else str(error)
+    return Invalid(message, param=param or None, code=error.code, status=error.status)
+
+
+def _chat_tool(tool: Json) -> Json:
+    """Functions lie flat here; other tools stay as they are, and are the chat's to refuse."""
+    if tool.get("type") != "function":
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type" and value is not None}}
+
+
+def _chat_tool_choice(choice: str | Json | None) -> str | Json | None:
+    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
+        return {"type": "function", "function": {"name": choice["name"]}}
+    return choice
+
+
+def _chat_format(form: Json | None) -> Json | None:
+    """A schema lies flat here."""
+    if form is None or form.get("type") != "json_schema":
+        return form
+    return {"type": "json_schema", "json_schema": {key: value for key, value in form.items() if key != "type" and value is not None}}

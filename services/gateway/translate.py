@@ -1,0 +1,116 @@
+"""Other APIs than OpenAI's chat completions, as translations of it: a body becomes a chat's, and a chat's chunks become the other API's events.
+
+What a chat can do, these can do, and there is one way through the pipeline. A translation is a pure function of the chunks, which are one of the token
+log: whoever reads the same log makes the same events.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol
+
+from fastapi import Response
+
+from services.gateway.errors import RequestFailed
+from services.gateway.generation import Generation
+from services.gateway.metrics import Measured
+from services.gateway.openai.formats import Choice, format_for, usage
+from services.gateway.openai.respond import EventStream, Responder, check
+from services.gateway.record import ResponseRecord
+from shared.messages import RequestError, TokenEvent
+
+Json = dict[str, Any]
+
+
+class Translation(Protocol):
+    """Another API's answer in the making. Events are JSON objects; `encode` makes bytes of them."""
+
+    media_type: str
+    ping: bytes  # keeps a waiting stream open
+
+    def opening(self) -> list[Json]:
+        """Before any token."""
+        ...
+
+    def chunk(self, chunk: Json) -> list[Json]:
+        """A chunk of the chat: `choices[0]` has the delta, and at the end the finish_reason."""
+        ...
+
+    def closing(self, usage: Json) -> list[Json]:
+        """After the last chunk; usage is the chat's."""
+        ...
+
+    def failed(self, error: RequestError, usage: Json) -> list[Json]:
+        """The log has ended with an error, or as cancelled."""
+        ...
+
+    def interrupted(self, error: RequestError) -> list[Json]:
+        """This stream ends, though the response may go on."""
+        ...
+
+    def whole(self) -> Json:
+        """The answer of a request that did not ask for a stream, after closing."""
+        ...
+
+    def encode(self, event: Json) -> bytes: ...
+
+
+class Fold:
+    """A response's token events, one by one, to the other API's events."""
+
+    def __init__(self, record: ResponseRecord, translation: Translation) -> None:
+        self.translation = translation
+        self.choice = Choice(0)
+        self._format = format_for(record)
+
+    @property
+    def is_over(self) -> bool:
+        return self.choice.finish_reason is not None
+
+    def add(self, event: TokenEvent) -> list[Json]:
+        """What the event makes. Events after the log's end do not come."""
+        self.choice.add(event)
+        try:
+            check(event)
+        except RequestFailed as failed:
+            return self.translation.failed(failed.error, usage([self.choice], 1))
+        events = [each for chunk in self._format.chunks(self.choice, event) for each in self.translation.chunk(chunk)]
+        return events + (self.translation.closing(usage([self.choice], 1)) if self.is_over else [])
+
+    def encode(self, events: list[Json]) -> bytes:
+        return b"".join(map(self.translation.encode, events))
+
+
+class TranslatedResponder(Responder):
+    """A generation's events as another API's."""
+
+    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, translation: Translation) -> None:
+        super().__init__(generation, measured, ping_interval_s)
+        self.translation = translation
+        self.media_type = translation.media_type
+        self.fold = Fold(generation.record, translation)
+        self.choices = [self.fold.choice]
+
+    async def stream_resumed(self) -> Response:
+        """The stream from its beginning, also of what has failed."""
+        return EventStream(self._chunks([]), self.close, self.media_type)
+
+    def _body(self) -> Json:
+        return self.translation.whole()
+
+    async def _collect(self) -> None:
+        while not self._is_over:
+            for _, event in await self._next():
+                check(event)
+                self.fold.add(event)
+
+    async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
+        yield self.fold.encode(self.translation.opening())
+        while True:
+            encoded = b"".join(self.fold.encode(self.fold.add(event)) for _, event in batch)
+            yield encoded if batch else self.translation.ping
+            if self._is_over:
+                return
+            try:
+                batch = await self._next()
+            except RequestFailed as failed:
+                yield self.fold.encode(self.translation.interrupted(failed.error))
+                return
