@@ -26,6 +26,7 @@ Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
 UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Task = Literal["generate", "tokenize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,7 @@ class GenerateRequest:
     echo: bool = False
     created_at: float = 0.0  # wall clock, s
     scheduling: SchedulingParams = SchedulingParams()
+    task: Task = "generate"  # "tokenize" ends with the tokenizer's answer, JSON in the text of its one event
 
 
 @dataclass(frozen=True, slots=True)

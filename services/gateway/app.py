@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse
 from redis.exceptions import RedisError
 
 from services.gateway.admission import STAGES
+from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.middleware import BodyLimit, RequestId
@@ -52,6 +53,7 @@ def build_app(context: Context) -> FastAPI:
     app.add_middleware(RequestId)
     app.include_router(router)
     app.include_router(responses)
+    app.include_router(anthropic)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/metrics", metrics)

@@ -4,7 +4,7 @@ What a chat can do, these can do, and there is one way through the pipeline. A t
 log: whoever reads the same log makes the same events.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 from fastapi import Response
@@ -12,12 +12,32 @@ from fastapi import Response
 from services.gateway.errors import RequestFailed
 from services.gateway.generation import Generation
 from services.gateway.metrics import Measured
+from services.gateway.openai import parse
 from services.gateway.openai.formats import Choice, format_for, usage
 from services.gateway.openai.respond import EventStream, Responder, check
+from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.record import ResponseRecord
+from shared.errors import Invalid
 from shared.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
+
+
+def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str]) -> ChatCompletionBody:
+    """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other API's terms.
+
+    names: of the chat's fields, where they are others; place_of: where a message, by its number in the chat, came from.
+    """
+    try:
+        chat = parse.check(ChatCompletionBody, {name: value for name, value in given.items() if value is not None})
+        chat.params()
+    except Invalid as error:
+        name = error.param or ""
+        head, dot, rest = name.partition(".")
+        here = place_of(int(head[len("messages[") : -1])) if head.startswith("messages[") else names.get(head, head)
+        message = str(error).replace(name, here + dot + rest) if name else str(error)
+        raise Invalid(message, param=here + dot + rest or None, code=error.code, status=error.status) from None
+    return chat
 
 
 class Translation(Protocol):
@@ -26,8 +46,8 @@ class Translation(Protocol):
     media_type: str
     ping: bytes  # keeps a waiting stream open
 
-    def opening(self) -> list[Json]:
-        """Before any token."""
+    def opening(self, first: TokenEvent | None) -> list[Json]:
+        """Before any token; first: the first event, if it is there already."""
         ...
 
     def chunk(self, chunk: Json) -> list[Json]:
@@ -103,7 +123,7 @@ class TranslatedResponder(Responder):
                 self.fold.add(event)
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
-        yield self.fold.encode(self.translation.opening())
+        yield self.fold.encode(self.translation.opening(batch[0][1] if batch else None))
         while True:
             encoded = b"".join(self.fold.encode(self.fold.add(event)) for _, event in batch)
             yield encoded if batch else self.translation.ping

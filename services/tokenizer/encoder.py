@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
+from services.tokenizer.answers import Answer, tokenized
 from services.tokenizer.chat_template import ChatTemplate
 from shared.errors import Invalid
 from shared.messages import GenerateRequest, TokenizedRequest
@@ -23,8 +24,8 @@ class Encoder:
         self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
 
-    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Invalid]:
-        """For each request its tokens, or why there are none."""
+    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
+        """For each request its tokens, handed on or as the answer, or why there are none."""
         texts = self._texts(requests)
         token_ids = self._encode_texts(requests, texts)
         return [
@@ -59,7 +60,9 @@ class Encoder:
             return [each for text in texts for each in self._encode_batch([text], add_special_tokens=add_special_tokens)]
         return [np.asarray(ids, np.int32) for ids in encoded]
 
-    def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Invalid:
+    def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Answer | Invalid:
+        if request.task == "tokenize":
+            return tokenized(token_ids.tolist(), max_model_len)
         try:
             max_tokens = self._check(request, token_ids, max_model_len)
             echo_text = self._echo(text, token_ids) if request.echo else None

@@ -40,7 +40,7 @@ def events_of(chat: list[Any], end: str, *, is_background: bool, after: int = -1
     """All events as they reach a reader, and what made them."""
     record = make_record("response", "m", "m", is_background=is_background)
     made = ResponseEvents(record, ASKED, after=after)
-    sent = b"".join(map(made.encode, made.opening()))
+    sent = b"".join(map(made.encode, made.opening(None)))
     for delta in chat:
         sent += b"".join(map(made.encode, made.chunk({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})))
     if end in ("stop", "length"):
@@ -120,7 +120,7 @@ def test_a_conversation_with_tools_becomes_a_chat_with_tools() -> None:
 @pytest.mark.parametrize("code", ["resumed_elsewhere", "gateway_draining"])
 def test_an_interruption_takes_no_number(code: str) -> None:
     made = ResponseEvents(make_record("response", "m", "m"), ASKED)
-    made.opening()
+    made.opening(None)
     (event,) = made.interrupted(RequestError("bye", 503, code=code))
     assert event["sequence_number"] == 1 and EVENT.validate_python(event).type == "error"
     assert code != "gateway_draining" or "starting_after=1" in event["message"]

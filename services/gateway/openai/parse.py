@@ -6,12 +6,19 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
+from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import Body, ChatCompletionBody, CompletionBody
 from services.gateway.responses.schemas import ResponseBody
 from shared.errors import Invalid
 
-BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "completion": CompletionBody, "response": ResponseBody}
+BODIES: dict[str, type[Body]] = {
+    "chat": ChatCompletionBody,
+    "completion": CompletionBody,
+    "response": ResponseBody,
+    "message": MessagesBody,
+    "count": CountTokensBody,
+}
 B = TypeVar("B", bound=Body)
 
 

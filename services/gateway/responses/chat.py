@@ -1,9 +1,9 @@
 """The chat that a response is inside. What a chat can't do is refused by this API's name of it."""
 
-from services.gateway.openai.parse import check
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.responses.items import Json, messages_of
 from services.gateway.responses.schemas import ResponseBody
+from services.gateway.translate import make_chat
 from shared.errors import Invalid
 
 # Fields of a chat that this API takes under the same name: OpenAI's own, and the sampling parameters that it does not have
@@ -37,25 +37,16 @@ def chat_of(body: ResponseBody, before: list[Json]) -> ChatCompletionBody:
         "verbosity": body.text.verbosity if body.text else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
     }
-    try:
-        chat = check(ChatCompletionBody, {name: value for name, value in given.items() if value is not None})
-        chat.params()
-    except Invalid as error:
-        raise _in_own_terms(error, [number - len(before) for number in begins], len(system)) from None
-    return chat
+    own = [number - len(before) for number in begins]
+    return make_chat(given, NAME_HERE, lambda number: _place_of(number, own, len(system)))
 
 
-def _in_own_terms(error: Invalid, begins: list[int], num_system: int) -> Invalid:
-    """The chat's error with this API's names of the fields. begins: of each message, the number of its item in the input; negative: it was there before."""
-    name = error.param or ""
-    head, _, rest = name.partition(".")
-    here = NAME_HERE.get(head, head)
-    if head.startswith("messages["):
-        number = int(head[len("messages[") : -1]) - num_system
-        here = "instructions" if number < 0 else f"input[{begins[number]}]" if begins[number] >= 0 else "previous_response_id"
-    param = f"{here}.{rest}" if rest else here
-    message = str(error).replace(name, param) if name else str(error)
-    return Invalid(message, param=param or None, code=error.code, status=error.status)
+def _place_of(number: int, begins: list[int], num_system: int) -> str:
+    """Where a message of the chat came from. begins: of each message after the system's, the number of its item in the input; negative: it was there before."""
+    if number < num_system:
+        return "instructions"
+    item = begins[number - num_system]
+    return f"input[{item}]" if item >= 0 else "previous_response_id"
 
 
 def _chat_tool(tool: Json) -> Json:

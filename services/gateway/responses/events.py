@@ -11,7 +11,7 @@ import orjson
 from services.gateway.errors import CLIENT_CLOSED
 from services.gateway.record import ResponseRecord
 from services.gateway.sse import PING
-from shared.messages import RequestError
+from shared.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
 
@@ -59,7 +59,7 @@ class ResponseEvents:
         kind: str = event["type"]
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
-    def opening(self) -> list[Json]:
+    def opening(self, _: TokenEvent | None) -> list[Json]:
         return [self._lifecycle("created"), self._lifecycle(self.status)]
 
     def chunk(self, chunk: Json) -> list[Json]:

@@ -66,7 +66,7 @@ class Store:
         """The response as its log has it now. Raises Invalid (404) if the log has expired."""
         events = ResponseEvents(record, stored.asked)
         fold = Fold(record, events)
-        events.opening()
+        events.opening(None)
         async for page in self._pages(record):
             for event in page:
                 fold.add(event)
@@ -109,7 +109,7 @@ class Store:
     async def _follow(self, record: ResponseRecord, events: ResponseEvents) -> AsyncIterator[bytes]:
         (request_id,) = record.request_ids
         fold = Fold(record, events)
-        yield fold.encode(events.opening())
+        yield fold.encode(events.opening(None))
         position, last_id, backoff = 0, b"0-0", Backoff()
         self._num_followers += 1
         try:
