@@ -14,6 +14,7 @@ from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.middleware import BodyLimit, RequestId
+from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.routes import router
 from services.gateway.responses.routes import router as responses
@@ -54,6 +55,7 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(router)
     app.include_router(responses)
     app.include_router(anthropic)
+    app.include_router(ollama)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/metrics", metrics)

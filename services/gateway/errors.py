@@ -51,7 +51,10 @@ def error_response(
     path: str, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
     """An error in the shape of the API that the path belongs to."""
-    body = error_of(status, message) if path.startswith("/v1/messages") else error_body(status, message, param, code)
+    if path.startswith("/v1/messages"):
+        body = error_of(status, message)
+    else:
+        body = {"error": message} if path.startswith("/api/") else error_body(status, message, param, code)
     return JSONResponse(body, status, headers=headers)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from shared.sampling_params import SEEDS, SamplingParams
 
-PREFIXES = {"chat.completion": "chatcmpl-", "text_completion": "cmpl-", "response": "resp_", "message": "msg_"}  # of the ids, by kind
+PREFIXES = {"chat.completion": "chatcmpl-", "text_completion": "cmpl-", "response": "resp_", "message": "msg_", "ollama": "ollama-"}  # of the ids, by kind
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
 
 

@@ -7,6 +7,7 @@ log: whoever reads the same log makes the same events.
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
+import orjson
 from fastapi import Response
 
 from services.gateway.errors import RequestFailed
@@ -38,6 +39,15 @@ def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str]
         message = str(error).replace(name, here + dot + rest) if name else str(error)
         raise Invalid(message, param=here + dot + rest or None, code=error.code, status=error.status) from None
     return chat
+
+
+def arguments_of(text: str) -> Json:
+    """A call's arguments; what the model broke off is kept as it wrote it."""
+    try:
+        value = orjson.loads(text or b"{}")
+    except orjson.JSONDecodeError:
+        value = text
+    return value if isinstance(value, dict) else {"": value}
 
 
 class Translation(Protocol):

@@ -5,6 +5,7 @@ import orjson
 from services.gateway.anthropic.blocks import Json
 from services.gateway.anthropic.errors import error_of
 from services.gateway.record import ResponseRecord
+from services.gateway.translate import arguments_of
 from shared.messages import RequestError, TokenEvent
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -107,15 +108,6 @@ class MessageEvents:
         else:
             block[KINDS[block["type"]][2]] = text
         return [{"type": "content_block_stop", "index": len(self.content) - 1}]
-
-
-def arguments_of(text: str) -> Json:
-    """A call's arguments; what the model broke off is kept as it wrote it."""
-    try:
-        value = orjson.loads(text or b"{}")
-    except orjson.JSONDecodeError:
-        return {"": text}
-    return value if isinstance(value, dict) else {"": value}
 
 
 def usage_of(num_prompt: int, num_cached: int, num_output: int) -> Json:

@@ -7,6 +7,7 @@ import orjson
 from pydantic import ValidationError
 
 from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
+from services.gateway.ollama.schemas import OllamaChatBody, OllamaGenerateBody, OllamaModelBody
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import Body, ChatCompletionBody, CompletionBody
 from services.gateway.responses.schemas import ResponseBody
@@ -18,6 +19,9 @@ BODIES: dict[str, type[Body]] = {
     "response": ResponseBody,
     "message": MessagesBody,
     "count": CountTokensBody,
+    "ollama_chat": OllamaChatBody,
+    "ollama_generate": OllamaGenerateBody,
+    "ollama_model": OllamaModelBody,
 }
 B = TypeVar("B", bound=Body)
 
