@@ -118,6 +118,8 @@ def estimate_tokens(request: GenerateRequest) -> int:
     else:
         texts = [request.prompt] if request.prompt is not None else [message.content for message in request.messages or ()]
         prompt = sum(map(num_bytes, texts)) // BYTES_PER_TOKEN + 1
+    if request.embedding is not None:
+        return prompt
     return prompt + (UNBOUNDED_TOKENS if request.params.max_tokens is None else request.params.max_tokens)
 
 

@@ -14,8 +14,10 @@ from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.middleware import BodyLimit, RequestId
+from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
+from services.gateway.openai.embeddings import router as embeddings
 from services.gateway.openai.routes import router
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
@@ -53,9 +55,11 @@ def build_app(context: Context) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
     app.add_middleware(RequestId)
     app.include_router(router)
+    app.include_router(embeddings)
     app.include_router(responses)
     app.include_router(anthropic)
     app.include_router(ollama)
+    app.include_router(ollama_embeddings)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/metrics", metrics)

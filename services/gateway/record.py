@@ -8,7 +8,14 @@ from typing import Any
 
 from shared.sampling_params import SEEDS, SamplingParams
 
-PREFIXES = {"chat.completion": "chatcmpl-", "text_completion": "cmpl-", "response": "resp_", "message": "msg_", "ollama": "ollama-"}  # of the ids, by kind
+PREFIXES = {  # of the ids, by kind
+    "chat.completion": "chatcmpl-",
+    "text_completion": "cmpl-",
+    "embedding": "embd-",
+    "response": "resp_",
+    "message": "msg_",
+    "ollama": "ollama-",
+}
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
 
 

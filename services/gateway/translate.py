@@ -5,10 +5,11 @@ log: whoever reads the same log makes the same events.
 """
 
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 import orjson
-from fastapi import Response
+from fastapi import Request, Response
 
 from services.gateway.errors import RequestFailed
 from services.gateway.generation import Generation
@@ -55,6 +56,7 @@ class Translation(Protocol):
 
     media_type: str
     ping: bytes  # keeps a waiting stream open
+    names: dict[str, str]  # of the chat's fields that a stage's error may be about, where they are others
 
     def opening(self, first: TokenEvent | None) -> list[Json]:
         """Before any token; first: the first event, if it is there already."""
@@ -118,6 +120,21 @@ class TranslatedResponder(Responder):
         self.media_type = translation.media_type
         self.fold = Fold(generation.record, translation)
         self.choices = [self.fold.choice]
+
+    async def stream(self) -> Response:
+        try:
+            return await super().stream()
+        except RequestFailed as failed:
+            raise RequestFailed(self._in_own_terms(failed.error)) from None
+
+    async def whole(self, request: Request) -> Response:
+        try:
+            return await super().whole(request)
+        except RequestFailed as failed:
+            raise RequestFailed(self._in_own_terms(failed.error)) from None
+
+    def _in_own_terms(self, error: RequestError) -> RequestError:
+        return replace(error, param=self.translation.names.get(error.param or "", error.param))
 
     async def stream_resumed(self) -> Response:
         """The stream from its beginning, also of what has failed."""

@@ -23,6 +23,7 @@ class Encoder:
         self.model = files.name
         self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
+        self.can_shorten = files.can_shorten
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
         """For each request its tokens, handed on or as the answer, or why there are none."""
@@ -81,6 +82,7 @@ class Encoder:
             created_at=request.created_at,
             scheduling=request.scheduling,
             echo_offsets=echo_offsets,
+            embedding=request.embedding,
         )
 
     def _echo(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> str:
@@ -113,7 +115,7 @@ class Encoder:
     def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
         """The request's max_tokens, bounded by what the prompt leaves of the model's length."""
         params, n = request.params, len(token_ids)
-        field = "messages" if request.messages is not None else "prompt"
+        field = "messages" if request.messages is not None else "input" if request.embedding is not None else "prompt"
         if n == 0:
             raise Invalid("the prompt is empty: it has no tokens", param=field)
         if request.prompt_token_ids is not None and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
@@ -124,6 +126,9 @@ class Encoder:
         if params.prompt_logprobs is not None and (n - 1) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
             reason = f"the prompt has {n} tokens, and a request takes at most {MAX_PROMPT_LOGPROBS} logprobs of its prompt: ask for fewer of each token"
             raise Invalid(reason, param="prompt_logprobs")
+        dimensions = request.embedding.dimensions if request.embedding is not None else None
+        if dimensions is not None and not self.can_shorten(dimensions):
+            raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
         room = max_model_len - n
         if (1 if params.max_tokens is None else params.max_tokens) > room:
             asked = f" and max_tokens is {params.max_tokens}" if params.max_tokens is not None else ""

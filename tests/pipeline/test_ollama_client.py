@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import numpy as np
 import ollama
 import pytest
 
@@ -70,6 +71,16 @@ def test_models_are_listed_and_shown(demo: Deployment, client: ollama.Client) ->
     assert shown.modelinfo["penstock.context_length"] == 1024 and shown.capabilities == ["completion"]
     assert demo.get("/api/version").json()["version"]
     assert client.generate(model=MODEL).done_reason == "load"
+
+
+def test_embeddings_are_openai_s(demo: Deployment, client: ollama.Client) -> None:
+    texts = ["What is Penstock?", "The"]
+    same = demo.client().embeddings.create(model=MODEL, input=texts)
+    reply = client.embed(model=f"{MODEL}:latest", input=texts)
+    assert [np.float32(vector).tolist() for vector in reply.embeddings] == [np.float32(each.embedding).tolist() for each in same.data]
+    assert reply.prompt_eval_count == same.usage.prompt_tokens and reply.total_duration > 0
+    one = np.array(client.embeddings(model=MODEL, prompt="The").embedding)
+    assert np.allclose(one / np.linalg.norm(one), same.data[1].embedding, atol=1e-6)
 
 
 @pytest.mark.parametrize(

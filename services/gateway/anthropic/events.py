@@ -1,5 +1,7 @@
 """An answer of Anthropic's API in the making: blocks of content, and the events that tell of them."""
 
+from typing import ClassVar
+
 import orjson
 
 from services.gateway.anthropic.blocks import Json
@@ -21,6 +23,7 @@ class MessageEvents:
     """A Translation: chunks of the chat become blocks, one after the other."""
 
     media_type = "text/event-stream"
+    names: ClassVar[dict[str, str]] = {}  # an error here names no field apart
     ping = b'event: ping\ndata: {"type": "ping"}\n\n'
 
     def __init__(self, record: ResponseRecord) -> None:

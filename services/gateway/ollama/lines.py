@@ -2,6 +2,7 @@
 
 import time
 from datetime import UTC, datetime
+from typing import ClassVar
 
 import orjson
 
@@ -18,6 +19,7 @@ class OllamaLines:
 
     media_type = "application/x-ndjson"
     ping = b""  # no line may stand for nothing
+    names: ClassVar[dict[str, str]] = {}  # an error here names no field apart
 
     def __init__(self, record: ResponseRecord, *, is_chat: bool) -> None:
         self.record = record

@@ -1,13 +1,14 @@
 """The bodies of Ollama's API, and its messages as those of a chat."""
 
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import orjson
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from services.gateway.openai.fields import MAX_PARTS, at, kind_of, shortened
+from services.gateway.openai.fields import MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt, shortened
 from services.gateway.openai.neutral import ANYTHING
-from services.gateway.openai.schemas import MAX_MESSAGES, MAX_NAME, Body
+from services.gateway.openai.schemas import MAX_INPUTS, MAX_MESSAGES, MAX_NAME, Body
 from shared.errors import Invalid
 
 Json = dict[str, Any]
@@ -109,6 +110,21 @@ class OllamaGenerateBody(OllamaBody):
     prompt: str = ""
     system: str | None = None
     raw: bool = Field(False, description="the prompt as it is, without the model's template")
+
+
+class OllamaEmbedBody(Body):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"keep_alive": ANYTHING, "options": ANYTHING, "truncate": (True, False)}
+
+    model: str = Field(max_length=MAX_NAME)
+    input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
+    dimensions: int | None = Field(None, ge=1)
+
+
+class OllamaEmbeddingsBody(Body):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"keep_alive": ANYTHING, "options": ANYTHING}
+
+    model: str = Field(max_length=MAX_NAME)
+    prompt: str
 
 
 class OllamaModelBody(Body):

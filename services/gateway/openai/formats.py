@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from services.gateway.openai.prompt_logprobs import by_token_id, echoed, finite
 from services.gateway.record import ResponseRecord
-from shared.messages import PromptLogprobs, TokenEvent, TokenLogprob
+from shared.messages import Float32Array, PromptLogprobs, TokenEvent, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -22,11 +22,13 @@ class Choice:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    embedding: Float32Array | None = None
 
     def add(self, event: TokenEvent) -> None:
         self.text.append(event.text)
         if event.logprobs is not None:
             self.logprobs = (self.logprobs or []) + list(event.logprobs)
+        self.embedding = event.embedding if event.embedding is not None else self.embedding
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
         if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
             self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens

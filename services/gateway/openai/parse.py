@@ -7,20 +7,23 @@ import orjson
 from pydantic import ValidationError
 
 from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
-from services.gateway.ollama.schemas import OllamaChatBody, OllamaGenerateBody, OllamaModelBody
+from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody
 from services.gateway.openai.fields import kind_of
-from services.gateway.openai.schemas import Body, ChatCompletionBody, CompletionBody
+from services.gateway.openai.schemas import Body, ChatCompletionBody, CompletionBody, EmbeddingBody
 from services.gateway.responses.schemas import ResponseBody
 from shared.errors import Invalid
 
 BODIES: dict[str, type[Body]] = {
     "chat": ChatCompletionBody,
     "completion": CompletionBody,
+    "embedding": EmbeddingBody,
     "response": ResponseBody,
     "message": MessagesBody,
     "count": CountTokensBody,
     "ollama_chat": OllamaChatBody,
     "ollama_generate": OllamaGenerateBody,
+    "ollama_embed": OllamaEmbedBody,
+    "ollama_embeddings": OllamaEmbeddingsBody,
     "ollama_model": OllamaModelBody,
 }
 B = TypeVar("B", bound=Body)

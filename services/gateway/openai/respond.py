@@ -86,8 +86,8 @@ class Responder:
             if not collecting.done():
                 return Response(status_code=CLIENT_CLOSED)
             collecting.result()
-            is_long = any(choice.prompt_logprobs is not None for choice in self.choices)
-            return Response(await aside(lambda: orjson.dumps(self._body()), is_long=is_long), media_type="application/json")
+            is_long = any(choice.prompt_logprobs is not None or choice.embedding is not None for choice in self.choices)
+            return Response(await aside(lambda: orjson.dumps(self._body(), option=orjson.OPT_SERIALIZE_NUMPY), is_long=is_long), media_type="application/json")
         finally:
             for task in (collecting, gone):
                 task.cancel()

@@ -11,7 +11,7 @@ from services.gateway.metrics import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.fields import MAX_SEQUENCES
 from services.gateway.openai.respond import Responder
-from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
 from services.gateway.record import ResponseRecord, choice_params, make_record
 from shared.errors import Invalid
 from shared.messages import ChatMessage, GenerateRequest
@@ -95,7 +95,7 @@ def models(context: Context) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def check(context: Context, body: GenerateBody) -> str:
+def check(context: Context, body: GenerateBody | EmbeddingBody) -> str:
     """The served model that the body names. Raises Rejected, Invalid."""
     if body.priority < (least := context.settings.min_priority):
         raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")

@@ -3,19 +3,21 @@
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
-from typing import Annotated, Any, ClassVar
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from services.gateway.openai.fields import CONTENT_SCHEMA, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, join_parts, read_prompt, refuse_unknown
-from services.gateway.openai.neutral import OF_MESSAGES, OF_REQUESTS, without_neutral
+from services.gateway.openai.neutral import ANYTHING, OF_MESSAGES, OF_REQUESTS, without_neutral
 from shared.errors import Invalid
-from shared.messages import SchedulingParams
+from shared.messages import EmbeddingParams, SchedulingParams
 from shared.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_MESSAGES = 4096
 MAX_NAME = 256  # characters of a model's or a speaker's name
 MAX_USER = 4096
+MAX_INPUTS = 2048  # of embeddings, in one request
 
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
@@ -131,6 +133,25 @@ class ChatCompletionBody(GenerateBody):
             raise Invalid("max_tokens must be at least 1, got 0", param="max_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
+
+
+class EmbeddingBody(Body):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
+
+    model: str = Field(max_length=MAX_NAME)
+    input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
+    pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
+    normalize: bool = Field(True, description="to length 1")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
+    cache_salt: str = Field("", max_length=256)
+    user: str | None = Field(None, max_length=MAX_USER)
+
+    @property
+    def embedding(self) -> EmbeddingParams:
+        return EmbeddingParams(self.pooling or "", self.dimensions, self.normalize)
 
 
 class CompletionBody(GenerateBody):

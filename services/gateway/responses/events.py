@@ -4,7 +4,7 @@ Events are numbered from 0, and they are a function of the token log and of what
 whichever gateway it asks, and `starting_after` leaves out what it has.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 
@@ -21,6 +21,7 @@ class ResponseEvents:
 
     media_type = "text/event-stream"
     ping = PING
+    names: ClassVar[dict[str, str]] = {"messages": "input", "max_tokens": "max_output_tokens"}
 
     def __init__(self, record: ResponseRecord, asked: Json, *, after: int = -1) -> None:
         """asked: the object's fields that repeat the request; after: the last event that the reader has."""
@@ -93,7 +94,8 @@ class ResponseEvents:
         events = self.begun() + self._close_item("incomplete")
         if error.code == "cancelled":
             return [*events, self._end("cancelled", usage)]
-        self.error = {"code": "invalid_prompt" if error.status < CLIENT_CLOSED else "server_error", "message": error.message, "param": error.param}
+        self.error = {"code": "invalid_prompt" if error.status < CLIENT_CLOSED else "server_error", "message": error.message}
+        self.error["param"] = self.names.get(error.param or "", error.param)
         return [*events, self._end("failed", usage)]
 
     def interrupted(self, error: RequestError) -> list[Json]:
