@@ -6,7 +6,7 @@ log: whoever reads the same log makes the same events.
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import orjson
 from fastapi import Request, Response
@@ -56,7 +56,7 @@ class Translation(Protocol):
 
     media_type: str
     ping: bytes  # keeps a waiting stream open
-    names: dict[str, str]  # of the chat's fields that a stage's error may be about, where they are others
+    names: ClassVar[dict[str, str]]  # of the chat's fields that a stage's error may be about, where they are others
 
     def opening(self, first: TokenEvent | None) -> list[Json]:
         """Before any token; first: the first event, if it is there already."""
