@@ -165,6 +165,13 @@ def test_logprobs_are_included_where_they_are_asked_for(demo: Deployment) -> Non
     assert ask(demo).output[0].content[0].logprobs == []
 
 
+def test_input_tokens_are_counted_without_computing(demo: Deployment) -> None:
+    first = ask(demo)
+    counted = demo.client().responses.input_tokens.count(model=MODEL, input="And then?", previous_response_id=first.id)
+    second = ask(demo, input="And then?", previous_response_id=first.id, max_output_tokens=1)
+    assert counted.input_tokens == second.usage.input_tokens
+
+
 def test_a_seed_makes_the_same_answer(demo: Deployment) -> None:
     answers = {ask(demo, temperature=1.5, max_output_tokens=20, extra_body={"seed": 7}).output_text for _ in range(2)}
     assert len(answers) == 1

@@ -16,6 +16,7 @@ from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.items import Json, with_ids
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.stored import Stored
+from services.gateway.token_count import count_tokens
 from services.gateway.translate import TranslatedResponder
 from shared.errors import Invalid
 
@@ -50,6 +51,16 @@ async def create(request: Request) -> Response:
     context.log_submitted(record, body.user, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, events)
     return await (responder.stream() if body.stream else responder.whole(request))
+
+
+@router.post("/input_tokens", openapi_extra=takes("response"))
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the model would be given, by its own template and tokenizer."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "response")
+    assert isinstance(body, ResponseBody)
+    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
+    return await count_tokens(context, request, chat_of(body, before), "response", lambda number: {"object": "response.input_tokens", "input_tokens": number})
 
 
 async def conversation(context: Context, response_id: str) -> list[Json]:

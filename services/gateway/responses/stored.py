@@ -17,6 +17,7 @@ from services.gateway.openai.respond import aside
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.silence import GONE, PAGE
+from services.gateway.subscriptions import draining
 from services.gateway.translate import Fold, Json
 from shared.errors import Invalid, Lost, Rejected
 from shared.messages import Control, RequestError, TokenEvent
@@ -27,7 +28,7 @@ from shared.transport import Backoff, entries_of, is_temporary
 
 LONG_BYTES = 256 << 10
 DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
-MAX_WAIT_S = 5.0  # for a log to grow, in one command
+MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
 MAX_FOLLOWERS = 512  # streams that follow logs; each holds a connection to Redis
 
 
@@ -52,6 +53,7 @@ class Store:
         self.pipeline = pipeline
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
         self._num_followers = 0
+        self._is_draining = False
 
     async def load(self, response_id: str) -> tuple[ResponseRecord, Stored]:
         """Raises Invalid (404) for what is not stored, or not any more."""
@@ -124,8 +126,8 @@ class Store:
                     await asyncio.sleep(backoff.failed(error))
                     continue
                 backoff.succeeded()
-                if is_gone:
-                    yield fold.encode(events.interrupted(GONE))
+                if is_gone or (self._is_draining and not entries):
+                    yield fold.encode(events.interrupted(GONE if is_gone else draining(record.response_id)))
                     return
                 for event in self._parse(request_id, entries, position):
                     position = event.position
@@ -135,6 +137,10 @@ class Store:
                     yield events.ping
         finally:
             self._num_followers -= 1
+
+    def drain(self) -> None:
+        """End the streams that follow logs: another gateway can go on with them."""
+        self._is_draining = True
 
     async def _wait(self, request_id: str, last_id: bytes) -> Any:
         """The log's entries after this one, once there are some; none after a while."""
