@@ -77,16 +77,16 @@ def test_what_is_wrong_is_named(demo: Deployment, more: dict[str, Any], param: s
 def test_embeddings_survive_compute_and_are_the_same_alone_and_in_a_crowd(deployment: Deployment) -> None:
     """In bfloat16, by the bits. Chunks of prompts are cut anew in every step, and whoever takes a request over begins it anew."""
     deployment.start_all(dtype="bfloat16", max_batched_tokens=64)
-    texts = [f"{number} " + "A penstock is the pipe that feeds a turbine. " * (1 + number % 5 * 6) for number in range(60)]
+    texts = [f"{number} " + "A penstock is the pipe that feeds a turbine. " * (1 + number % 5 * 6) for number in range(40)]
     mean: Any = {"pooling": "mean"}
     alone = [embed(deployment, text, extra_body=mean).data[0].embedding for text in texts[:5]]
     with deployment.redis() as redis, ThreadPoolExecutor(1) as pool:
         chats = deployment.client().completions.create(model=MODEL, prompt="The", max_tokens=300, stream=True, extra_body={"ignore_eos": True})
         next(chats)
         crowd = pool.submit(embed, deployment, texts, extra_body=mean)
-        wait_until(lambda: len(redis.keys("log:embd-*")) > 8, description="some are there")
+        wait_until(lambda: len(redis.keys("log:embd-*")) > 7, description="some are there")
         deployment.kill(next(name for name in deployment.processes if name.startswith("compute")))
-        assert redis.xlen(f"prompts:{MODEL}") > 20, "most are not"
+        assert redis.xlen(f"prompts:{MODEL}") > 15, "most are not"
         deployment.wait_live(deployment.start("compute", "compute-next", dtype="bfloat16", max_batched_tokens=48))
         vectors = [each.embedding for each in crowd.result(timeout=120).data]
         assert vectors[:5] == alone and len({tuple(vector) for vector in vectors}) == len(texts)
