@@ -1,11 +1,13 @@
 """The `anthropic` package against a real pipeline."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
+import jsonschema
 import pytest
 
 from tests.deployment import MODEL, Deployment
@@ -67,6 +69,41 @@ def test_stop_reasons_are_anthropic_s(client: anthropic.Anthropic) -> None:
     stopped = ask(client, stop_sequences=["pipeline of", "xyz"])
     assert (stopped.stop_reason, stopped.stop_sequence) == ("stop_sequence", "pipeline of")
     assert stopped.content[0].text == ANSWER.partition("pipeline of")[0]
+
+
+TOOL: Any = {
+    "name": "weather",
+    "input_schema": {
+        "type": "object",
+        "properties": {"unit": {"enum": ["celsius", "fahrenheit"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["unit", "days"],
+    },
+}
+
+
+def test_a_tool_that_must_be_used_is_used_whole_and_streamed_alike(client: anthropic.Anthropic) -> None:
+    asked: Any = {"tools": [TOOL], "tool_choice": {"type": "any", "disable_parallel_tool_use": True}, "max_tokens": 300}
+    extra = {"temperature": 1.3, "seed": 2}
+    reply = ask(client, **asked, extra_body=extra)
+    with client.messages.stream(model=MODEL, messages=QUESTION, **asked, extra_body=extra) as stream:
+        streamed = stream.get_final_message()
+    for [block], reason in ((reply.content, reply.stop_reason), (streamed.content, streamed.stop_reason)):
+        assert (block.type, block.name, reason) == ("tool_use", "weather", "tool_use") and block.input == reply.content[0].input
+        jsonschema.validate(block.input, TOOL["input_schema"])
+    result = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": reply.content[0].id, "content": "rain"}]}
+    messages = [*QUESTION, {"role": "assistant", "content": reply.content}, result]
+    counted = client.messages.count_tokens(model=MODEL, messages=messages, tools=[TOOL])
+    usage = ask(client, messages=messages, tools=[TOOL], max_tokens=1).usage
+    assert counted.input_tokens == usage.input_tokens + usage.cache_read_input_tokens
+
+
+def test_a_format_and_a_message_that_is_begun_are_the_chat_s(client: anthropic.Anthropic) -> None:
+    schema = {"type": "object", "properties": {"is_pipe": {"type": "boolean"}}, "required": ["is_pipe"], "additionalProperties": False}
+    form = {"output_config": {"format": {"type": "json_schema", "schema": schema}}, "temperature": 1.3, "seed": 1}
+    jsonschema.validate(json.loads(ask(client, extra_body=form, max_tokens=200).content[0].text), schema)
+    begun = ANSWER[: ANSWER.index(" ", 40)]
+    reply = ask(client, messages=[*QUESTION, {"role": "assistant", "content": begun}])
+    assert begun + reply.content[0].text == ANSWER
 
 
 def test_a_system_prompt_and_a_conversation_are_the_chat_s(demo: Deployment, client: anthropic.Anthropic) -> None:

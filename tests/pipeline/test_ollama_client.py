@@ -1,10 +1,12 @@
 """The `ollama` package against a real pipeline."""
 
 import asyncio
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
+import jsonschema
 import numpy as np
 import ollama
 import pytest
@@ -64,11 +66,26 @@ def test_the_async_client_gets_the_same(demo: Deployment) -> None:
     assert asyncio.run(run()) == ANSWER
 
 
+def test_a_format_and_offered_tools_are_the_chat_s(client: ollama.Client) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"name": {"enum": ["pipe", "lock"]}, "at": {"type": "integer", "minimum": 1, "maximum": 99}},
+        "required": ["name", "at"],
+        "additionalProperties": False,
+    }
+    for stream in (False, True):
+        options = {"temperature": 1.2, "top_k": 0, "top_p": 1.0, "seed": 5, "num_predict": 900}
+        parts: Any = client.chat(model=MODEL, messages=QUESTION, format=schema, options=options, stream=stream)
+        jsonschema.validate(json.loads("".join(part.message.content for part in parts) if stream else parts.message.content), schema)
+    plain = client.chat(model=MODEL, messages=QUESTION, tools=[{"type": "function", "function": {"name": "look"}}], options=GREEDY | {"num_predict": 8})
+    assert plain.message.content and not plain.message.tool_calls
+
+
 def test_models_are_listed_and_shown(demo: Deployment, client: ollama.Client) -> None:
     assert [model.model for model in client.list().models] == [MODEL]
     assert [model.model for model in client.ps().models] == [MODEL]
     shown = client.show(MODEL)
-    assert shown.modelinfo["penstock.context_length"] == 1024 and shown.capabilities == ["completion"]
+    assert shown.modelinfo["penstock.context_length"] == 1024 and shown.capabilities == ["completion", "tools"]
     assert demo.get("/api/version").json()["version"]
     assert client.generate(model=MODEL).done_reason == "load"
 

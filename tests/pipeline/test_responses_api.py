@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
 import pytest
+from pydantic import BaseModel, Field
 
 from shared.streams import LOG_TTL_S, log_key, stored_key
 from tests.deployment import MODEL, Deployment
@@ -177,6 +178,33 @@ def test_input_tokens_are_counted_without_computing(client: openai.OpenAI) -> No
     counted = client.responses.input_tokens.count(model=MODEL, input="And then?", previous_response_id=first.id)
     second = ask(client, input="And then?", previous_response_id=first.id, max_output_tokens=1)
     assert counted.input_tokens == second.usage.input_tokens
+
+
+class Pipe(BaseModel):
+    """A pipe."""
+
+    kind: Literal["penstock", "drain"]
+    length: int = Field(ge=1, le=99)
+
+
+def test_a_text_and_arguments_are_parsed_by_the_package(client: openai.OpenAI) -> None:
+    asked: Any = {"model": MODEL, "input": QUESTION, "temperature": 1.2, "max_output_tokens": 300}
+    parsed = client.responses.parse(**asked, text_format=Pipe, extra_body={"seed": 3}).output_parsed
+    assert isinstance(parsed, Pipe)
+    asked |= {"tools": [openai.pydantic_function_tool(Pipe)["function"] | {"type": "function"}], "tool_choice": "required", "parallel_tool_calls": False}
+    events = list(client.responses.create(**asked, stream=True, extra_body={"seed": 4}))
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    [call] = events[-1].response.output
+    assert (call.type, call.name, call.status) == ("function_call", "Pipe", "completed")
+    assert "".join(event.delta for event in events if event.type == "response.function_call_arguments.delta") == call.arguments
+    Pipe.model_validate_json(call.arguments)
+    again = client.responses.retrieve(events[-1].response.id, stream=True, starting_after=3)
+    assert [event.to_dict() for event in again] == [event.to_dict() for event in events[4:]]
+    output = {"type": "function_call_output", "call_id": call.call_id, "output": "ok"}
+    told = ask(client, input=[output], previous_response_id=events[-1].response.id, max_output_tokens=3)
+    assert told.output_text
+    background = finished(client, client.responses.create(**asked, background=True, extra_body={"seed": 4}).id)
+    assert background.output[0].arguments == call.arguments
 
 
 def test_a_seed_makes_the_same_answer(client: openai.OpenAI) -> None:
