@@ -25,6 +25,7 @@ Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
 UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+Task = Literal["generate", "tokenize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +72,21 @@ class SchedulingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class EmbeddingParams:
+    """What makes one vector of a prompt's hidden states."""
+
+    pooling: Literal["", "mean", "last", "cls"] = ""  # of all tokens, of the last, of the first; empty: as the model was made for
+    dimensions: int | None = None  # only the first so many, of models that are made for that
+    is_normalized: bool = True  # to length 1
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and self.dimensions < 1:
+            raise Invalid(f"dimensions must be at least 1, got {self.dimensions}", param="dimensions")
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A client asked for one continuation. Exactly one of messages, prompt and prompt_token_ids is set."""
+    """A client asked for one continuation, or for one embedding. Exactly one of messages, prompt and prompt_token_ids is set."""
 
     request_id: str
     gateway_id: str | None  # whose events stream; None: nobody reads, the log is enough
@@ -86,6 +100,8 @@ class GenerateRequest:
     scheduling: SchedulingParams = SchedulingParams()
     constraint: Constraint | None = None  # what the answer must match
     chat: ChatOptions = ChatOptions()
+    task: Task = "generate"  # "tokenize" ends with the tokenizer's answer, JSON in the text of its one event
+    embedding: EmbeddingParams | None = None  # set: the prompt's embedding is wanted, and no token
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +119,7 @@ class TokenizedRequest:
     scheduling: SchedulingParams = SchedulingParams()
     echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # where each prompt token begins in echo_text; empty: nobody asked
     constraint: Constraint | None = None
+    embedding: EmbeddingParams | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
@@ -242,6 +259,7 @@ class TokenEvent:
     error: RequestError | None = None
     withheld: TokenLogprob | None = None  # this token's own logprob while its text is held back; for replay, never for the client
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
+    embedding: Float32Array | None = None  # of the prompt, with the request's one event
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from shared.errors import StartupError
 from shared.gguf.checkpoint import unpack_metadata
@@ -57,6 +57,28 @@ class ModelFiles:
         if not isinstance(size, int) or size < 1:
             raise StartupError(f"{self.folder / 'config.json'}: vocab_size is not a positive number")
         return size
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The dimensions of a token's hidden state; None: config.json does not say."""
+        size = self.config.get("hidden_size", self.config.get("n_embd"))
+        return size if isinstance(size, int) else None
+
+    @property
+    def pooling(self) -> Literal["", "mean", "last", "cls"]:
+        """How the model makes one vector of a text, as sentence-transformers wrote it down; empty: nobody did."""
+        said = _read_json(self.folder / "1_Pooling" / "config.json") or {}
+        names: dict[str, Literal["mean", "last", "cls"]] = {
+            "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls",
+        }  # fmt: skip
+        return next((pooling for name, pooling in names.items() if said.get(name) is True), "")
+
+    def can_shorten(self, dimensions: int) -> bool:
+        """Whether the first so many dimensions of an embedding are one, too: of models that were trained for it (Kusupati et al. 2022), and say so."""
+        sizes = self.config.get("matryoshka_dimensions")
+        if isinstance(sizes, list):
+            return dimensions in sizes
+        return bool(self.config.get("is_matryoshka")) and dimensions <= (self.hidden_size or 0)
 
     @property
     def has_chat_template(self) -> bool:

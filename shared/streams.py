@@ -75,6 +75,11 @@ def response_key(response_id: str) -> str:
     return f"response:{response_id}"
 
 
+def stored_key(response_id: str) -> str:
+    """What a stored response was asked, its conversation included: gateway → any gateway. It lives as long as the response's log."""
+    return f"stored:{response_id}"
+
+
 def tombstone_key(request_id: str) -> str:
     """Set when a request is cancelled: gateway, compute → whoever is about to take up work for it."""
     return f"cancelled:{request_id}"

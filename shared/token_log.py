@@ -27,6 +27,7 @@ from shared.streams import (
     log_key,
     reader_key,
     response_of,
+    stored_key,
 )
 from shared.transport import Pipeline
 
@@ -49,6 +50,7 @@ end
 local function write_end(key, id, event, inflight, request)
   redis.call('XADD', key, id, '{MESSAGE.decode()}', event, '{END.decode()}', '1')
   redis.call('EXPIRE', key, {LOG_TTL_S})
+  redis.call('EXPIRE', '{stored_key("")}' .. (string.match(request, '^(.*)%.') or request), {LOG_TTL_S})
   leave(inflight, request)
 end
 """

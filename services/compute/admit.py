@@ -5,10 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 from services.compute.candidates.constraints import Constraints
+from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.quarantine import Quarantine
-from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.errors import Lost
 from shared.messages import RequestError, TokenEvent, TokenizedRequest, encode
@@ -27,17 +27,16 @@ FORGET_CONSUMERS_EVERY = 30  # claims
 class Admitter:
     """Fills `active`. Every prompt that was delivered ends up there, or its entry is acknowledged."""
 
-    def __init__(
-        self, stage: Stage, scheduler: Scheduler, exchange: Exchange, constraints: Constraints, active: dict[int, ActiveRequest], *, vocab_size: int
-    ) -> None:
+    def __init__(self, stage: Stage, engine: Engine, exchange: Exchange, constraints: Constraints, active: dict[int, ActiveRequest]) -> None:
         assert stage.model is not None
         self.stage = stage
         self.model = stage.model
-        self.scheduler = scheduler
+        self.engine = engine
+        self.scheduler = engine.scheduler
         self.exchange = exchange
         self.constraints = constraints
         self.active = active
-        self.vocab_size = vocab_size
+        self.vocab_size = engine.runner.vocab_size
         self.quarantine = Quarantine(stage.transport)
         self._handle_by_request: dict[str, int] = {}
         self._handles = itertools.count(1)
@@ -115,6 +114,9 @@ class Admitter:
         if num_tokens > longest:
             self._refuse(delivery, RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"))
             return None
+        if self.engine.is_encoder and request.embedding is None:
+            self._refuse(delivery, RequestError("this model makes embeddings, and no text", 400, "model", "model_not_supported"))
+            return None
         if int(request.prompt_token_ids.max()) >= self.vocab_size:
             self._refuse(delivery, RequestError(f"the prompt holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, "prompt"))
             return None
@@ -136,6 +138,7 @@ class Admitter:
             deadline=scheduling.deadline_at if scheduling.deadline_at and not logged else None,
             group_id=scheduling.group_id or None,
             cache_salt=scheduling.cache_salt,
+            embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
         )
 
     def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:

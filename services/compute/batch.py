@@ -14,6 +14,7 @@ class BatchRow:
     is_sampled: bool  # the last of token_ids is the sequence's last: its logits decide the next token
     first_target: int = 0  # where the first of target_ids stands in the sequence
     target_ids: tuple[int, ...] = ()  # tokens of its prompt whose logprobs the step computes, each from the row of the token before it
+    pooled: range = range(0)  # of token_ids, those whose hidden states go into the sequence's embedding
 
     @property
     def num_tokens(self) -> int:
@@ -46,6 +47,11 @@ class ScheduledBatch:
     def has_targets(self) -> bool:
         """Whether logprobs of prompts are computed."""
         return any(row.target_ids for row in self.rows)
+
+    @property
+    def embedded(self) -> list[BatchRow]:
+        """The rows of which hidden states are wanted."""
+        return [row for row in self.rows if row.pooled]
 
     @property
     def sampled(self) -> list[int]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from typing import Literal
 
 import torch
 
@@ -41,6 +42,8 @@ class Engine:
     row_search: RowSearch
     load_vocabulary: Callable[[], Vocabulary]  # for grammars, when the first comes
     max_model_len: int  # the longest sequence that fits, prompt and output
+    pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
+    is_encoder: bool  # it makes embeddings, and no tokens
     publish_interval_s: float  # candidates of steps shorter than this go out together
 
 
@@ -87,9 +90,12 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     if files.weights.is_file():
         raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only (--model-impl), which does not have this architecture")
     try:
-        from services.compute.models.transformers_model import load_transformers_model  # seconds that a native model need not wait
+        from services.compute.models.encoder_model import is_encoder, load_encoder  # seconds that a native model need not wait
+        from services.compute.models.transformers_model import load_transformers_model
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
+    if is_encoder(files.config, files.folder):
+        return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
     return load_transformers_model(files.folder, TorchBackend(backend.dtype, backend.device), max_model_len)
 
 
@@ -118,18 +124,24 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     model = load_model(settings, files, backend, asked)
     config = model.config
     workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
-    num_blocks = choose_num_blocks(settings, config, model.backend, workspace_bytes)
+    whole = model.longest_text if not model.splits_prompts else None  # of a model whose texts are computed whole
+    asked = min((limit for limit in (asked, whole) if limit is not None), default=None)
+    if model.splits_prompts:
+        num_blocks = choose_num_blocks(settings, config, model.backend, workspace_bytes)
+    else:
+        num_blocks = settings.max_num_seqs * -(-(asked or settings.max_batched_tokens) // settings.block_size)
     longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
     kv_cache = KVCache(config, model.backend, num_blocks=num_blocks, block_size=settings.block_size, group=choose_group(settings, config))
-    block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching)
+    block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and model.splits_prompts)
     scheduler = Scheduler(
         block_manager,
         make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
         max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=settings.max_batched_tokens,
+        max_batched_tokens=settings.max_batched_tokens if model.splits_prompts else max(settings.max_batched_tokens, longest),
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
         run_ahead=settings.run_ahead,
+        splits_prompts=model.splits_prompts,
     )
     log.info(
         "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
@@ -137,6 +149,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     )  # fmt: skip
     return Engine(
         scheduler, ModelRunner(model, kv_cache), backend.row_search,
-        load_vocabulary=partial(load_vocabulary, files.folder, config.vocab_size, files.eos_token_ids),
-        max_model_len=longest, publish_interval_s=choose_publish_interval(settings, device),
+        load_vocabulary=partial(load_vocabulary, files.folder, config.vocab_size, files.eos_token_ids), max_model_len=longest,
+        pooling=files.pooling or ("last" if model.splits_prompts else "mean"), is_encoder=not model.splits_prompts,
+        publish_interval_s=choose_publish_interval(settings, device),
     )  # fmt: skip

@@ -33,6 +33,16 @@ class Model(Protocol):
         """What its parts are of, and its cache."""
         ...
 
+    @property
+    def splits_prompts(self) -> bool:
+        """Whether a prompt may be computed in parts: not if its tokens see those after them. Such a model samples nothing."""
+        ...
+
+    @property
+    def longest_text(self) -> int | None:
+        """In tokens, where the model itself bounds it otherwise than config.json says."""
+        ...
+
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
         """What a step of so many tokens takes beside weights and cache, of which so many get logits."""
         ...
@@ -47,6 +57,10 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Of some of the batch's logit_rows, [R, vocab] float32, good until the next call. hidden: what `forward` returned."""
+        ...
+
+    def states(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Of some of the batch's logit_rows the last hidden states, behind the last norm, [R, hidden] float32."""
         ...
 
 
@@ -83,6 +97,10 @@ class ModelRunner:
         for at in range(0, len(rows), PROMPT_ROWS):
             yield self.model.logits(hidden, self.buffers.fill("wanted_rows", rows[at : at + PROMPT_ROWS]))
 
+    def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
+        """The last hidden states of the rows' pooled tokens, in their order, [R, hidden] float32."""
+        return self.model.states(hidden, self.buffers.fill("pooled_rows", _pooled_rows(batch))).cpu()
+
     def prepare(self, batch: ScheduledBatch) -> tuple[ForwardBatch, Any]:
         """The batch's tokens in its own order, decodes, then chunks; and the model's plan. Both are good until the next step is prepared: they are in the
         backend's buffers."""
@@ -102,7 +120,7 @@ class ModelRunner:
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
-            logit_rows=self.buffers.fill("logit_rows", sorted({*_sampled_rows(batch), *_prompt_rows(batch)})),
+            logit_rows=self.buffers.fill("logit_rows", sorted({*_sampled_rows(batch), *_prompt_rows(batch), *_pooled_rows(batch)})),
         )
         return prepared, self.model.plan(prepared, block_size)
 
@@ -120,5 +138,15 @@ def _prompt_rows(batch: ScheduledBatch) -> list[int]:
     for row in batch.rows:
         first = start + row.first_target - 1 - row.num_computed_tokens
         rows.extend(range(first, first + len(row.target_ids)))
+        start += row.num_tokens
+    return rows
+
+
+def _pooled_rows(batch: ScheduledBatch) -> list[int]:
+    """The tokens whose hidden states are pooled."""
+    rows: list[int] = []
+    start = 0
+    for row in batch.rows:
+        rows.extend(range(start + row.pooled.start, start + row.pooled.stop))
         start += row.num_tokens
     return rows

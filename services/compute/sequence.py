@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.messages import EmbeddingParams
 from shared.sampling_params import SamplingParams
 
 Array = np.ndarray[Any, Any]
@@ -36,6 +37,7 @@ class Sequence:
     deadline: float | None = None  # on the same clock: if it has not begun by then, it is not worth beginning
     group_id: str | None = None  # sequences of one prompt (n > 1) share its blocks
     cache_salt: str = ""  # only sequences of one salt share cached prefixes
+    embedding: EmbeddingParams | None = None  # set: its prompt is computed, and no token is sampled; its pooling is said
     rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
     num_computed_tokens: int = 0  # tokens whose KV is written, or will be by the step that was scheduled last
     num_undecided_tokens: int = 0  # the last ones, foreseen: no log holds them yet
@@ -49,6 +51,7 @@ class Sequence:
     has_shared_tail: bool = False  # the block it writes next may be another's as well
     num_scored_tokens: int = 0  # of the prompt, after its first: those whose logprobs are computed, or will be by the step that was scheduled last
     scored: list[ScoredTokens] = field(default_factory=list)  # their logprobs, step by step
+    pooled: Array | None = None  # [hidden] float64, the sum of the hidden states that were pooled so far
     has_begun: bool = False
     is_finished: bool = False
     _counts: Counter[int] = field(default_factory=Counter)
@@ -83,8 +86,17 @@ class Sequence:
     @property
     def num_reusable_tokens(self) -> int:
         """Its first tokens whose KV may be another's: at least its last token is left over, what is only foreseen, and what logprobs are still asked of."""
+        if self.embedding is not None and self.embedding.pooling != "last":
+            return 0  # the cache holds keys and values, and no hidden states
         decided = min(self.num_tokens - 1, self.num_decided_tokens)
         return decided if self.is_scored else min(decided, self.num_scored_tokens)
+
+    def pooled_tokens(self, first: int, last: int) -> range:
+        """Which of the tokens [first, last) have hidden states that go into its embedding."""
+        if self.embedding is None:
+            return range(0)
+        begin = max(first, self.num_prompt_tokens - 1) if self.embedding.pooling == "last" else first
+        return range(begin, min(last, 1) if self.embedding.pooling == "cls" else last)
 
     @property
     def next_position(self) -> int:

@@ -8,6 +8,8 @@ runs; where it differs, the sequence is cut back to it. Nothing that a client se
 import time
 from dataclasses import asdict
 
+import torch
+
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
@@ -17,13 +19,14 @@ from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
+from services.compute.pooling import pool
 from services.compute.step_meter import StepMeter
-from shared.messages import Control, RequestError
+from shared.messages import Control, RequestError, TokenEvent
 from shared.settings import ComputeSettings
 from shared.stage import Stage
 from shared.streams import prompts
 from shared.telemetry import get_logger
-from shared.token_log import end_request
+from shared.token_log import end_request, write_end
 from shared.transport import Pipeline
 
 log = get_logger("penstock.compute")
@@ -47,7 +50,7 @@ class ComputeService:
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
         self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
-        self.admitter = Admitter(stage, self.scheduler, self.exchange, self.constraints, self.active, vocab_size=self.runner.vocab_size)
+        self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
         self.meter = StepMeter()
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = 0.0
@@ -86,6 +89,8 @@ class ComputeService:
         masking = self.constraints.start([self.scheduler.get(handle) for handle in batch.sampled])  # beside the forward pass
         hidden = self.runner.run(batch)
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
+        if batch.embedded:
+            failures |= self.embed(batch, hidden)
         logits = self.runner.logits(batch, hidden)
         self.meter.lap("forward")
         if failures:
@@ -105,6 +110,25 @@ class ComputeService:
         if not batch.has_targets:  # the head's work for a prompt is no part of what tokens cost
             self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, seconds)
         self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
+
+    def embed(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, RequestError]:
+        """End the requests whose embeddings are whole now: no sampler has a part in them. Returns by handle which have failed, and why."""
+        embeddings, failures = pool(self.runner.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
+        ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
+
+        def write(pipe: Pipeline) -> None:
+            for active, vector in ended:
+                sequence = active.sequence
+                event = TokenEvent(
+                    sequence.request_id, 0, None, "", sequence.num_prompt_tokens, sequence.num_cached_tokens, finish_reason="stop", embedding=vector
+                )
+                write_end(pipe, self.model, event, active.gateway_id)
+
+        if ended:
+            self.stage.transport.run(write)
+        for active, _ in ended:
+            self.end(active, tell_sampler=False, is_complete=False)
+        return {handle: RequestError(reason) for handle, reason in failures.items()}
 
     def foresee(self, rows: CandidateRows) -> bool:
         """Append the tokens that the sampler will decide. After one that ends its sequence nothing is computed. Returns whether one begins or ends."""

@@ -1,6 +1,7 @@
 """`python -m services.gateway`: settings, objects, run."""
 
 import signal
+from typing import Any
 
 import redis.asyncio
 import uvicorn
@@ -16,6 +17,7 @@ from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import patient
+from services.gateway.responses.stored import MAX_FOLLOWERS, Store
 from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
@@ -29,12 +31,17 @@ REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and 
 def build(settings: GatewaySettings) -> Context:
     stage = Stage("gateway", settings)
     stage.transport.wait_until_up(settings.redis_timeout_s)
-    client = redis.asyncio.Redis.from_url(settings.redis_url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=5, socket_timeout=REDIS_TIMEOUT_S)
+    client = connect(settings)
     metrics = Metrics(stage)
     admission = Admission(stage, client, settings, metrics)
     pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
-    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics)
+    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), pipeline, settings.ping_interval_s)
+    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store)
+
+
+def connect(settings: GatewaySettings, **options: Any) -> "redis.asyncio.Redis":
+    return redis.asyncio.Redis.from_url(settings.redis_url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=5, socket_timeout=REDIS_TIMEOUT_S, **options)
 
 
 def main() -> None:

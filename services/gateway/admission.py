@@ -16,7 +16,7 @@ from shared.messages import GenerateRequest, Replica, encode
 from shared.registry import Registry
 from shared.settings import GatewaySettings
 from shared.stage import Stage
-from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, requests, response_key
+from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, requests, response_key, stored_key
 
 STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
@@ -24,17 +24,19 @@ UNBOUNDED_TOKENS = 512  # assumed of a request that names no max_tokens
 RETRY_AFTER_S = 2
 LONG_BYTES = 256 << 10
 
-# ARGV: inflight key, requests stream, response key, response record, its TTL in seconds, most requests, most tokens, tokens in all, gateway id; then for
-# each request its id, its tokens and its message. Returns nil, or, if they do not fit, what is held: requests and tokens.
+# ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
+# tokens, tokens in all, gateway id; then for each request its id, its tokens and its message. Returns nil, or, if they do not fit, what is held: requests
+# and tokens.
 SUBMIT = f"""
-local inflight, stream, response, record, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 9)
+local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 11)
 local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
 local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
-if held_requests + (#ARGV - 9) / 3 > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
+if held_requests + (#ARGV - 11) / 3 > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
   return {{held_requests, held_tokens}}
 end
 redis.call('SET', response, record, 'EX', ttl)
-for i = 10, #ARGV, 3 do
+if content ~= '' then redis.call('SET', stored, content, 'EX', ttl) end
+for i = 12, #ARGV, 3 do
   redis.call('HSET', inflight, ARGV[i], ARGV[i + 1])
   redis.call('XADD', stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
 end
@@ -72,14 +74,17 @@ class Admission:
         suffix = f" for the model {model}" if model else ""
         return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
 
-    async def submit(self, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest]) -> None:
-        """Hand the requests of a response over, all or none. Raises Rejected (429) if they do not fit, and what the client raises."""
+    async def submit(self, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"") -> None:
+        """Hand the requests of a response over, with its record and what is to be stored of it, all or none.
+
+        Raises Rejected (429) if they do not fit, and what the client raises.
+        """
         tokens = [estimate_tokens(request) for request in submitted]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
             raise self._full(0, 0, len(submitted), sum(tokens))
-        arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record, RUNNING_LOG_TTL_S, *limits]
-        arguments += [sum(tokens), self.stage.replica_id]
+        arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
+        arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
         for request, count in zip(submitted, tokens, strict=True):
             arguments += [request.request_id, count, message := encode(request)]
             if len(message) > LONG_BYTES:
@@ -110,6 +115,8 @@ def estimate_tokens(request: GenerateRequest) -> int:
     """Prompt and output tokens; the prompt's by its length in bytes, for the gateway has no tokenizer."""
     ids = request.prompt_token_ids
     prompt = len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1
+    if request.embedding is not None:
+        return prompt
     return prompt + (UNBOUNDED_TOKENS if request.params.max_tokens is None else request.params.max_tokens)
 
 

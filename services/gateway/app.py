@@ -13,11 +13,16 @@ from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.admission import STAGES
+from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.middleware import BodyLimit, RequestId
+from services.gateway.ollama.embed import router as ollama_embeddings
+from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
+from services.gateway.openai.embeddings import router as embeddings
 from services.gateway.openai.routes import router
+from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
 
@@ -45,6 +50,7 @@ def build_app(context: Context) -> FastAPI:
         with suppress(RedisError, OSError):
             await context.client.delete(pipeline.subscriptions.stream.key)
         await context.client.aclose()
+        await context.store.followers.aclose()
         await context.bodies.helper.stop()
         await context.grammars.helper.stop()
 
@@ -61,6 +67,11 @@ def build_app(context: Context) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After"],
         )  # fmt: skip
     app.include_router(router)
+    app.include_router(embeddings)
+    app.include_router(responses)
+    app.include_router(anthropic)
+    app.include_router(ollama)
+    app.include_router(ollama_embeddings)
     app.add_api_route("/", index, include_in_schema=False)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)

@@ -11,6 +11,7 @@ from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
+from services.gateway.responses.stored import Store
 from shared.settings import GatewaySettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
@@ -28,6 +29,7 @@ class Context:
     admission: Admission
     pipeline: Pipeline
     metrics: Metrics
+    store: Store
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(

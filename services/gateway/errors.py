@@ -1,5 +1,6 @@
-"""Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in a body and in a stream."""
+"""Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in a body and in a stream; other APIs have their own."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import redis
@@ -9,6 +10,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from services.gateway.anthropic.errors import error_of
 from shared.errors import Invalid, Recoverable, Rejected
 from shared.messages import RequestError
 from shared.telemetry import get_logger
@@ -46,35 +48,46 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code}}
 
 
-async def on_invalid(_: Request, error: Exception) -> JSONResponse:
+def error_response(
+    path: str, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """An error in the shape of the API that the path belongs to."""
+    if path.startswith("/v1/messages"):
+        body = error_of(status, message)
+    else:
+        body = {"error": message} if path.startswith("/api/") else error_body(status, message, param, code)
+    return JSONResponse(body, status, headers=headers)
+
+
+async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Invalid)
     headers = {"Connection": "close"} if error.status == 408 else None  # the rest of the body may still come
-    return JSONResponse(error_body(error.status, str(error), error.param, error.code), error.status, headers=headers)
+    return error_response(request.url.path, error.status, str(error), error.param, error.code, headers=headers)
 
 
-async def on_validation(_: Request, error: Exception) -> JSONResponse:
+async def on_validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return JSONResponse(error_body(400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1])), 400)
+    return error_response(request.url.path, 400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
 
 
-async def on_rejected(_: Request, error: Exception) -> JSONResponse:
+async def on_rejected(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Rejected)
     code = "server_full" if error.status == 429 else "stage_missing"
-    return JSONResponse(error_body(error.status, str(error), None, code), error.status, headers={"Retry-After": str(error.retry_after_s)})
+    return error_response(request.url.path, error.status, str(error), None, code, headers={"Retry-After": str(error.retry_after_s)})
 
 
-async def on_failed(_: Request, error: Exception) -> JSONResponse:
+async def on_failed(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestFailed)
     failure = error.error
     # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
     headers = {501: {"X-Should-Retry": "false"}, 504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
-    return JSONResponse(error_body(failure.status, failure.message, failure.param, failure.code), failure.status, headers=headers)
+    return error_response(request.url.path, failure.status, failure.message, failure.param, failure.code, headers=headers)
 
 
-async def on_away(_: Request, error: Exception) -> JSONResponse:
+async def on_away(request: Request, error: Exception) -> JSONResponse:
     log.warning("redis can't serve", error=error)
-    return JSONResponse(error_body(503, "the pipeline is not reachable at the moment", None, "redis_away"), 503, headers={"Retry-After": "1"})
+    return error_response(request.url.path, 503, "the pipeline is not reachable at the moment", None, "redis_away", headers={"Retry-After": "1"})
 
 
 async def on_redis(request: Request, error: Exception) -> JSONResponse:
@@ -85,14 +98,14 @@ async def on_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED)
 
 
-async def on_http(_: Request, error: Exception) -> JSONResponse:
+async def on_http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    return JSONResponse(error_body(error.status_code, str(error.detail)), error.status_code, headers=error.headers)
+    return error_response(request.url.path, error.status_code, str(error.detail), headers=error.headers)
 
 
-async def on_bug(_: Request, error: Exception) -> JSONResponse:
+async def on_bug(request: Request, error: Exception) -> JSONResponse:
     log.error("unexpected error", error=repr(error))
-    return JSONResponse(error_body(500, "internal error"), 500)
+    return error_response(request.url.path, 500, "internal error")
 
 
 HANDLERS = {

@@ -73,12 +73,12 @@ class Pipeline:
         self.canceller = canceller
         self.takeover = takeover
 
-    async def submit(self, record: ResponseRecord, requests: list[GenerateRequest]) -> Generation:
+    async def submit(self, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
         """Admit the requests and hand them over, with the record, all or nothing. Raises Rejected (429), Recoverable if Redis can't serve."""
         generation = Generation(self, record, [0] * len(requests), 0)
         try:
             with away():
-                await self.admission.submit(record.response_id, record.pack(), record.served_model, requests)
+                await self.admission.submit(record.response_id, record.pack(), record.served_model, requests, stored)
         except Rejected:
             self.subscriptions.unsubscribe(generation.subscription)
             raise
@@ -88,14 +88,34 @@ class Pipeline:
         generation.subscription.is_submitted = True
         return generation
 
-    async def resume(self, response_id: str, last_event_id: str | None) -> Generation:
-        """Take a response over: from now on its events come here. Raises Invalid (400, 404), having disturbed nobody; Recoverable as above."""
+    async def submit_unread(self, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+        """The same for a response that runs whoever reads it. Raises as above."""
+        try:
+            with away():
+                await self.admission.submit(record.response_id, record.pack(), record.served_model, requests, stored)
+        except Rejected:
+            raise
+        except BaseException:
+            self.canceller.cancel(record.response_id, record.request_ids, 0)  # as above
+            raise
+
+    async def resume(self, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]) -> Generation:
+        """Take a response of one of these kinds over: from now on its events come here.
+
+        Raises Invalid (400, 404), having disturbed nobody; Recoverable as above.
+        """
         with away():
-            packed: Any = await self.client.get(response_key(response_id))
-            if packed is None:
-                raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
-            record = ResponseRecord.unpack(packed)
+            record = await self.record_of(response_id)
+            if record.kind not in kinds:
+                raise Invalid(f"the response {response_id!r} is of another API, and can't be resumed here", param="response_id", code="response_of_another_api")
             positions, number = await self.takeover.take(response_id, record.served_model, record.request_ids, last_event_id)
         generation = Generation(self, record, positions, number)
         self.subscriptions.catch_up(generation.subscription)
         return generation
+
+    async def record_of(self, response_id: str) -> ResponseRecord:
+        """Raises Invalid (404), and what the client raises."""
+        packed: Any = await self.client.get(response_key(response_id))
+        if packed is None:
+            raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
+        return ResponseRecord.unpack(packed)

@@ -4,10 +4,9 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.errors import error_body
+from services.gateway.errors import error_response
 
 ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -63,5 +62,5 @@ class BodyLimit:
                 raise BodyTooLong
             await self.app(scope, receive_bounded, send)
         except BodyTooLong:
-            body = error_body(413, f"the body is longer than {self.max_bytes} bytes")
-            await JSONResponse(body, 413, headers={"Connection": "close"})(scope, receive, send)
+            message = f"the body is longer than {self.max_bytes} bytes"
+            await error_response(scope["path"], 413, message, headers={"Connection": "close"})(scope, receive, send)

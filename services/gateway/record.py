@@ -11,6 +11,14 @@ import msgpack
 from services.gateway.parsing.answer import Parsing
 from shared.sampling_params import SEEDS, SamplingParams
 
+PREFIXES = {  # of the ids, by kind
+    "chat.completion": "chatcmpl-",
+    "text_completion": "cmpl-",
+    "embedding": "embd-",
+    "response": "resp_",
+    "message": "msg_",
+    "ollama": "ollama-",
+}
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
 
 
@@ -19,7 +27,7 @@ class ResponseRecord:
     """What it takes to stream a response again, from any gateway."""
 
     response_id: str
-    kind: str  # "chat.completion" or "text_completion"
+    kind: str  # of PREFIXES
     model: str  # as the client called it
     created: int
     num_prompts: int
@@ -32,6 +40,7 @@ class ResponseRecord:
     has_reasoning: bool = True  # include_reasoning
     has_continuous_usage: bool = False  # stream_options.continuous_usage_stats
     fingerprint: str = ""  # system_fingerprint
+    is_background: bool = False  # nobody's leaving cancels it; its readers follow the log
 
     @property
     def request_ids(self) -> list[str]:
@@ -48,10 +57,9 @@ class ResponseRecord:
         return cls(**values, parsing=Parsing(**parsing) if parsing is not None else None)
 
 
-def make_record(kind: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool, **others: Any) -> ResponseRecord:
+def make_record(kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, **others: Any) -> ResponseRecord:
     """The record of a new response; `others`: its further fields."""
-    prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
-    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
+    return ResponseRecord(PREFIXES[kind] + uuid.uuid4().hex, kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

@@ -59,6 +59,7 @@ class DrainingServer(uvicorn.Server):
     async def _end_streams(self) -> None:
         await asyncio.sleep(DRAIN_S)
         self.context.pipeline.subscriptions.drain()
+        self.context.store.drain()
         await asyncio.sleep(LAST_WORDS_S)
         for connection in list(self.server_state.connections):
             if isinstance(connection, PatientProtocol):

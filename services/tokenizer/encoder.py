@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
+from services.tokenizer.answers import Answer, tokenized
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.template_features import opened_thought
 from shared.errors import Invalid
@@ -24,9 +25,10 @@ class Encoder:
         self.model = files.name
         self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
+        self.can_shorten = files.can_shorten
 
-    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Invalid]:
-        """For each request its tokens, or why there are none."""
+    def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
+        """For each request its tokens, handed on or as the answer, or why there are none."""
         texts = self._texts(requests)
         token_ids = self._encode_texts(requests, texts)
         return [
@@ -62,7 +64,9 @@ class Encoder:
             return [each for text in texts for each in self._encode_batch([text], add_special_tokens=add_special_tokens)]
         return [np.asarray(ids, np.int32) for ids in encoded]
 
-    def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Invalid:
+    def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Answer | Invalid:
+        if request.task == "tokenize":
+            return tokenized(token_ids.tolist(), max_model_len)
         try:
             max_tokens = self._check(request, token_ids, max_model_len)
             bad_words = self._spell_bad_words(request.params.bad_words)
@@ -83,6 +87,7 @@ class Encoder:
             scheduling=request.scheduling,
             echo_offsets=echo_offsets,
             constraint=request.constraint,
+            embedding=request.embedding,
         )
 
     def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
@@ -129,7 +134,7 @@ class Encoder:
     def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
         """The request's max_tokens, bounded by what the prompt leaves of the model's length."""
         params, n = request.params, len(token_ids)
-        field = "messages" if request.messages is not None else "prompt"
+        field = "messages" if request.messages is not None else "input" if request.embedding is not None else "prompt"
         if n == 0:
             raise Invalid("the prompt is empty: it has no tokens", param=field)
         if request.prompt_token_ids is not None and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
@@ -140,6 +145,9 @@ class Encoder:
         if params.prompt_logprobs is not None and (n - 1) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
             reason = f"the prompt has {n} tokens, and a request takes at most {MAX_PROMPT_LOGPROBS} logprobs of its prompt: ask for fewer of each token"
             raise Invalid(reason, param="prompt_logprobs")
+        dimensions = request.embedding.dimensions if request.embedding is not None else None
+        if dimensions is not None and not self.can_shorten(dimensions):
+            raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
         room = max_model_len - n
         if (1 if params.max_tokens is None else params.max_tokens) > room:
             wanted = n + (1 if params.max_tokens is None else params.max_tokens)

@@ -11,6 +11,7 @@ import torch
 
 from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
+from services.compute.backends.torch.reference import rms_norm
 from services.compute.models.config import ModelConfig
 
 Tensor = torch.Tensor
@@ -39,6 +40,8 @@ class ModelWeights:
 
 class Decoder:
     implementation = "native"
+    splits_prompts = True
+    longest_text = None
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend) -> None:
         """backend: which made the weights' layers."""
@@ -86,6 +89,11 @@ class Decoder:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab] float32, good until the next call."""
         return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
+
+    @torch.inference_mode()
+    def states(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """The last hidden states of some tokens, behind the last norm: rows [R] of what `forward` returned. Returns [R, hidden] float32."""
+        return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
         """What a step of so many tokens takes beside weights and cache, of which so many get logits."""

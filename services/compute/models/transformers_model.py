@@ -51,6 +51,9 @@ class TransformersConfig:
 class TransformersModel:
     """An AutoModelForCausalLM as an executor."""
 
+    splits_prompts = True
+    longest_text = None
+
     def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:
         """Raises Unsupported if the model can't run in this way."""
         shapes, vocab_size = probe(model, is_ragged=is_ragged)
@@ -60,6 +63,8 @@ class TransformersModel:
         self.is_ragged = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
         self._logit_rows = torch.zeros(0, dtype=torch.int64)  # of the last step
+        self._head_inputs: list[Tensor] = []  # of the last step, pass by pass: the hidden states [1, tokens, hidden] of which its logits were made
+        model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: self._head_inputs.append(inputs[0]))
         self.parameters = set(inspect.signature(model.forward).parameters)
         self.config = TransformersConfig(
             vocab_size=vocab_size,
@@ -80,6 +85,7 @@ class TransformersModel:
     def forward(self, batch: ForwardBatch, plan: list[Group], kv_layers: Sequence[Tensor]) -> Tensor:
         """Write the step's K and V. Returns the logits of the batch's logit_rows, [R, vocab] float32: the library's head is a part of its models."""
         self._logit_rows = batch.logit_rows
+        self._head_inputs.clear()
         layers = {number: PagedLayer(kv, self.config.head_dim, shape) for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)}
         if not self.is_ragged:
             return torch.cat([self._run_alone(batch, group, layers) for group in plan])
@@ -92,6 +98,10 @@ class TransformersModel:
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
         """As Decoder.logits."""
         return hidden[torch.searchsorted(self._logit_rows, rows)]
+
+    def states(self, hidden: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG002
+        """As Decoder.states."""
+        return torch.cat(self._head_inputs)[torch.searchsorted(self._logit_rows, rows)].float()
 
     def _run_alone(self, batch: ForwardBatch, group: Group, layers: dict[int, PagedLayer]) -> Tensor:
         """A group of one sequence."""
@@ -110,7 +120,9 @@ class TransformersModel:
         }
         terms = {name: value for name, value in wanted.items() if name in self.parameters}
         logits: Tensor = self.model(input_ids=input_ids[None], past_key_values=cache, use_cache=True, **terms).logits[0]
-        return (logits if "logits_to_keep" in self.parameters else logits[rows]).float()
+        has_kept = "logits_to_keep" in self.parameters
+        self._head_inputs[-1] = self._head_inputs[-1][0] if has_kept else self._head_inputs[-1][0, rows]
+        return (logits if has_kept else logits[rows]).float()
 
 
 def load_transformers_model(folder: Path, backend: TorchBackend, max_model_len: int | None) -> TransformersModel:

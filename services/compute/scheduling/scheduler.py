@@ -47,6 +47,7 @@ class Scheduler:
         aging_s: float = AGING_S,
         target_itl_s: float | None = None,
         run_ahead: int = 0,
+        splits_prompts: bool = True,
     ) -> None:
         self.block_manager = block_manager
         self.admission = admission
@@ -55,6 +56,7 @@ class Scheduler:
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
         self.run_ahead = run_ahead  # foreseen tokens upon which a sequence may be computed
+        self.splits_prompts = splits_prompts  # False: every token of the model's sees all others, so a prompt is computed in one step
         self.only: frozenset[int] | None = None  # handles that may run while others wait; None: all
         self.step_cost = StepCostFit()
         self.waiting = WaitingQueue()
@@ -132,9 +134,13 @@ class Scheduler:
     def _advance(self, sequence: Sequence, num_tokens: int) -> BatchRow:
         """The sequence's row of the step, which counts as computed from now on."""
         first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        is_sampled = last == len(sequence.token_ids)
+        is_sampled = last == len(sequence.token_ids) and sequence.embedding is None
+        pooled = sequence.pooled_tokens(first, last)
         first_target, target_ids = (0, ()) if sequence.is_scored else self._targets(sequence, last)
-        row = BatchRow(sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), is_sampled, first_target, target_ids)
+        row = BatchRow(
+            sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), is_sampled, first_target, target_ids,
+            range(pooled.start - first, pooled.stop - first) if pooled else pooled,
+        )  # fmt: skip
         sequence.num_computed_tokens = last
         if num_tokens > 1 or last % self.block_manager.block_size == 0:
             self.block_manager.commit(sequence)
@@ -191,7 +197,7 @@ class Scheduler:
         is_surveyed = False
         while budget > 0:
             sequence = self.waiting.head(self.only)
-            if sequence is None or not self._can_run(sequence) or self._was_refused(sequence):
+            if sequence is None or not self._can_run(sequence) or not self._fits_step(sequence, budget) or self._was_refused(sequence):
                 return
             if len(self.running) >= self.max_num_seqs:
                 if not self._stand_aside(draft):
@@ -214,6 +220,10 @@ class Scheduler:
             else:
                 self._refused = (sequence.handle, 0)
                 return
+
+    def _fits_step(self, sequence: Sequence, budget: int) -> bool:
+        """Whether it can begin with so many tokens."""
+        return self.splits_prompts or sequence.num_tokens <= budget
 
     def _was_refused(self, sequence: Sequence) -> bool:
         """Whether it did not fit a few steps ago, and nothing has ended since."""

@@ -50,8 +50,8 @@ def at(path: str, message: str) -> PydanticCustomError:
     return PydanticCustomError("at", "{reason}", {"at": path, "reason": message})
 
 
-def read_prompt(value: Any) -> list[Prompt]:
-    """The prompt's four forms as a list of texts or of token ids."""
+def read_prompt(value: Any, most: int = MAX_SEQUENCES) -> list[Prompt]:
+    """The prompt's four forms as a list of texts or of token ids. most: prompts in one request."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list):
@@ -60,8 +60,8 @@ def read_prompt(value: Any) -> list[Prompt]:
         raise at("", "it is empty")
     if type(value[0]) is int:
         return [read_token_ids(value, "")]
-    if len(value) > MAX_SEQUENCES:
-        raise at("", f"at most {MAX_SEQUENCES} prompts in one request, got {len(value)}")
+    if len(value) > most:
+        raise at("", f"at most {most} prompts in one request, got {len(value)}")
     if isinstance(value[0], str):
         return read_texts(value)
     if isinstance(value[0], list):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from services.gateway.openai.answers import Answer, delta_of
 from services.gateway.openai.prompt_logprobs import by_token_id, echoed, finite
 from services.gateway.record import ResponseRecord
-from shared.messages import PromptLogprobs, TokenEvent, TokenLogprob
+from shared.messages import Float32Array, PromptLogprobs, TokenEvent, TokenLogprob
 
 
 @dataclass(slots=True)
@@ -24,6 +24,7 @@ class Choice:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    embedding: Float32Array | None = None
 
     @classmethod
     def begin(cls, index: int, record: ResponseRecord) -> "Choice":
@@ -34,8 +35,10 @@ class Choice:
         self.text.append(event.text)
         if event.logprobs is not None:
             self.logprobs = (self.logprobs or []) + list(event.logprobs)
+        self.embedding = event.embedding if event.embedding is not None else self.embedding
         self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
+        if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
+            self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
         self.num_output_tokens = event.position
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
         if self.answer is not None:
@@ -237,4 +240,5 @@ def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[
 
 
 def format_for(record: ResponseRecord) -> Format:
-    return ChatFormat(record) if record.kind == "chat.completion" else CompletionFormat(record)
+    """Of a response of any API: what is no completion is a chat inside."""
+    return CompletionFormat(record) if record.kind == "text_completion" else ChatFormat(record)

@@ -1,19 +1,35 @@
 """A body's bytes to a body, checked. Pure, and in time linear in its size: it runs in the gateway or, for long bodies, in its helper process."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
+from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
+from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
-from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody
+from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
+from services.gateway.responses.schemas import ResponseBody
 from shared.errors import Invalid
 
-BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "completion": CompletionBody}
+BODIES: dict[str, type[Body]] = {
+    "chat": ChatCompletionBody,
+    "completion": CompletionBody,
+    "embedding": EmbeddingBody,
+    "response": ResponseBody,
+    "message": MessagesBody,
+    "count": CountTokensBody,
+    "ollama_chat": OllamaChatBody,
+    "ollama_generate": OllamaGenerateBody,
+    "ollama_embed": OllamaEmbedBody,
+    "ollama_embeddings": OllamaEmbeddingsBody,
+    "ollama_model": OllamaModelBody,
+}
 MAX_NAMED = 16  # of the wrong fields of a body
 BRANCHES = ("str", "int", "float", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
+B = TypeVar("B", bound=Body)
 
 
 def parse(kind: str, data: bytes) -> Body:
@@ -24,17 +40,23 @@ def parse(kind: str, data: bytes) -> Body:
         raise Invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise Invalid(f"the body must be a JSON object, got {kind_of(value)}", code="invalid_json")
+    return check(BODIES[kind], value)
+
+
+def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:
+    """The body that a JSON object is. Raises Invalid (400), naming the fields that are wrong, as `rename` calls them."""
     try:
-        return BODIES[kind].model_validate(value)
+        return model.model_validate(value)
     except ValidationError as error:
-        raise describe(error.errors(include_url=False, include_input=False)) from None
+        raise describe(error.errors(include_url=False, include_input=False), rename) from None
 
 
-def describe(errors: Sequence[Any]) -> Invalid:
+def describe(errors: Sequence[Any], rename: Callable[[str], str] = str) -> Invalid:
     """Pydantic's errors in one line; `param` and `code` are of the first."""
     told: dict[str, str] = {}
     for error in errors:
-        told.setdefault(path_of(error), sentence(path_of(error), error))
+        name = rename(path_of(error))
+        told.setdefault(name, sentence(name, error))
     first, *_ = told
     more = f"; and {len(told) - MAX_NAMED} more" if len(told) > MAX_NAMED else ""
     return Invalid("; ".join([*told.values()][:MAX_NAMED]) + more, param=first or None, code=code_of(errors[0]["type"]))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request, Response
@@ -26,8 +26,8 @@ T = TypeVar("T")
 class EventStream(Response):
     """Sends chunks until they end or the client goes away, and then, whichever came first, calls on_close."""
 
-    def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None]) -> None:
-        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+    def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str = "text/event-stream") -> None:
+        super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self.chunks = chunks
         self.on_close = on_close
@@ -61,7 +61,9 @@ async def until_disconnect(receive: Receive) -> None:
 class Responder:
     """One response in the making: owns its generation and its measurements."""
 
-    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, *, has_positions: bool) -> None:
+    media_type = "text/event-stream"  # of streams
+
+    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, *, has_positions: bool = False) -> None:
         """has_positions: with each event of a stream goes the position to resume after."""
         self.generation = generation
         self.has_positions = has_positions
@@ -86,8 +88,8 @@ class Responder:
             if not collecting.done():
                 return Response(status_code=CLIENT_CLOSED)
             collecting.result()
-            is_long = any(choice.prompt_logprobs is not None for choice in self.choices)
-            return Response(await aside(lambda: orjson.dumps(self.format.whole(self.choices)), is_long=is_long), media_type="application/json")
+            is_long = any(choice.prompt_logprobs is not None or choice.embedding is not None for choice in self.choices)
+            return Response(await aside(lambda: orjson.dumps(self._body(), option=orjson.OPT_SERIALIZE_NUMPY), is_long=is_long), media_type="application/json")
         finally:
             for task in (collecting, gone):
                 task.cancel()
@@ -103,7 +105,10 @@ class Responder:
         except BaseException:
             self.close()
             raise
-        return EventStream(self._chunks(first), self.close)
+        return EventStream(self._chunks(first), self.close, self.media_type)
+
+    def _body(self) -> dict[str, Any]:
+        return self.format.whole(self.choices)
 
     @property
     def _is_over(self) -> bool:

@@ -12,7 +12,7 @@ from services.gateway.metrics import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.fields import MAX_SEQUENCES
 from services.gateway.openai.respond import Responder
-from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
 from services.gateway.openai.tools import Calling
 from services.gateway.parsing.answer import REASONING, TOOL_CALLS, Parsing
 from services.gateway.record import ResponseRecord, choice_params, make_record
@@ -20,6 +20,8 @@ from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.messages import GenerateRequest
 from shared.sampling_params import SamplingParams
+
+KINDS = ("chat.completion", "text_completion")  # of responses that are streamed as chunks with positions
 
 router = APIRouter(prefix="/v1")
 
@@ -30,14 +32,8 @@ async def chat_completions(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
-    calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
-    constraint = await constraint_for(context, calling.constraint() or body.constraint())
-    record = make_record(
-        "chat.completion", body.model, model, num_prompts=1, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs,
-        parsing=parsing_of(context, model, calling), has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage,
-        fingerprint=fingerprint_of(context, model),
-    )  # fmt: skip
-    return await respond(context, body, record, chat_requests(context, body, calling, params, constraint, record), request)
+    record, requests = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
+    return await respond(context, body, record, requests, request)
 
 
 @router.post("/completions", openapi_extra=takes("completion"))
@@ -73,7 +69,7 @@ async def completions(request: Request) -> Response:
 async def resume_stream(response_id: str, request: Request, last_event_id: str | None = Header(None)) -> Response:
     """Go on with a stream whose gateway died: the events after Last-Event-ID, or all of them."""
     context: Context = request.app.state.context
-    generation = await context.pipeline.resume(response_id, last_event_id)
+    generation = await context.pipeline.resume(response_id, last_event_id, KINDS)
     return await Responder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, has_positions=True).stream()
 
 
@@ -103,7 +99,7 @@ def models(context: Context) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def check(context: Context, body: GenerateBody) -> str:
+def check(context: Context, body: GenerateBody | EmbeddingBody) -> str:
     """The served model that the body names. Raises Rejected, Invalid."""
     if body.priority < (least := context.settings.min_priority):
         raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")
@@ -117,31 +113,47 @@ async def constraint_for(context: Context, constraint: Constraint | None) -> Con
     return constraint
 
 
-def chat_requests(
-    context: Context, body: ChatCompletionBody, calling: Calling, params: SamplingParams, constraint: Constraint | None, record: ResponseRecord
-) -> list[GenerateRequest]:
-    """What goes into the pipeline for a chat. Raises Invalid."""
-    assert record.parsing is not None
+async def prepare_chat(
+    context: Context, body: ChatCompletionBody, kind: str, name: str, gateway_id: str | None, **others: Any
+) -> tuple[ResponseRecord, list[GenerateRequest]]:
+    """What goes into the pipeline for a chat, whichever API it came by. Raises Invalid, Rejected.
+
+    kind: of record.PREFIXES; name: of the model, as the client called it; gateway_id: who reads the events; None: nobody, the log is enough; others: further
+    fields of the record.
+    """
+    calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
+    constraint = await constraint_for(context, calling.constraint() or body.constraint())
+    parsing = parsing_of(context, model, calling)
+    record = make_record(
+        kind, name, model, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
+        has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model), **others,
+    )  # fmt: skip
     options = body.chat_options(calling, may_bring_template=context.settings.trust_request_chat_template)
-    if record.parsing.needs_special_tokens:
+    if parsing.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     messages = tuple(message.to_wire() for message in body.messages)
     now = time.time()
     scheduling = body.scheduling(now, record.response_id)
-    return [
+    requests = [
         GenerateRequest(
-            request_id, context.stage.replica_id, record.served_model, own,
+            request_id, gateway_id, model, own,
             messages=messages, created_at=now, scheduling=scheduling, constraint=constraint, chat=options,
         )
         for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
     ]  # fmt: skip
+    return record, requests
 
 
 def parsing_of(context: Context, model: str, calling: Calling) -> Parsing:
     """How the model's answers are read, as its tokenizers announce it."""
+    return calling.parsing(*parsers_of(context, model))
+
+
+def parsers_of(context: Context, model: str) -> tuple[str, str]:
+    """Of its calls and of its reasoning; empty: it has none."""
     parsers = next((replica.parsers for replica in context.stage.registry.of("tokenizer", model)), {})
     tool_calls, reasoning = parsers.get("tool_calls", ""), parsers.get("reasoning", "")
-    return calling.parsing(tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else "")
+    return tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else ""
 
 
 def fingerprint_of(context: Context, model: str) -> str:

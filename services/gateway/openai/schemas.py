@@ -3,7 +3,8 @@
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
@@ -12,11 +13,11 @@ from services.gateway.openai.body import Body
 from services.gateway.openai.constrain import StructuredOutputs, constraint_of
 from services.gateway.openai.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, read_prompt
 from services.gateway.openai.messages import MAX_NAME, Message
-from services.gateway.openai.neutral import OF_CHATS, OF_COMPLETIONS
+from services.gateway.openai.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS
 from services.gateway.openai.tools import Calling, ToolChoice, Tools, check_depth, resolve_calling
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.messages import ChatOptions, SchedulingParams
+from shared.messages import ChatOptions, EmbeddingParams, SchedulingParams
 from shared.sampling_params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
 
 MAX_MESSAGES = 4096
@@ -26,6 +27,7 @@ MAX_TEMPLATE = 64 << 10  # characters
 MAX_TEMPLATE_KWARGS = 64 << 10  # bytes of JSON
 OF_CONVERSATIONS = ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
                     "return_assistant_tokens_mask")  # fmt: skip  # what chat_template_kwargs can't set: fields of their own, and what renders them
+MAX_INPUTS = 2048  # of embeddings, in one request
 
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
@@ -205,6 +207,25 @@ class ChatCompletionBody(GenerateBody):
             raise Invalid("max_tokens must be at least 1, got 0", param="max_tokens")
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
         return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
+
+
+class EmbeddingBody(Body):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
+
+    model: str = Field(max_length=MAX_NAME)
+    input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
+    pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
+    normalize: bool = Field(True, description="to length 1")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
+    cache_salt: str = Field("", max_length=256)
+    user: str | None = Field(None, max_length=MAX_USER)
+
+    @property
+    def embedding(self) -> EmbeddingParams:
+        return EmbeddingParams(self.pooling or "", self.dimensions, self.normalize)
 
 
 class CompletionBody(GenerateBody):

@@ -1,0 +1,101 @@
+"""Models that read a text in both directions and write none (BERT and its kin): transformers' own modules, for embeddings.
+
+There is no cache: every token sees all others, so a text is computed whole, in one step, each in a forward pass of its own. That is what makes its vector
+the same in any company.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers.utils import logging
+
+from services.compute.backends.torch.backend import TorchBackend
+from services.compute.models.decoder import ForwardBatch
+from shared.errors import StartupError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class EncoderConfig:
+    """What scheduler and cache need of a model: the cache holds nothing, and is as small as it can be."""
+
+    vocab_size: int
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 8
+
+
+class EncoderModel:
+    """An AutoModel as an executor."""
+
+    implementation = "transformers (encoder)"
+    splits_prompts = False
+
+    def __init__(self, model: Any, backend: TorchBackend) -> None:
+        self.model = model
+        self.backend = backend
+        self.config = EncoderConfig(model.config.vocab_size)
+
+    @property
+    def longest_text(self) -> int | None:
+        """As its positions go: some models leave out those up to the padding token's id."""
+        config = self.model.config
+        length = getattr(config, "max_position_embeddings", None)
+        embeddings = getattr(self.model, "embeddings", None)
+        is_offset = hasattr(embeddings, "create_position_ids_from_input_ids") or hasattr(embeddings, "create_position_ids_from_inputs_embeds")
+        offset = config.pad_token_id + 1 if is_offset and config.pad_token_id is not None else 0
+        return None if length is None else int(length) - offset
+
+    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
+        """What the library's modules take is their own affair."""
+        return 0
+
+    def plan(self, batch: ForwardBatch, block_size: int) -> list[int]:  # noqa: ARG002
+        """The lengths of the step's texts."""
+        return batch.query_lens
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, plan: list[int], kv_layers: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
+        """Returns the last hidden states of each token, [T, hidden]."""
+        return torch.cat([self.model(input_ids=text[None]).last_hidden_state[0] for text in torch.split(batch.input_ids, plan)])
+
+    def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """None, for nothing is sampled: [0, vocab] float32."""
+        return hidden.new_zeros((len(rows), self.config.vocab_size), dtype=torch.float32)
+
+    def states(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """As Decoder.states."""
+        return hidden[rows].float()
+
+
+def is_encoder(config: dict[str, Any], folder: Path) -> bool:
+    """Whether config.json is of a model that reads in both directions: its architecture fills in masked words, or is the bare model below such a one."""
+    names = config.get("architectures") or []
+    if any(part in str(name) for name in names for part in ("CausalLM", "LMHead", "ConditionalGeneration")) or config.get("is_decoder"):
+        return False
+    try:
+        found = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except Exception:  # whatever config.json leads to: who loads the model says why
+        return False
+    return type(found) in AutoModelForMaskedLM._model_mapping and not found.is_encoder_decoder
+
+
+def load_encoder(folder: Path, backend: TorchBackend) -> EncoderModel:
+    """Raises StartupError, naming a tensor that is missing."""
+    logging.set_verbosity_error()
+    try:
+        model, info = AutoModel.from_pretrained(
+            folder, dtype=backend.dtype, attn_implementation="eager", use_safetensors=True, trust_remote_code=False, local_files_only=True,
+            low_cpu_mem_usage=True, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:  # of safetensors, of the model's own code, of the library's checks
+        words = str(error).strip().splitlines()
+        raise StartupError(f"{folder}: transformers can't load the model: {words[0] if words else type(error).__name__}") from None
+    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):  # of its own first token's, which nothing here asks for
+        raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
+    return EncoderModel(model.eval().to(backend.device), backend)

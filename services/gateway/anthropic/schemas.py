@@ -1,0 +1,56 @@
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens."""
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+
+from services.gateway.anthropic.blocks import MESSAGES_SCHEMA, SYSTEM_SCHEMA, Json, read_messages, read_system
+from services.gateway.openai.body import Body
+from services.gateway.openai.fields import at_most
+from services.gateway.openai.messages import MAX_NAME
+from services.gateway.openai.neutral import ANYTHING
+from services.gateway.openai.schemas import MAX_USER
+from shared.sampling_params import MAX_STOP_STRINGS
+
+MAX_TOOLS = 128
+
+
+class Metadata(Body):
+    user_id: str | None = Field(None, max_length=MAX_USER)
+
+
+class Thinking(Body):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
+
+    type: Literal["enabled", "adaptive", "disabled"]
+    budget_tokens: int | None = Field(None, description="accepted; max_tokens is the bound of thoughts and answer together")
+
+
+class OutputConfig(Body):
+    format: Json | None = None
+    effort: str | None = None
+
+
+class CountTokensBody(Body):
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],),
+    }  # fmt: skip
+
+    model: str = Field(max_length=MAX_NAME)
+    messages: Annotated[list[tuple[int, Json]], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)]
+    system: Annotated[str | None, PlainValidator(read_system), WithJsonSchema(SYSTEM_SCHEMA)] = None
+    tools: Annotated[list[Json] | None, BeforeValidator(at_most(MAX_TOOLS))] = None
+    tool_choice: Json | None = None
+    thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
+
+
+class MessagesBody(CountTokensBody):
+    max_tokens: int = Field(ge=1)
+    stop_sequences: Annotated[list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = None
+    stream: bool = False
+    temperature: Any = None
+    top_p: Any = None
+    top_k: Any = None
+    seed: Any = Field(None, description="Penstock's own, as of a chat")
+    metadata: Metadata | None = None

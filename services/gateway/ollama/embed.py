@@ -1,0 +1,63 @@
+"""Ollama's embeddings: POST /api/embed, and /api/embeddings, which is the older one."""
+
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+
+from services.gateway.context import Context
+from services.gateway.ollama.routes import name_here
+from services.gateway.ollama.schemas import OllamaEmbedBody, OllamaEmbeddingsBody
+from services.gateway.openai.docs import takes
+from services.gateway.openai.embeddings import EmbeddingResponder, submit_embeddings
+from services.gateway.openai.schemas import EmbeddingBody
+from shared.errors import Invalid
+
+router = APIRouter(prefix="/api")
+
+
+class OllamaEmbeddings(EmbeddingResponder):
+    """Vectors of length 1, and how long they took."""
+
+    began_ns = 0
+
+    def _body(self) -> dict[str, Any]:
+        return {
+            "model": self.generation.record.model,
+            "embeddings": [choice.embedding for choice in self.choices],
+            "total_duration": time.monotonic_ns() - self.began_ns,
+            "load_duration": 0,
+            "prompt_eval_count": sum(choice.num_prompt_tokens for choice in self.choices),
+        }
+
+
+class OneEmbedding(EmbeddingResponder):
+    """A vector as the model has it."""
+
+    def _body(self) -> dict[str, Any]:
+        return {"embedding": self.choices[0].embedding}
+
+
+@router.post("/embed", openapi_extra=takes("ollama_embed"))
+async def embed(request: Request) -> Response:
+    """A vector of each input."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "ollama_embed")
+    assert isinstance(body, OllamaEmbedBody)
+    began_ns = time.monotonic_ns()
+    if not all(isinstance(each, str) for each in body.input):
+        raise Invalid("input takes a text, or a list of texts", param="input")
+    asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=body.input, dimensions=body.dimensions)
+    responder = await submit_embeddings(context, asked, request, OllamaEmbeddings)
+    responder.began_ns = began_ns
+    return await responder.whole(request)
+
+
+@router.post("/embeddings", openapi_extra=takes("ollama_embeddings"))
+async def embeddings(request: Request) -> Response:
+    """One vector."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "ollama_embeddings")
+    assert isinstance(body, OllamaEmbeddingsBody)
+    asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False)
+    return await (await submit_embeddings(context, asked, request, OneEmbedding)).whole(request)

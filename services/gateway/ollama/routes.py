@@ -1,0 +1,137 @@
+"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/api-others.md says what is understood."""
+
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from services.gateway.admission import served_names
+from services.gateway.context import Context
+from services.gateway.metrics import Measured
+from services.gateway.ollama.lines import OllamaLines, now_text
+from services.gateway.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody
+from services.gateway.openai.docs import takes
+from services.gateway.openai.routes import parsers_of, prepare_chat
+from services.gateway.openai.schemas import ChatCompletionBody
+from services.gateway.translate import TranslatedResponder, make_chat, own_terms, thinking_kwargs
+from shared.errors import Invalid
+from shared.messages import ChatOptions, Replica
+
+LATEST = ":latest"  # what Ollama's clients take for said where no tag is
+
+router = APIRouter(prefix="/api")
+
+
+@router.post("/chat", openapi_extra=takes("ollama_chat"))
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "ollama_chat")
+    assert isinstance(body, OllamaChatBody)
+    if not body.messages:
+        return loaded(context, body, {"message": {"role": "assistant", "content": ""}})
+    return await answer(context, request, body, translated(context, body, body.messages, body.tools or []), None)
+
+
+@router.post("/generate", openapi_extra=takes("ollama_generate"))
+async def generate(request: Request) -> Response:
+    """Answer a prompt, or continue it as it is."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "ollama_generate")
+    assert isinstance(body, OllamaGenerateBody)
+    if not body.prompt:
+        return loaded(context, body, {"response": ""})
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    chat = translated(context, body, [*system, {"role": "user", "content": body.prompt}], [])
+    return await answer(context, request, body, chat, body.prompt if body.raw else None)
+
+
+def translated(context: Context, body: OllamaBody, messages: list[Json], tools: list[Json]) -> ChatCompletionBody:
+    given: Json = {
+        **body.sampling(),
+        "model": name_here(context, body.model),
+        "messages": messages,
+        "tools": tools,
+        "stream": body.stream,
+        "response_format": body.response_format(),
+        "chat_template_kwargs": thinking_kwargs(body.think) if isinstance(body.think, bool) else None,
+        "reasoning_effort": body.think if isinstance(body.think, str) else None,
+    }
+    is_chat = isinstance(body, OllamaChatBody)
+    return make_chat(given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt")
+
+
+async def answer(context: Context, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:
+    """Submit and answer; raw: the prompt, if it is not to be a chat."""
+    measured = Measured(context.metrics)
+    with own_terms(NAME_HERE):
+        record, requests = await prepare_chat(context, chat, "ollama", body.model, context.stage.replica_id)
+    if raw is not None:  # no template, so no marks of it in the answer
+        record = replace(record, parsing=None)
+        requests = [replace(each, messages=None, prompt=raw, chat=ChatOptions(), params=replace(each.params, skip_special_tokens=True)) for each in requests]
+    lines = OllamaLines(record, is_chat=isinstance(body, OllamaChatBody))
+    generation = await context.pipeline.submit(record, requests)
+    context.log_submitted(record, None, request.state.request_id)
+    responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, lines)
+    return await (responder.stream() if body.stream else responder.whole(request))
+
+
+def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
+    """Nothing was asked: Ollama would load the model. It is there, or the error says so."""
+    context.admission.resolve(name_here(context, body.model))
+    return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "load", **nothing})
+
+
+@router.get("/tags")
+async def tags(request: Request) -> dict[str, Any]:
+    """The models that live compute replicas serve."""
+    return {"models": [card(name, replica) for name, replica in sorted(served_names(request.app.state.context.stage.registry).items())]}
+
+
+@router.get("/ps")
+async def running(request: Request) -> dict[str, Any]:
+    """The same: what is served is in memory, and stays there."""
+    names = sorted(served_names(request.app.state.context.stage.registry).items())
+    return {"models": [card(name, replica) | {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0} for name, replica in names]}
+
+
+@router.post("/show", openapi_extra=takes("ollama_model"))
+async def show(request: Request) -> dict[str, Any]:
+    """What is known of a model here: its length, and what it can do."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "ollama_model")
+    assert isinstance(body, OllamaModelBody)
+    name = name_here(context, body.model)
+    replica = served_names(context.stage.registry).get(name)
+    if replica is None:
+        raise Invalid(f"model '{body.model}' not found", param="model", code="model_not_found", status=404)
+    described = card(name, replica)
+    tool_calls, reasoning = parsers_of(context, replica.model or name)
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": described["details"],
+        "model_info": {"general.architecture": "penstock", "penstock.context_length": replica.max_model_len},
+        "capabilities": ["completion", *(["tools"] if tool_calls else []), *(["thinking"] if reasoning else [])],
+        "modified_at": described["modified_at"],
+    }
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    return {"version": version("penstock")}
+
+
+def name_here(context: Context, name: str) -> str:
+    """The name as it is served: without the tag that Ollama's clients add."""
+    names = served_names(context.stage.registry)
+    return name.removesuffix(LATEST) if name not in names and name.endswith(LATEST) else name
+
+
+def card(name: str, replica: Replica) -> Json:
+    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left empty."""
+    details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+    return {"name": name, "model": name, "modified_at": now_text(replica.started_at), "size": 0, "digest": "", "details": details}

@@ -1,0 +1,75 @@
+"""Embeddings: one vector of each input. An input is a request of its own in the pipeline, which ends with its vector and without a token."""
+
+import base64
+import time
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request, Response
+
+from services.gateway.context import Context
+from services.gateway.metrics import Measured
+from services.gateway.openai.docs import takes
+from services.gateway.openai.respond import Responder
+from services.gateway.openai.routes import check
+from services.gateway.openai.schemas import EmbeddingBody
+from services.gateway.record import make_record
+from shared.errors import Invalid
+from shared.messages import Float32Array, GenerateRequest, SchedulingParams
+from shared.sampling_params import SamplingParams
+
+router = APIRouter(prefix="/v1")
+
+
+class EmbeddingResponder(Responder):
+    """A generation's events as a list of vectors."""
+
+    is_base64 = False
+
+    def _body(self) -> dict[str, Any]:
+        num_tokens = sum(choice.num_prompt_tokens for choice in self.choices)
+        return {
+            "object": "list",
+            "data": [{"object": "embedding", "index": choice.index, "embedding": self._vector(choice.embedding)} for choice in self.choices],
+            "model": self.generation.record.model,
+            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        }
+
+    def _vector(self, vector: Float32Array | None) -> Any:
+        assert vector is not None, "the end of an embedding's log has its vector"
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode() if self.is_base64 else vector
+
+
+R = TypeVar("R", bound=EmbeddingResponder)
+
+
+@router.post("/embeddings", openapi_extra=takes("embedding"))
+async def embeddings(request: Request) -> Response:
+    """A vector of each input, given as texts or as token ids."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "embedding")
+    assert isinstance(body, EmbeddingBody)
+    responder = await submit_embeddings(context, body, request, EmbeddingResponder)
+    responder.is_base64 = body.encoding_format == "base64"
+    return await responder.whole(request)
+
+
+async def submit_embeddings(context: Context, body: EmbeddingBody, request: Request, make: type[R]) -> R:
+    """Hand the inputs over, all or none. Returns what answers."""
+    model = check(context, body)
+    if len(body.input) > (most := context.settings.max_requests):
+        raise Invalid(f"at most {most} inputs in one request here, got {len(body.input)}", param="input")
+    measured = Measured(context.metrics)
+    record = make_record("embedding", body.model, model, num_prompts=len(body.input))
+    now = time.time()
+    scheduling = SchedulingParams(body.priority, now + body.deadline_s if body.deadline_s is not None else 0.0, "", body.cache_salt)
+    requests = [
+        GenerateRequest(
+            request_id, context.stage.replica_id, model, SamplingParams(max_tokens=0),
+            prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=None if isinstance(prompt, str) else prompt,
+            created_at=now, scheduling=scheduling, embedding=body.embedding,
+        )
+        for request_id, prompt in zip(record.request_ids, body.input, strict=True)
+    ]  # fmt: skip
+    generation = await context.pipeline.submit(record, requests)
+    context.log_submitted(record, body.user, request.state.request_id)
+    return make(generation, measured, context.settings.ping_interval_s)

@@ -1,0 +1,78 @@
+"""The chat that a response is inside. What a chat can't do is refused by this API's name of it."""
+
+from services.gateway.openai.schemas import ChatCompletionBody
+from services.gateway.responses.items import Json, messages_of
+from services.gateway.responses.schemas import ResponseBody
+from services.gateway.translate import make_chat
+from shared.errors import Invalid
+
+# Fields of a chat that this API takes under the same name: OpenAI's own, and the sampling parameters that it does not have
+SAME = (
+    "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "prompt_cache_key", "safety_identifier", "user",
+    "seed", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty",
+    "logit_bias", "priority", "deadline_s", "cache_salt",
+)  # fmt: skip
+NAME_HERE = {
+    "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "response_format": "text.format",
+    "response_format.json_schema": "text.format", "verbosity": "text.verbosity", "reasoning_effort": "reasoning.effort", "logprobs": "top_logprobs",
+    "messages": "input", "tools[].function": "tools[]", "tool_choice.function": "tool_choice", "tool_choice.allowed_tools": "tool_choice",
+    "tool_choice.allowed_tools.tools[].function": "tool_choice.tools[]",
+}  # fmt: skip
+
+
+def chat_of(body: ResponseBody, before: list[Json]) -> ChatCompletionBody:
+    """The chat that this is, after the items of the conversation before. Raises Invalid, in this API's terms."""
+    if body.background and not body.store:
+        raise Invalid("a background response is read later, so it must be stored: background needs store", param="store")
+    system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    messages, begins = messages_of([*before, *body.input])
+    given: Json = {name: getattr(body, name) for name in SAME}
+    given |= {
+        "messages": [*system, *messages],
+        "stream": body.stream,
+        "max_completion_tokens": body.max_output_tokens,
+        "logprobs": body.has_logprobs,
+        "top_logprobs": body.top_logprobs if body.has_logprobs else None,
+        "tools": [_chat_tool(tool, f"tools[{number}].type") for number, tool in enumerate(body.tools or ())],
+        "tool_choice": _chat_tool_choice(body.tool_choice),
+        "response_format": _chat_format(body.text.format) if body.text else None,
+        "verbosity": body.text.verbosity if body.text else None,
+        "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+    }
+    own = [number - len(before) for number in begins]
+    return make_chat(given, NAME_HERE, lambda number: _place_of(number, own, len(system)))
+
+
+def _place_of(number: int, begins: list[int], num_system: int) -> str:
+    """Where a message of the chat came from. begins: of each message after the system's, the number of its item in the input; negative: it was there before."""
+    if number < num_system:
+        return "instructions"
+    item = begins[number - num_system]
+    return f"input[{item}]" if item >= 0 else "previous_response_id"
+
+
+def _chat_tool(tool: Json, field: str) -> Json:
+    """Functions lie flat here."""
+    if tool.get("type") != "function":
+        raise Invalid(f"{field}: tools that the server would run are not supported, only functions", param=field)
+    return _nested(tool, "function")
+
+
+def _nested(value: Json, field: str) -> Json:
+    """In a chat, what lies beside the type here lies in a field of the type's name."""
+    return {"type": value.get("type"), field: {key: each for key, each in value.items() if key != "type" and each is not None}}
+
+
+def _chat_tool_choice(choice: str | Json | None) -> str | Json | None:
+    if not isinstance(choice, dict):
+        return choice
+    if choice.get("type") == "allowed_tools":
+        tools = choice.get("tools")
+        named = [_nested(tool, "function") if isinstance(tool, dict) else tool for tool in tools] if isinstance(tools, list) else tools
+        return _nested(choice | {"tools": named}, "allowed_tools")
+    return _nested(choice, "function")
+
+
+def _chat_format(form: Json | None) -> Json | None:
+    """A schema lies flat here."""
+    return _nested(form, "json_schema") if form is not None and form.get("type") == "json_schema" else form

@@ -1,0 +1,144 @@
+"""The Responses API's endpoints. docs/api-responses.md says how they differ from OpenAI's."""
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from services.gateway.context import Context
+from services.gateway.metrics import Measured
+from services.gateway.openai.docs import takes
+from services.gateway.openai.respond import EventStream
+from services.gateway.openai.routes import prepare_chat
+from services.gateway.responses.chat import NAME_HERE, chat_of
+from services.gateway.responses.events import ResponseEvents
+from services.gateway.responses.items import Json, with_ids
+from services.gateway.responses.schemas import ResponseBody
+from services.gateway.responses.stored import Stored
+from services.gateway.token_count import count_tokens
+from services.gateway.translate import TranslatedResponder, own_terms
+from shared.errors import Invalid
+
+UNFINISHED = ("queued", "in_progress")
+
+router = APIRouter(prefix="/v1/responses")
+
+
+@router.post("", openapi_extra=takes("response"))
+async def create(request: Request) -> Response:
+    """Answer an input, given as a text or as items, upon a conversation that is stored or on its own."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "response")
+    assert isinstance(body, ResponseBody)
+    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
+    chat = chat_of(body, before)
+    reader = None if body.background else context.stage.replica_id
+    with own_terms(NAME_HERE):
+        record, requests = await prepare_chat(context, chat, "response", body.model, reader, is_background=body.background)
+    stored = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)])
+    content = stored.encode() if body.store else b""
+    if len(content) > (longest := context.settings.max_body_bytes):
+        raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
+    events = ResponseEvents(record, stored.asked)
+    if body.background:
+        await context.pipeline.submit_unread(record, requests, content)
+        context.log_submitted(record, body.user, request.state.request_id)
+        if body.stream:
+            return EventStream(context.store.follow(record, events), on_close=lambda: None)
+        return JSONResponse(events.whole())
+    measured = Measured(context.metrics)
+    generation = await context.pipeline.submit(record, requests, content)
+    context.log_submitted(record, body.user, request.state.request_id)
+    responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, events)
+    return await (responder.stream() if body.stream else responder.whole(request))
+
+
+@router.post("/input_tokens", openapi_extra=takes("response"))
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the model would be given, by its own template and tokenizer."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "response")
+    assert isinstance(body, ResponseBody)
+    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
+    return await count_tokens(
+        context, request, chat_of(body, before), "response", NAME_HERE, lambda number: {"object": "response.input_tokens", "input_tokens": number}
+    )
+
+
+async def conversation(context: Context, response_id: str) -> list[Json]:
+    """The items up to a response's answer, that included. Raises Invalid for one that is not stored, or that can't be gone on with."""
+    field = "previous_response_id"
+    try:
+        record, stored = await context.store.load(response_id)
+        events = await context.store.read(record, stored)
+    except Invalid as error:
+        raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
+    if events.status in UNFINISHED or events.status == "failed":
+        raise Invalid(f"the response {response_id!r} is {events.status}: it can't be gone on with", param=field, code="previous_response_not_completed")
+    return [*stored.items, *map(without_logprobs, events.output)]
+
+
+def without_logprobs(item: Json) -> Json:
+    """An item of the output as one of an input."""
+    if item["type"] != "message":
+        return item
+    return item | {"content": [{key: value for key, value in part.items() if key != "logprobs"} for part in item["content"]]}
+
+
+@router.get("/{response_id}")
+async def retrieve(response_id: str, request: Request, stream: bool = False, starting_after: int | None = Query(None, ge=0)) -> Response:
+    """A stored response as it is now; or its events, from the first or after one of them, as they were and as they come."""
+    context: Context = request.app.state.context
+    record, stored = await context.store.load(response_id)
+    if not stream:
+        if starting_after is not None:
+            raise Invalid("starting_after is for streams: set stream to true", param="starting_after")
+        return JSONResponse((await context.store.read(record, stored)).whole())
+    events = ResponseEvents(record, stored.asked, after=-1 if starting_after is None else starting_after)
+    if record.is_background or await context.store.has_ended(record):
+        return EventStream(context.store.follow(record, events), on_close=lambda: None)
+    generation = await context.pipeline.resume(response_id, None, ("response",))
+    return await TranslatedResponder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
+
+
+@router.post("/{response_id}/cancel")
+async def cancel(response_id: str, request: Request) -> Response:
+    """End a background response. One that has ended stays as it is."""
+    context: Context = request.app.state.context
+    record, stored = await context.store.load(response_id)
+    if not record.is_background:
+        raise Invalid("Only responses created with background=true can be cancelled: of others, close the connection.", param="response_id")
+    await context.store.cancel(record)
+    return JSONResponse((await context.store.read(record, stored)).whole())
+
+
+@router.delete("/{response_id}")
+async def delete(response_id: str, request: Request) -> dict[str, Any]:
+    """Forget a stored response; one that runs is cancelled."""
+    context: Context = request.app.state.context
+    record, _ = await context.store.load(response_id)
+    await context.store.delete(record)
+    return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+
+@router.get("/{response_id}/input_items")
+async def input_items(
+    response_id: str, request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), order: Literal["asc", "desc"] = "desc"
+) -> dict[str, Any]:
+    """The items that the model was given: the conversation before, and the input."""
+    context: Context = request.app.state.context
+    _, stored = await context.store.load(response_id)
+    items = stored.items if order == "asc" else stored.items[::-1]
+    if after is not None:
+        places = [number for number, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise Invalid(f"no item {after!r} in the input", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }

@@ -1,0 +1,60 @@
+"""Background responses behind a gateway: readers follow the log, and are told when the gateway leaves or Redis has lost the response."""
+
+import json
+from typing import Any
+
+import httpx
+
+from shared.streams import inflight_key, log_key
+from tests.deployment import Deployment
+from tests.gateway.backstage import NAME, Backstage
+from tests.gateway.conftest import start_gateways
+from tests.waiting import wait_until
+
+BODY = {"model": NAME, "input": "The", "background": True}
+
+
+def events_of(lines: list[str]) -> list[Any]:
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def follow(deployment: Deployment, response_id: str, gateway: str) -> Any:
+    return httpx.stream("GET", deployment.url(gateway) + f"/v1/responses/{response_id}?stream=true", timeout=60, trust_env=False)
+
+
+def test_a_gateway_that_drains_says_where_to_go_on(deployment: Deployment, own: Backstage) -> None:
+    first, second = start_gateways(deployment, 2)
+    made = httpx.post(deployment.url(first) + "/v1/responses", json=BODY, timeout=30, trust_env=False).json()
+    (request,) = own.take()
+    assert made["status"] == "queued" and request.gateway_id is None
+    own.write(request, 1, 2)
+    with follow(deployment, made["id"], first) as response:
+        lines = response.iter_lines()
+        read = [next(lines)]
+        while not read[-1].endswith('"delta":"2 ","logprobs":[]}'):
+            read.append(next(lines))
+        deployment.processes[first].terminate()
+        read += list(lines)
+    begun = events_of(read)
+    assert (begun[-1]["type"], begun[-1]["code"]) == ("error", "gateway_draining")
+    last = begun[-1]["sequence_number"]
+    assert f"starting_after={last}" in begun[-1]["message"] and last == begun[-2]["sequence_number"]
+    own.write(request, 3, finish=3)
+    url = deployment.url(second) + f"/v1/responses/{made['id']}?stream=true&starting_after={last}"
+    rest = events_of(httpx.get(url, timeout=30, trust_env=False).text.splitlines())
+    assert [event["sequence_number"] for event in begun[:-1] + rest] == list(range(len(begun) - 1 + len(rest)))
+    assert rest[-1]["response"]["output"][0]["content"][0]["text"] == "1 2 3 "
+    assert not own.held() and not own.controls("attach") and not own.controls("cancel")
+
+
+def test_what_redis_has_lost_is_an_error_and_a_log_with_a_gap_a_failure(gateways: Deployment, backstage: Backstage) -> None:
+    lost, torn = (gateways.post("/v1/responses", BODY).json()["id"] for _ in range(2))
+    first, second = backstage.take(2)
+    with follow(gateways, lost, "gateway-2") as response:
+        backstage.client.hdel(inflight_key(NAME), first.request_id)
+        (*_, error) = events_of(list(response.iter_lines()))
+        assert (error["type"], error["code"]) == ("error", "request_lost")
+    backstage.write(second, 1, 2, 3, finish=3)
+    backstage.client.xdel(log_key(second.request_id), "2-0")
+    found = wait_until(lambda: gateways.get(f"/v1/responses/{torn}").json(), description="an answer")
+    assert found["status"] == "failed" and "gap" in found["error"]["message"]

@@ -1,0 +1,170 @@
+"""Embeddings: transformers' hidden states, pooled; and the same bits alone, in chunks, in a batch, after a preemption, and beside a prefix cache."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PretrainedConfig, PreTrainedTokenizerFast
+
+from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.engine import build_engine
+from services.compute.model_runner import ModelRunner
+from services.compute.pooling import NOT_FINITE, pool
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.messages import EmbeddingParams
+from shared.model_files import DEMO_MODEL, open_model
+from shared.sampling_params import SamplingParams
+from shared.settings import ComputeSettings
+from tests.kernels.families import Engine, reference_model
+from tests.kernels.test_prompt_logprobs import random_prompts
+from tests.kernels.test_transformers_models import ONE_BY_ONE, RAGGED
+
+WAYS = ("mean", "last", "cls")
+SMALL: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
+ENCODERS: dict[str, PretrainedConfig] = {
+    "bert": transformers.BertConfig(**SMALL, max_position_embeddings=48),
+    "roberta": transformers.RobertaConfig(**SMALL, max_position_embeddings=50, pad_token_id=1),  # whose positions begin at 2
+    "distilbert": transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=48),
+    "mpnet": transformers.MPNetConfig(**SMALL, max_position_embeddings=50),
+    "modernbert": transformers.ModernBertConfig(**SMALL, max_position_embeddings=48, pad_token_id=0),
+}
+
+
+def embed(scheduler: Scheduler, runner: ModelRunner, prompts: list[list[int]], asked: EmbeddingParams) -> list[Any]:
+    """compute's loop without Redis: the vectors, in the order of the prompts."""
+    sequences = [
+        Sequence(number, str(number), list(prompt), len(prompt), SamplingParams(max_tokens=0), embedding=asked) for number, prompt in enumerate(prompts)
+    ]
+    for sequence in sequences:
+        scheduler.add(sequence)
+    found: dict[int, Any] = {}
+    while scheduler.num_unfinished:
+        batch = scheduler.schedule()
+        assert batch is not None and batch.sampled == []
+        vectors, failures = pool(runner.pooled_states(batch, runner.run(batch)).numpy(), batch, scheduler.get)
+        assert failures == {}
+        for handle, vector in vectors.items():
+            found[handle] = vector
+            scheduler.finish(scheduler.get(handle))
+    assert scheduler.block_manager.num_free_blocks == scheduler.block_manager.num_blocks
+    return [found[number] for number in range(len(prompts))]
+
+
+def pooled(states: torch.Tensor, pooling: str) -> Any:
+    """states: [tokens, hidden]. As sentence-transformers does, of length 1."""
+    vector = {"mean": states.double().mean(0), "last": states[-1].double(), "cls": states[0].double()}[pooling]
+    return (vector / vector.norm()).numpy()
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [
+        *((name, impl) for name in ("llama3", "gemma2", "demo") for impl in ("native", "transformers")),
+        *((name, "transformers") for name in ("gpt2", "bloom-alibi")),
+    ],
+)
+def test_they_are_transformers_hidden_states_pooled(name: str, impl: str, tmp_path: Path) -> None:
+    reference, folder = reference_model(name, tmp_path, config=(RAGGED | ONE_BY_ONE).get(name)), DEMO_MODEL if name == "demo" else tmp_path
+    prompts = random_prompts()
+    engine = Engine(folder, max_batched_tokens=70, model_impl=impl)
+    for pooling in WAYS:
+        vectors = embed(engine.scheduler, engine.runner, prompts, EmbeddingParams(pooling))
+        for prompt, vector in zip(prompts, vectors, strict=True):
+            with torch.inference_mode():
+                states = reference(torch.tensor([prompt]), output_hidden_states=True).hidden_states[-1][0]
+            np.testing.assert_allclose(vector, pooled(states, pooling), atol=1e-4)
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+@pytest.mark.parametrize("pooling", ["mean", "last"])
+def test_bits_are_the_same_in_any_company(quantization: str, pooling: Any, tmp_path: Path) -> None:
+    """On the native kernels: alone; in a batch, in chunks of another size; with so few blocks that sequences are preempted; and, of the last token, upon a
+    prefix that was computed before."""
+    reference_model("qwen3", tmp_path)
+    kind: dict[str, Any] = {"dtype": torch.bfloat16, "quantization": quantization}
+    prompts, asked = random_prompts(), EmbeddingParams(pooling)
+    lone = Engine(tmp_path, **kind, max_batched_tokens=512)
+    alone = [embed(lone.scheduler, lone.runner, [prompt], asked)[0].tobytes() for prompt in prompts]
+    for more in ({"max_batched_tokens": 70}, {"max_batched_tokens": 70, "num_blocks": 9, "strategy": "paged"}, {"max_batched_tokens": 64, "max_num_seqs": 3}):
+        crowd = Engine(tmp_path, **kind, **more)
+        for _ in range(2):
+            assert [vector.tobytes() for vector in embed(crowd.scheduler, crowd.runner, prompts, asked)] == alone, more
+        assert (crowd.scheduler.num_prefix_hits > 0) == (pooling == "last")
+
+
+@pytest.fixture(params=sorted(ENCODERS))
+def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A tiny encoder with random weights, saved with a tokenizer."""
+    torch.manual_seed(3)
+    config = ENCODERS[request.param]
+    model = transformers.AutoModelForMaskedLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(tmp_path)
+    save_word_tokenizer(tmp_path)
+    return tmp_path
+
+
+def save_word_tokenizer(folder: Path) -> None:
+    """One that knows a few dozen words, and puts [CLS] before a text and [SEP] after it."""
+    vocab = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(60))])}
+    tokenizer = Tokenizer(models.WordLevel(vocab, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]").save_pretrained(folder)
+
+
+def test_encoders_read_in_both_directions_and_alike_in_any_company(encoder: Path) -> None:
+    engine = build_engine(ComputeSettings(model=str(encoder), dtype="float32", num_threads=1, max_num_seqs=4), open_model(str(encoder), weights=True))
+    assert engine.is_encoder and engine.pooling == "mean" and engine.max_model_len == 48
+    generator = torch.Generator().manual_seed(5)
+    prompts = [torch.randint(4, 64, (length,), generator=generator).tolist() for length in (1, 2, 17, 48, 30, 48, 3, 48)]
+    reference = transformers.AutoModel.from_pretrained(encoder, dtype=torch.float32)
+    for pooling in WAYS:
+        vectors = embed(engine.scheduler, engine.runner, prompts, EmbeddingParams(pooling))
+        for prompt, vector in zip(prompts, vectors, strict=True):
+            with torch.inference_mode():
+                states = reference(input_ids=torch.tensor([prompt])).last_hidden_state[0]
+            np.testing.assert_allclose(vector, pooled(states, pooling), atol=1e-5)
+            assert embed(engine.scheduler, engine.runner, [prompt], EmbeddingParams(pooling))[0].tobytes() == vector.tobytes()
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.sampled_from(WAYS), st.integers(0, 2**32 - 1), st.integers(1, 4) | st.none(), st.booleans())
+def test_any_chunks_make_the_same_vector(chunks: list[int], pooling: Any, seed: int, dimensions: int | None, is_normalized: bool) -> None:
+    asked = EmbeddingParams(pooling, dimensions, is_normalized)
+    states = np.random.default_rng(seed).standard_normal((sum(chunks), 4), np.float32) * 1000
+
+    def run(lengths: list[int]) -> bytes:
+        sequence = Sequence(1, "1", [7] * sum(chunks), sum(chunks), SamplingParams(max_tokens=0), embedding=asked)
+        first = 0
+        found: dict[int, Any] = {}
+        for length in lengths:
+            part = sequence.pooled_tokens(first, first + length)
+            row = BatchRow(1, (7,) * length, first, (), False, pooled=range(part.start - first, part.stop - first) if part else part)
+            assert not found
+            found, failures = pool(states[part.start : part.stop] if part else states[:0], ScheduledBatch((row,), 0), {1: sequence}.__getitem__)
+            assert failures == {}
+            first += length
+        return bytes(found[1].tobytes())
+
+    whole = run([sum(chunks)])
+    assert run(chunks) == whole
+    vector = np.frombuffer(whole, np.float32)
+    plain = {"mean": states.astype(np.float64).mean(0), "last": states[-1], "cls": states[0]}[pooling][:dimensions].astype(np.float64)
+    np.testing.assert_allclose(vector, plain / np.linalg.norm(plain) if is_normalized else plain, rtol=1e-5, atol=1e-5 * float(np.abs(plain).max()))
+
+
+def test_numbers_that_are_none_fail_their_own_request() -> None:
+    sequences = {
+        number: Sequence(number, str(number), [7], 1, SamplingParams(max_tokens=0), embedding=EmbeddingParams("mean", is_normalized=False)) for number in (1, 2)
+    }
+    rows = tuple(BatchRow(number, (7,), 0, (), False, pooled=range(1)) for number in sequences)
+    found, failures = pool(np.array([[np.nan], [2.0]], np.float32), ScheduledBatch(rows, 0), sequences.__getitem__)
+    assert failures == {1: NOT_FINITE} and found[2].tolist() == [2.0]

@@ -1,0 +1,106 @@
+"""Anthropic's blocks as a chat's messages, and a chat's chunks as Anthropic's events, read by its own package."""
+
+from typing import Any
+
+import orjson
+import pytest
+from anthropic.lib.streaming._messages import accumulate_event
+from anthropic.types import Message, RawMessageStreamEvent
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from services.gateway.anthropic.blocks import read_messages
+from services.gateway.anthropic.chat import chat_of
+from services.gateway.anthropic.events import MessageEvents
+from services.gateway.openai.parse import parse
+from services.gateway.record import make_record
+from shared.errors import Invalid
+from shared.messages import RequestError
+from tests.unit.test_response_events import USAGE, chats
+
+EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
+
+
+def said(chat: list[Any], field: str) -> str:
+    return "".join(delta.get(field, "") for delta in chat)
+
+
+@given(chats, st.sampled_from(["stop", "length", "tool_calls"]), st.sampled_from([None, "end", 7]))
+def test_what_the_package_makes_of_the_events_is_the_whole_message(chat: list[Any], end: str, stop: Any) -> None:
+    made = MessageEvents(make_record("message", "m", "m"))
+    events = made.opening(None)
+    for delta in chat:
+        events += made.chunk({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+    events += made.chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": end, "stop_reason": stop}]}) + made.closing(USAGE)
+    snapshot: Any = None
+    buffers: dict[int, bytes] = {}
+    for event in events:
+        sent = orjson.loads(made.encode(event).partition(b"\ndata: ")[2])
+        if sent.get("delta", {}).get("type") != "input_json_delta":  # the deltas here are any texts, not JSON
+            snapshot = accumulate_event(event=EVENT.validate_python(sent), current_snapshot=snapshot, json_bufs=buffers)
+    whole = Message.model_validate(made.whole())
+    assert [block.type for block in snapshot.content] == [block.type for block in whole.content]
+    for before, after in zip(snapshot.content, whole.content, strict=True):
+        assert before.type == "tool_use" or getattr(before, before.type) == getattr(after, before.type)
+    assert (snapshot.stop_reason, snapshot.stop_sequence, snapshot.usage.output_tokens) == (whole.stop_reason, whole.stop_sequence, 4)
+    has_called = any(block.type == "tool_use" for block in whole.content)
+    reasons = {"stop": "tool_use" if has_called else "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
+    assert whole.stop_reason == ("stop_sequence" if stop == "end" else reasons[end])
+    assert whole.usage.input_tokens == 2 and whole.usage.cache_read_input_tokens == 1
+    assert "".join(block.text for block in whole.content if block.type == "text") == said(chat, "content")
+    assert "".join(block.thinking for block in whole.content if block.type == "thinking") == said(chat, "reasoning_content")
+
+
+def test_a_call_s_arguments_are_an_object() -> None:
+    made = MessageEvents(make_record("message", "m", "m"))
+    for delta in ({"id": "call_1", "function": {"name": "f", "arguments": ""}}, {"function": {"arguments": '{"a"'}}, {"function": {"arguments": ": 1}"}}):
+        made.chunk({"choices": [{"delta": {"tool_calls": [delta]}, "finish_reason": None}]})
+    made.closing(USAGE)
+    assert made.content == [{"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}]
+
+
+def test_blocks_become_messages_with_calls_and_their_answers() -> None:
+    conversation = [
+        {"role": "user", "content": "Weather?"},
+        {"role": "assistant", "content": [
+            {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Let me see."},
+            {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"at": "here"}},
+        ]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "rain"}]}, {"type": "text", "text": "So?"},
+        ]},
+    ]  # fmt: skip
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"at":"here"}'}}
+    assert read_messages(conversation) == [
+        (0, {"role": "user", "content": "Weather?"}),
+        (1, {"role": "assistant", "content": "Let me see.", "reasoning_content": "Hm.", "tool_calls": [call]}),
+        (2, {"role": "tool", "tool_call_id": "call_1", "content": "rain"}),
+        (2, {"role": "user", "content": "So?"}),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": [{"role": "user", "content": 3}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "tool", "content": ""}]}, "messages[0].role"),
+        ({"system": [{"type": "image"}]}, "system[0].type"),
+        ({"stop_sequences": ["x" * 1000]}, "stop_sequences"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"top_k": -5}, "top_k"),
+    ],
+)
+def test_a_wrong_field_has_anthropic_s_name(more: dict[str, Any], param: str) -> None:
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]} | more
+    with pytest.raises(Invalid) as caught:
+        chat_of(parse("message", orjson.dumps(body)))  # type: ignore[arg-type]
+    assert caught.value.param == param, caught.value
+
+
+def test_an_error_in_a_stream_is_an_event() -> None:
+    made = MessageEvents(make_record("message", "m", "m"))
+    (event,) = made.failed(RequestError("lost", 500), USAGE)
+    assert made.encode(event) == b'event: error\ndata: {"type":"error","error":{"type":"api_error","message":"lost"}}\n\n'
