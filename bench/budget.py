@@ -48,7 +48,7 @@ class Case:
     def parse(cls, text: str) -> "Case":
         is_prefill = text.startswith("prefill-")
         batch, context = (1, int(text.removeprefix("prefill-"))) if is_prefill else map(int, text.split("x"))
-        if not (1 <= batch <= MOST_SEQUENCES and 1 <= context and (not is_prefill or context <= MOST_TOKENS)):
+        if not (1 <= batch <= MOST_SEQUENCES and context >= 1 and (not is_prefill or context <= MOST_TOKENS)):
             raise ValueError(f"{text}: at most {MOST_SEQUENCES} sequences, or a prompt of {MOST_TOKENS} tokens")
         return cls(batch, context, is_prefill)
 
