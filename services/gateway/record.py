@@ -4,6 +4,7 @@ import os
 import time
 import uuid
 from dataclasses import dataclass, replace
+from typing import Any
 
 from shared.sampling_params import SEEDS, SamplingParams
 
@@ -24,16 +25,20 @@ class ResponseRecord:
     served_model: str  # the model's own name, of which streams and keys are made
     num_echo_logprobs: int | None = None  # of each token that `echo` repeats; None: not asked
     num_prompt_logprobs: int | None = None  # prompt_logprobs, as the client asked
+    num_best: int | None = None  # of each prompt's n sequences so many are answers, the likeliest; None: all
+    hides_logprobs: bool = False  # they are there to choose the best by
+    has_token_ids: bool = False  # return_token_ids
+    names_tokens_by_id: bool = False  # return_tokens_as_token_ids
 
     @property
     def request_ids(self) -> list[str]:
         return [f"{self.response_id}.{index}" for index in range(self.num_prompts * self.n)]
 
 
-def make_record(kind: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool, **logprobs: int | None) -> ResponseRecord:
-    """The record of a new response; `logprobs`: those of the prompt that were asked for, by field."""
+def make_record(kind: str, model: str, served_model: str, *, num_prompts: int, n: int, has_usage: bool, **asked: Any) -> ResponseRecord:
+    """The record of a new response; `asked`: further fields."""
     prefix = "chatcmpl" if kind == "chat.completion" else "cmpl"
-    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **logprobs)
+    return ResponseRecord(f"{prefix}-{uuid.uuid4().hex}", kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **asked)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

@@ -65,12 +65,17 @@ def test_a_completion_echoes_the_logprobs_of_prompt_and_answer(demo: Deployment)
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     rows = expected(token_ids)
     assert found.token_logprobs[1:n] == pytest.approx([float(row[each]) for row, each in zip(rows, token_ids[1:], strict=True)], abs=1e-4)
-    assert all(len(top) <= 2 and max(top.values()) == pytest.approx(float(row.max()), abs=1e-4) for row, top in zip(rows, found.top_logprobs[1:n], strict=True))
+    assert all(
+        len(top) <= 3 and top[token] == logprob for top, token, logprob in list(zip(found.top_logprobs, found.tokens, found.token_logprobs, strict=True))[1:]
+    )
+    assert all(max(top.values()) == pytest.approx(float(row.max()), abs=1e-4) for row, top in zip(rows, found.top_logprobs[1:n], strict=True))
     assert found.token_logprobs[n:] == pytest.approx(answer.token_logprobs, abs=1e-5)
     assert found.text_offset[0] == 0 and found.text_offset[n] == len(PROMPT) and len(found.text_offset) == n + 4
     assert all(choice.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True) if "\ufffd" not in token)
     none = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=1, logprobs=0, echo=True).choices[0]
-    assert none.logprobs.token_logprobs[:n] == found.token_logprobs[:n] and none.logprobs.top_logprobs[:3] == [None, {}, {}]
+    assert none.logprobs.token_logprobs[:n] == found.token_logprobs[:n] and none.logprobs.top_logprobs[1:] == [
+        {token: logprob} for token, logprob in zip(none.logprobs.tokens[1:], none.logprobs.token_logprobs[1:], strict=True)
+    ]
 
 
 def test_both_endpoints_have_vllms_field(demo: Deployment) -> None:

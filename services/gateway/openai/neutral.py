@@ -9,11 +9,12 @@ from typing import Any
 ANYTHING: tuple[Any, ...] = ("anything",)
 
 OF_REQUESTS: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "continue_final_message": (False,), "add_generation_prompt": (True,), "detokenize": (True,), "early_stopping": (False,),
-    "function_call": ("none", "auto"), "functions": ([],), "include_stop_str_in_output": (False,), "length_penalty": (1.0,), "metadata": ANYTHING,
-    "modalities": (["text"],), "parallel_tool_calls": (True, False), "prompt_cache_key": ANYTHING, "response_format": ({"type": "text"},),
-    "safety_identifier": ANYTHING, "service_tier": ("auto", "default"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],), "use_beam_search": (False,),
+    "continue_final_message": (False,), "add_generation_prompt": (True,), "detokenize": (True,),
+    "function_call": ("none", "auto"), "functions": ([],), "metadata": ANYTHING,
+    "mirostat": (0,), "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "modalities": (["text"],), "parallel_tool_calls": (True, False),
+    "prompt_cache_key": ANYTHING, "response_format": ({"type": "text"},),
+    "safety_identifier": ANYTHING, "service_tier": ("auto", "default"), "spaces_between_special_tokens": (True, False),  # of slow tokenizers
+    "store": (False,), "suffix": ("",), "tool_choice": ("none", "auto"), "tools": ([],),
 }  # fmt: skip
 OF_MESSAGES: dict[str, tuple[Any, ...]] = {
     "annotations": ANYTHING, "provider_specific_fields": ANYTHING, "reasoning_content": ANYTHING, "refusal": ("",), "tool_calls": ([],),

@@ -8,9 +8,12 @@ from pydantic import ValidationError
 
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import Body, ChatCompletionBody, CompletionBody
+from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
 from shared.errors import Invalid
 
-BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "completion": CompletionBody}
+BODIES: dict[str, type[Body]] = {
+    "chat": ChatCompletionBody, "completion": CompletionBody, "tokenize": TokenizeBody, "detokenize": DetokenizeBody,
+}  # fmt: skip
 
 
 def parse(kind: str, data: bytes) -> Body:
