@@ -7,13 +7,12 @@ from contextlib import asynccontextmanager, suppress
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from redis.exceptions import RedisError
 
 from services.gateway.admission import STAGES
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
-from services.gateway.middleware import BodyLimit, RequestId
+from services.gateway.middleware import BodyLimit, Head, RequestId
 from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.routes import router
 from services.gateway.openai.tokens import router as tokens_router
@@ -49,6 +48,7 @@ def build_app(context: Context) -> FastAPI:
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
+    app.add_middleware(Head)
     app.add_middleware(RequestId)
     app.include_router(router)
     app.include_router(tokens_router)
@@ -56,16 +56,8 @@ def build_app(context: Context) -> FastAPI:
     app.add_api_route("/ready", ready)
     app.add_api_route("/ping", ready, methods=["GET", "POST"])
     app.add_api_route("/metrics", metrics)
-    answer_head(app)
     describe_bodies(app)
     return app
-
-
-def answer_head(app: FastAPI) -> None:
-    """HEAD for what is read without a body, but for streams: load balancers ask so. The server leaves the body out."""
-    found = [each for each in app.routes if isinstance(each, APIRoute) and "GET" in (each.methods or ()) and "{response_id}" not in each.path]
-    for each in found:
-        app.add_api_route(each.path, each.endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def own_problems(context: Context) -> list[str]:

@@ -35,7 +35,7 @@ def describe(errors: Sequence[Any]) -> tuple[str, str | None]:
     """The first of pydantic's errors in one sentence, and the field it is about."""
     first = errors[0]
     # ("messages", 0, "content"): a union puts type names between the parts of the path
-    path = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in ("str", "int", "float")))]
+    path = [part for part in first["loc"] if not (isinstance(part, str) and ("[" in part or part in ("str", "int", "float", "bool")))]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path) + str(first.get("ctx", {}).get("at", ""))
     name = name.lstrip(".")
     if first["type"] == "extra_forbidden":

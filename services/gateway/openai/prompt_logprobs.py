@@ -6,6 +6,7 @@ from typing import Any
 
 from shared.messages import PromptLogprobs
 
+PART = "bytes:\\x"  # begins the text of a token that is a part of a character
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
@@ -41,8 +42,9 @@ def echoed(prompt: PromptLogprobs, num_top: int, *, by_id: bool) -> EchoedLogpro
 
 
 def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
-    """For each token of the prompt a map from token ids, its own first, then the num_top likeliest; null for the first token."""
-    text_of = texts(prompt)
+    """For each token of the prompt a map from token ids, its own first, then the num_top likeliest; null for the first token. Parts of characters are
+    U+FFFD there, as vLLM has them: the ids say which."""
+    text_of = {token_id: "\ufffd" if text.startswith(PART) else text for token_id, text in texts(prompt).items()}
     own = zip(prompt.token_ids[1:].tolist(), prompt.logprobs.tolist(), prompt.ranks.tolist(), strict=True)
     found: list[dict[str, dict[str, Any]] | None] = [None]
     for (token_id, logprob, rank), row in zip(own, top_rows(prompt, num_top), strict=True):
