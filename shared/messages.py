@@ -209,6 +209,7 @@ class TokenLogprob:
     top: tuple[TopLogprob, ...] = ()
     text_offset: int = 0  # characters of the text that the client gets, an echoed prompt's included, before this token's
     token_id: int = -1  # -1: an older sender's
+    is_end: bool = False  # it ends the answer, and is no part of the text
 
 
 @dataclass(frozen=True, slots=True)

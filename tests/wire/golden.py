@@ -59,8 +59,8 @@ PARAMS = SamplingParams(
 )  # fmt: skip
 SCHEDULING = SchedulingParams(priority=-1, deadline_at=2.5, group_id="g", cache_salt="salt")
 PARAMS_BEFORE = replace(PARAMS, dry=None, chain=None, skip_special_tokens=True, include_stop_str_in_output=False, returns_prompt_token_ids=False)
-LOGPROB = TokenLogprob("é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.25, token_id=6),), text_offset=7, token_id=5)
-LOGPROB_BEFORE = replace(LOGPROB, top=(TopLogprob("a", b"a", -1.25),), token_id=-1)
+LOGPROB = TokenLogprob("é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.25, token_id=6),), text_offset=7, token_id=5, is_end=True)
+LOGPROB_BEFORE = replace(LOGPROB, top=(TopLogprob("a", b"a", -1.25),), token_id=-1, is_end=False)
 PROMPT_LOGPROBS = PromptLogprobs(
     token_ids=i32(3, 4), logprobs=f32(-1.5), ranks=i32(2), top_token_ids=i32(6), top_logprobs=f32(-0.25), spelled_token_ids=i32(3, 4, 6),
     texts=("a", "é", "c"), text_offsets=i32(0, 1),
@@ -153,9 +153,9 @@ DECISIONS_NOW = "98a96465636973696f6e7301a973616d706c65722d3107c4080400000005000
 DECISIONS = Golden(StepDecisions("sampler-1", 7, i32(4, 5), i32(3, 1), token_ids=i32(10, -1), is_finished=np.array([0, 1], np.uint8)), DECISIONS_NOW)
 
 TOKEN_NOW = (
-    "9fa5746f6b656e01a57265712d31032aa2c3a909089196a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705a473746f70a20a0a94a26e6f"
-    "cd0190a473746f70a362616496a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff400000000000006070598c4080300000004000000c4040000c0bfc404020000"
-    "00c40406000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080300000004000000"
+    "9fa5746f6b656e01a57265712d31032aa2c3a909089197a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c3a473746f70a20a0a94a26e"
+    "6fcd0190a473746f70a362616497a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c398c4080300000004000000c4040000c0bfc40402"
+    "000000c40406000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080300000004000000"
 )
 TOKEN_BEFORE = (
     "9ea5746f6b656e01a57265712d31032aa2c3a909089195a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff400000000000007a473746f70a20a0a94a26e6fcd01"

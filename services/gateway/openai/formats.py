@@ -202,7 +202,7 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob], record: ResponseRecord) -> d
     def described(entry: TokenLogprob | TopLogprob) -> dict[str, Any]:
         return {"token": chat_name_of(entry, by_id=record.names_tokens_by_id), "logprob": finite(entry.logprob), "bytes": list(entry.raw)}
 
-    return {"content": [described(entry) | {"top_logprobs": [described(top) for top in entry.top]} for entry in logprobs], "refusal": None}
+    return {"content": [described(entry) | {"top_logprobs": [described(top) for top in entry.top]} for entry in logprobs if not entry.is_end], "refusal": None}
 
 
 def name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
