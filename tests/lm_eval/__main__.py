@@ -1,6 +1,6 @@
 """Do lm-eval's `local-completions`, asking a pipeline of ours, and its own `hf` model find the same loglikelihoods on the same weights?
 
-    python -m tests.lm_eval [--model FOLDER] [--tolerance 0.001]
+    python -m tests.lm_eval [--model FOLDER] [--tolerance 0.0001]
 
 Needs `pip install -e '.[dev,lm-eval]'`. The tasks are beside this file: choices, each scored as a continuation, and texts scored whole, some of them longer
 than one window. Both sides compute in float32. Prints a line a task; the last line is JSON. Exit code 1 if any loglikelihood differs by more than the
@@ -46,7 +46,7 @@ def numbers(responses: list[Any]) -> list[tuple[float, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default=str(DEMO_MODEL), help="a checkpoint folder")
-    parser.add_argument("--tolerance", type=float, default=1e-3)
+    parser.add_argument("--tolerance", type=float, default=1e-4, help="of a loglikelihood, relative to it, or absolute where it is below 1")
     options = parser.parse_args()
     model = str(Path(options.model).resolve())
     expected = evaluate("hf", {"pretrained": model, "dtype": "float32", "device": "cpu", "max_length": MAX_LENGTH})
@@ -64,7 +64,7 @@ def main() -> None:
     report: dict[str, Any] = {"model": options.model}
     for task in TASKS:
         pairs = list(zip(numbers(found[task]), numbers(expected[task]), strict=True))
-        largest = max(abs(ours[0] - theirs[0]) for ours, theirs in pairs)
+        largest = max(abs(ours[0] - theirs[0]) / max(1.0, abs(theirs[0])) for ours, theirs in pairs)
         report[task] = {"num_requests": len(pairs), "largest_difference": largest, "same_greedy": all(ours[1] == theirs[1] for ours, theirs in pairs)}
         print(f"{task}: {report[task]}")
     is_same = all(report[task]["largest_difference"] <= options.tolerance and report[task]["same_greedy"] for task in TASKS)

@@ -33,7 +33,9 @@ def reference() -> Any:
 
 def complete(demo: Deployment, **asked: Any) -> Any:
     extra = {
-        name: asked.pop(name) for name in list(asked) if name not in ("prompt", "max_tokens", "temperature", "n", "best_of", "logprobs", "echo", "seed", "stop")
+        name: asked.pop(name)
+        for name in list(asked)
+        if name not in ("prompt", "max_tokens", "temperature", "n", "best_of", "logprobs", "logit_bias", "echo", "seed", "stop")
     }
     return demo.client().completions.create(**{"model": MODEL, "prompt": PROMPT, "max_tokens": 12, **asked}, extra_body=extra)
 
@@ -147,6 +149,22 @@ def test_logprobs_of_a_completion_have_the_sampled_token(demo: Deployment) -> No
     by_id = complete(demo, prompt="é", max_tokens=2, temperature=0, logprobs=1, echo=True, return_tokens_as_token_ids=True, return_token_ids=True).choices[0]
     ids = [*by_id.model_extra["prompt_token_ids"], *by_id.model_extra["token_ids"]]
     assert by_id.logprobs.tokens == [f"token_id:{each}" for each in ids[: len(by_id.logprobs.tokens)]]
+
+
+def test_the_token_that_ends_an_answer_has_its_logprob_in_completions(demo: Deployment) -> None:
+    """Who scores texts counts on one for each generated token. Chats have those of the text only."""
+    eos = tokenizer().eos_token_id
+    ended = complete(demo, max_tokens=3, logprobs=1, echo=True, temperature=0, logit_bias={str(eos): 100}, return_token_ids=True).choices[0]
+    ids = [*ended.model_extra["prompt_token_ids"], *ended.model_extra["token_ids"]]
+    assert ended.text == PROMPT and ended.finish_reason == "stop" and ended.model_extra["token_ids"] == [eos]
+    assert len(ended.logprobs.tokens) == len(ids) and ended.logprobs.tokens[-1] == tokenizer().eos_token
+    assert ended.logprobs.text_offset[-1] == len(PROMPT) and ended.logprobs.token_logprobs[-1] == pytest.approx(0.0, abs=1e-3)
+    asked: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "logprobs": True}
+    chat = demo.client().chat.completions.create(**asked).choices[0]
+    assert "".join(each.token for each in chat.logprobs.content) == chat.message.content
+    chunks = [chunk.choices[0] for chunk in demo.client().chat.completions.create(stream=True, **asked)]
+    assert [each.token for chunk in chunks if chunk.logprobs for each in chunk.logprobs.content] == [each.token for each in chat.logprobs.content]
+    assert all(chunk.delta.content for chunk in chunks[1:-1])
 
 
 def test_a_part_of_a_character_has_its_own_bytes(demo: Deployment) -> None:

@@ -90,7 +90,7 @@ class ChatFormat:
         made = []
         of_prompt = self._of_prompt(choice.index, event.prompt_logprobs) | self._prompt_ids(choice.index, event.prompt_token_ids)
         ids = ids_field(self.record, [] if event.token_id is None else [event.token_id])
-        if event.text or event.logprobs or of_prompt or ids.get("token_ids"):
+        if event.text or any(not each.is_end for each in event.logprobs or ()) or of_prompt or ids.get("token_ids"):
             logprobs = chat_logprobs(event.logprobs, self.record) if event.logprobs is not None else None
             own = {"index": choice.index, "delta": {"content": event.text}, "logprobs": logprobs, "finish_reason": None} | ids
             made.append(self._chunk([own]) | of_prompt)

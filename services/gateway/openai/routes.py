@@ -150,6 +150,7 @@ async def respond_with_beams(context: Context, body: GenerateBody, record: Respo
     if getattr(body, "echo", False):
         raise Invalid("echo is not available with use_beam_search", param="echo")
     length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    measured = Measured(context.metrics)
     context.log_submitted(record, body.user, request.state.request_id)
 
     async def search() -> Response:
@@ -157,6 +158,7 @@ async def respond_with_beams(context: Context, body: GenerateBody, record: Respo
         for each in requests:
             found = await search_prompt(context, each, width=width, length_penalty=length_penalty, early_stopping=body.early_stopping or False, num_best=body.n)
             choices += [replace(choice, index=len(choices) + choice.index) for choice in found]
+        measured.whole(choices)
         answer = format_for(record).whole(choices)
         return Response(orjson.dumps(answer | {"usage": usage(choices, body.n)}), media_type="application/json")
 
