@@ -1,4 +1,4 @@
-"""Every message that crosses a process, and the one codec: `encode` and `decode`.
+"""Every message that crosses a process, and the one way to bytes and back: `encode` and `decode`.
 
 A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array `[tag, version, field, …]` in the
 order of its fields; arrays travel as raw little-endian bytes. A field is only ever appended, with a default: an older message
@@ -7,16 +7,14 @@ then decodes with the default. `decode` checks every field's type and says which
 
 from __future__ import annotations
 
-import types
 import typing
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from functools import cache
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
 import numpy as np
 
+from shared.codec import packer, unpacker
 from shared.dry_breakers import unpack_breakers
 from shared.errors import Invalid
 from shared.sampling_params import SamplingParams
@@ -287,13 +285,12 @@ TAGS: dict[type, tuple[str, int]] = {
 }
 
 M = TypeVar("M")
-_Converter = Callable[[Any, str], Any]
 
 
 def encode(message: Any) -> bytes:
     """The message as bytes."""
     tag, version = TAGS[type(message)]
-    packed: bytes = msgpack.packb([tag, version, *_packer(typing.cast(typing.Hashable, type(message)))(message)])
+    packed: bytes = msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)])
     return packed
 
 
@@ -308,116 +305,4 @@ def decode(message_type: type[M], data: bytes) -> M:
         raise Invalid(f"not a {tag} message")
     if not isinstance(values[1], int) or values[1] > version:
         raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
-    return typing.cast(M, _unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag))
-
-
-@cache
-def _packer(cls: Any) -> Callable[[Any], list[Any]]:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    getters = [(f.name, _field_packer(hints[f.name])) for f in fields(cls)]
-
-    def pack(message: Any) -> list[Any]:
-        return [getattr(message, name) if convert is None else convert(getattr(message, name)) for name, convert in getters]
-
-    return pack
-
-
-def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
-    """How a field of this type becomes msgpack; None: as it is."""
-    if typing.get_origin(hint) is Annotated:
-        dtype = np.dtype(hint.__metadata__[0])
-        return lambda array: np.ascontiguousarray(array, dtype).tobytes()
-    if is_dataclass(hint):
-        return _packer(typing.cast(type, hint))
-    options = _union(hint)
-    if options:
-        inner = [p for p in map(_field_packer, options) if p is not None]
-        return (lambda value: None if value is None else inner[0](value)) if inner else None
-    if typing.get_origin(hint) is tuple and (item := _field_packer(typing.get_args(hint)[0])):
-        return lambda values: [item(value) for value in values]
-    return None
-
-
-@cache
-def _unpacker(cls: Any) -> _Converter:
-    hints = typing.get_type_hints(cls, include_extras=True)
-    plan = [(f.name, _field_unpacker(hints[f.name])) for f in fields(cls)]
-    required = sum(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
-
-    def unpack(values: Any, path: str) -> Any:
-        if not isinstance(values, list) or not required <= len(values) <= len(plan):
-            raise Invalid(f"{path}: expected {required} to {len(plan)} fields")
-        return cls(**{name: convert(value, f"{path}.{name}") for (name, convert), value in zip(plan, values, strict=False)})
-
-    return unpack
-
-
-def _field_unpacker(hint: Any) -> _Converter:  # noqa: C901 - one branch a kind of type
-    if typing.get_origin(hint) is Annotated:
-        dtype = np.dtype(hint.__metadata__[0])
-
-        def array(value: Any, path: str) -> Any:
-            if not isinstance(value, bytes) or len(value) % dtype.itemsize:
-                raise Invalid(f"{path}: expected the bytes of an array of {dtype}")
-            return np.frombuffer(value, dtype)
-
-        return array
-    if is_dataclass(hint):
-        return _unpacker(typing.cast(type, hint))
-    if typing.get_origin(hint) is Literal:
-        allowed = typing.get_args(hint)
-        return _checked(lambda value: value in allowed, f"one of {allowed}")
-    options = _union(hint)
-    if options:
-        return _any_of([_field_unpacker(option) for option in options])
-    if typing.get_origin(hint) is tuple:
-        item = _field_unpacker(typing.get_args(hint)[0])
-
-        def items(value: Any, path: str) -> Any:
-            if not isinstance(value, list):
-                raise Invalid(f"{path}: expected an array")
-            return tuple(item(each, path) for each in value)
-
-        return items
-    if typing.get_origin(hint) is dict:
-        key, entry = map(_field_unpacker, typing.get_args(hint))
-
-        def mapping(value: Any, path: str) -> Any:
-            if not isinstance(value, dict):
-                raise Invalid(f"{path}: expected a map")
-            return {key(k, path): entry(v, path) for k, v in value.items()}
-
-        return mapping
-    if hint is float:
-        return _checked(lambda value: type(value) in (float, int), "float")
-    return _checked(lambda value: type(value) is hint, getattr(hint, "__name__", str(hint)))
-
-
-def _union(hint: Any) -> list[Any]:
-    """The options of `A | B | None` without None; empty for any other type."""
-    if typing.get_origin(hint) not in (types.UnionType, typing.Union):
-        return []
-    return [option for option in typing.get_args(hint) if option is not type(None)]
-
-
-def _any_of(converters: list[_Converter]) -> _Converter:
-    def convert(value: Any, path: str) -> Any:
-        if value is None:
-            return None
-        for attempt in converters[:-1]:
-            try:
-                return attempt(value, path)
-            except Invalid:
-                continue
-        return converters[-1](value, path)
-
-    return convert
-
-
-def _checked(holds: Callable[[Any], bool], expected: str) -> _Converter:
-    def convert(value: Any, path: str) -> Any:
-        if not holds(value):
-            raise Invalid(f"{path}: expected {expected}, got {type(value).__name__}")
-        return value
-
-    return convert
+    return typing.cast(M, unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag))
