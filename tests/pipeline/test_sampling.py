@@ -1,5 +1,6 @@
 """Sampling parameters through the whole pipeline, as the `openai` package and a few plain HTTP requests ask for them."""
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.model_files import DEMO_MODEL
 from tests.deployment import MODEL, Deployment
+from tests.waiting import wait_until
 
 QUESTION = [{"role": "user", "content": "What is Penstock?"}]
 PROMPT = "The gateway is a process that"
@@ -229,6 +231,7 @@ def test_what_load_balancers_ask(demo: Deployment) -> None:
         assert demo.get(path).status_code == 200
     assert httpx.post(demo.url() + "/ping", timeout=10, trust_env=False).status_code == 200
     assert demo.get("/version").json()["version"]
+    assert {"/tokenize", "/detokenize", "/v1/completions"} <= set(demo.get("/openapi.json").json()["paths"])
     assert httpx.head(demo.url() + "/v1/streams/cmpl-1", timeout=10, trust_env=False).status_code == 405
     assert demo.client().models.retrieve(MODEL).model_extra["max_model_len"] == 1024
     assert demo.get(f"/v1/models/{MODEL}").json()["limits"]["max_logprobs"] == 20
@@ -276,3 +279,26 @@ def test_a_search_that_is_left_ends(demo: Deployment) -> None:
             **{name: body[name] for name in ("model", "prompt", "max_tokens", "n")}, extra_body={"use_beam_search": True, "ignore_eos": True}
         )
     assert complete(demo, max_tokens=1).choices[0].finish_reason == "length"
+
+
+def test_a_search_goes_on_when_its_stages_are_killed(deployment: Deployment) -> None:
+    """Compute, sampler and tokenizer die in the middle of it: the same answers, as if nothing had been."""
+    deployment.start_all(dtype="float32")
+    asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 48, "use_beam_search": True, "n": 2, "best_of": 3, "ignore_eos": True, "return_token_ids": True}
+    expected = deployment.post("/v1/completions", asked).json()["choices"]
+    assert len(expected[0]["token_ids"]) == 48
+    steps = num_steps(deployment)
+    with ThreadPoolExecutor(1) as pool:
+        reply = pool.submit(httpx.post, deployment.url() + "/v1/completions", json=asked, timeout=120, trust_env=False)
+        wait_until(lambda: num_steps(deployment) > steps + 20, description="it is at it")
+        for stage in ("compute", "sampler", "tokenizer"):
+            deployment.kill(next(name for name in deployment.processes if name.startswith(stage)))
+            deployment.start(stage, f"{stage}-again", dtype="float32")
+        assert not reply.done(), "it was over before it could be disturbed"
+        assert reply.result(120).json()["choices"] == expected
+
+
+def num_steps(deployment: Deployment) -> int:
+    """One-token requests so far."""
+    with deployment.redis() as client:
+        return len(client.keys("log:*"))

@@ -16,7 +16,7 @@ from services.gateway.openai.ask import ask_all, ask_tokenizer, question
 from services.gateway.openai.beam_search import BeamSearch, EarlyStopping
 from services.gateway.openai.formats import Choice
 from shared.errors import Invalid, Rejected
-from shared.messages import EncodingParams, GenerateRequest, Int32Array, SchedulingParams
+from shared.messages import EncodingParams, GenerateRequest, Int32Array
 from shared.sampling_params import MAX_LOGPROBS, SamplingParams
 
 MAX_STEPS = 8192  # one-token requests of one search: width times max_tokens
@@ -81,11 +81,10 @@ def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str
 async def step(context: Context, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[tuple[int, float]]]:
     """Of each running beam its likeliest next tokens and their log probabilities. A server that is full for a while has the search wait."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=search.num_candidates)
-    scheduling = replace(request.scheduling, group_id="") if request.scheduling != SchedulingParams() else request.scheduling
     asked = [
         replace(
             request, params=params, messages=None, prompt=None, prompt_token_ids=np.concatenate((prompt, np.array(beam.token_ids, np.int32))),
-            encoding=EncodingParams(), created_at=time.time(), scheduling=scheduling,
+            encoding=EncodingParams(), created_at=time.time(), scheduling=replace(request.scheduling, group_id=""),
         )
         for beam in search.running
     ]  # fmt: skip
