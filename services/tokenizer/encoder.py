@@ -119,7 +119,7 @@ class Encoder:
             max_tokens = self._check(request, token_ids, max_model_len)
             echo_text = (text if text is not None else self._decode(token_ids)) if request.echo else None
             wants_offsets = echo_text is not None and request.params.prompt_logprobs is not None
-            echo_offsets = self._offsets(text, token_ids) if wants_offsets else np.zeros(0, np.int32)
+            echo_offsets = self._offsets(request, text, token_ids) if wants_offsets else np.zeros(0, np.int32)
             dry_breakers = self.breakers.pack(request.params.dry.sequence_breakers) if request.params.dry is not None else np.zeros(0, np.int32)
         except Invalid as error:
             return error
@@ -163,12 +163,12 @@ class Encoder:
         except Exception as error:
             raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
 
-    def _offsets(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _offsets(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Where each token begins in the text that is echoed; None: the text is decoded. What the text lacks, as a BOS, begins where the next one does."""
         if text is None:
             return self._decoded_offsets(token_ids.tolist())
-        offsets, end = [], 0
-        for begin, own_end in self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
+        offsets, end, adds = [], 0, request.encoding.add_special_tokens is not False
+        for begin, own_end in self.tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
             offsets.append(end if begin == own_end else min(begin, end))  # less than the end: a part of a character; more: of some, spaces are cut off
             end = max(end, own_end)
         return np.array(offsets, np.int32)

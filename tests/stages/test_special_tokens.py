@@ -1,5 +1,6 @@
 """Special tokens that are spelt in a message are text, the template's are control tokens, and nothing else about a text's tokens changes."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,10 @@ def test_special_tokens_are_added_where_it_is_asked() -> None:
             plain = ids(chat(("user", content)))
             assert ids(chat(("user", content), add_special_tokens=True)) == [begin, *plain]
             asked = GenerateRequest("r.0", None, "m", SamplingParams(), prompt=content)
-            bare = GenerateRequest("r.0", None, "m", SamplingParams(), prompt=content, encoding=EncodingParams(add_special_tokens=False))
+            bare = replace(asked, encoding=EncodingParams(add_special_tokens=False))
             assert ids(asked) == [begin, *ids(bare)]
+            for each in (asked, bare):
+                [found] = own.encode([replace(each, echo=True, params=SamplingParams(prompt_logprobs=0))], 4096)
+                assert isinstance(found, TokenizedRequest) and len(found.echo_offsets) == len(found.prompt_token_ids)
     finally:
         backend.post_processor = None

@@ -7,7 +7,7 @@ answer that is not streamed; asked again, the same search has the same end.
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from services.gateway.openai.beam_search import BeamSearch, EarlyStopping
 from services.gateway.openai.formats import Choice
 from shared.errors import Invalid, Rejected
 from shared.messages import EncodingParams, GenerateRequest, Int32Array
-from shared.sampling_params import MAX_LOGPROBS, SamplingParams
+from shared.sampling_params import MAX_LOGPROBS, ChainParams, SamplingParams
 
 MAX_STEPS = 8192  # one-token requests of one search: width times max_tokens
 PATIENCE_S = 30.0  # for a full server, once a search has begun
@@ -25,15 +25,18 @@ PAUSE_S = 0.25
 # What a search does not honour, and so must not be asked: fields of SamplingParams, which are to have their defaults.
 UNUSED = (
     "min_tokens", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
-    "logprobs", "prompt_logprobs", "dry", "chain", "include_stop_str_in_output",
+    "logprobs", "prompt_logprobs", "include_stop_str_in_output",
 )  # fmt: skip
 
 
 def check_beams(params: SamplingParams, width: int) -> None:
     """Raises Invalid for a search that can't be done."""
     plain = SamplingParams()
-    if wrong := next((name for name in UNUSED if getattr(params, name) != getattr(plain, name)), None):
-        raise Invalid(f"{wrong} is not available with use_beam_search", param=wrong if wrong not in ("dry", "chain") else None)
+    unused = [name for name in UNUSED if getattr(params, name) != getattr(plain, name)] + ["dry_multiplier"] * (params.dry is not None)
+    if params.chain is not None:
+        unused += [each.name for each in fields(ChainParams) if getattr(params.chain, each.name) != each.default]
+    if unused:
+        raise Invalid(f"{unused[0]} is not available with use_beam_search", param=unused[0])
     if not (params.is_greedy or params.temperature == 1.0):
         raise Invalid("use_beam_search takes the model's own probabilities: leave temperature out, or give 0 or 1", param="temperature")
     if width >= MAX_LOGPROBS:
