@@ -21,8 +21,8 @@ from shared.messages import StepCandidates, decode, encode
 from shared.sampling_params import ChainParams, SamplingParams
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
-VOCAB = 3000
-NUM_DRAWS, ROWS = 20_000, 500
+VOCAB = 800
+NUM_DRAWS, ROWS = 4_000, 200
 OFF = ChainParams()
 
 
@@ -173,9 +173,9 @@ def test_the_draws_have_the_distribution_that_is_left(name: str) -> None:
 
 def test_xtc_is_applied_as_often_as_asked_and_does_not_depend_on_the_draw() -> None:
     chain = ChainParams(xtc_probability=0.3)
-    applied = np.array([is_applied(chain, 5, position) for position in range(1, 10_001)])
+    applied = np.array([is_applied(chain, 5, position) for position in range(1, 3_001)])
     assert stats.binomtest(int(applied.sum()), len(applied), 0.3).pvalue > 1e-3
-    u = uniform(np.full(10_000, 5, np.uint64), np.arange(1, 10_001, dtype=np.int32))
+    u = uniform(np.full(3_000, 5, np.uint64), np.arange(1, 3_001, dtype=np.int32))
     assert stats.ks_2samp(u[applied], u[~applied]).pvalue > 1e-3
 
 
