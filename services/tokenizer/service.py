@@ -2,14 +2,15 @@
 
 import time
 
+from services.tokenizer.answers import Answer
 from services.tokenizer.encoder import Encoder
 from shared.errors import Invalid
-from shared.messages import RequestError
+from shared.messages import RequestError, TokenEvent
 from shared.settings import TokenizerSettings
 from shared.stage import Stage
 from shared.streams import prompts, requests, tombstone_key
 from shared.telemetry import get_logger
-from shared.token_log import end_request
+from shared.token_log import end_request, write_end
 from shared.transport import DeadLetter, Delivery, GroupReader, Pipeline, append_to_group
 
 log = get_logger("penstock.tokenizer")
@@ -77,6 +78,8 @@ class TokenizerService:
                 if isinstance(result, Invalid):
                     error = RequestError(str(result), result.status, result.param, result.code)
                     end_request(pipe, model, request.request_id, request.gateway_id, error=error)
+                elif isinstance(result, Answer):
+                    write_end(pipe, model, TokenEvent(request.request_id, 0, None, result.text, finish_reason="stop"), request.gateway_id)
                 else:
                     append_to_group(pipe, self.prompts, result)
             for request in cancelled:

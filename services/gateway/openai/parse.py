@@ -9,11 +9,14 @@ from pydantic import ValidationError
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody
+from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
 from shared.errors import Invalid
 
-BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "completion": CompletionBody}
+BODIES: dict[str, type[Body]] = {
+    "chat": ChatCompletionBody, "completion": CompletionBody, "tokenize": TokenizeBody, "detokenize": DetokenizeBody,
+}  # fmt: skip
 MAX_NAMED = 16  # of the wrong fields of a body
-BRANCHES = ("str", "int", "float", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
+BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
 
 
 def parse(kind: str, data: bytes) -> Body:

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.errors import CLIENT_CLOSED, RequestFailed, error_body
 from services.gateway.generation import Generation
 from services.gateway.metrics import Measured
-from services.gateway.openai.formats import Choice, format_for
+from services.gateway.openai.formats import Choice, best, format_for, usage
 from services.gateway.sse import DONE, PING, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
@@ -87,12 +87,17 @@ class Responder:
                 return Response(status_code=CLIENT_CLOSED)
             collecting.result()
             is_long = any(choice.prompt_logprobs is not None for choice in self.choices)
-            return Response(await aside(lambda: orjson.dumps(self.format.whole(self.choices)), is_long=is_long), media_type="application/json")
+            return Response(await aside(self._whole, is_long=is_long), media_type="application/json")
         finally:
             for task in (collecting, gone):
                 task.cancel()
             await asyncio.gather(collecting, gone, return_exceptions=True)
             self.close()
+
+    def _whole(self) -> bytes:
+        record = self.generation.record
+        answer = self.format.whole(best(self.choices, record))
+        return orjson.dumps(answer | {"usage": usage(self.choices, record.n)})  # all that was generated, whatever became of it
 
     async def stream(self) -> Response:
         """Server-sent events. What fails before the first event is an ordinary HTTP error; while a request waits, comments keep the stream open."""
