@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import redis
 
-from services.compute.candidates.reduction import CandidateRows
+from services.compute.candidates.reduction import REQUESTS_OWN, CandidateRows
 from services.compute.exchange.exchange import TEND_EVERY_S
 from services.compute.exchange.undecided import Decision, Undecided
 from services.redis_server import socket_path, start_server
@@ -65,6 +65,7 @@ def rows_at(position: int, previous: np.ndarray[Any, Any]) -> CandidateRows:
         handles=np.arange(count, dtype=np.int32), positions=ones * position, previous_token_ids=previous.astype(np.int32), counts=ones,
         token_ids=np.full((count, 1), 300, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype(np.float32),
         kept_mass=zeros.astype(np.float64), tail_token_ids=-ones, tail_logits=zeros.astype(np.float32), chosen=ones * 300,
+        temperatures=np.full(count, REQUESTS_OWN, np.float32),
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ import numpy as np
 Array = np.ndarray[Any, Any]
 
 GREEDY = 0.0  # kept_mass of a row that takes its first candidate
+TOKEN, XTC = 0, 1  # what a uniform number decides: which token it is; whether XTC is applied
 
 _PHILOX_M0, _PHILOX_M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
 _WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
@@ -38,11 +39,15 @@ def philox(counter: Array, key: Array) -> Array:
     return np.stack([c0, c1, c2, c3])
 
 
-def uniform(seeds: Array, positions: Array) -> Array:
-    """One number in [0, 1) for each (seed, position): 53 random bits. seeds: [n] uint64; positions: [n] int32. Returns [n] float64."""
+def uniform(seeds: Array, positions: Array, purpose: int = TOKEN) -> Array:
+    """One number in [0, 1) for each (seed, position): 53 random bits. seeds: [n] uint64; positions: [n] int32. Returns [n] float64.
+
+    purpose: what it decides. The numbers of different purposes have nothing to do with one another.
+    """
     seeds = seeds.astype(np.uint64)
     counter = np.zeros((4, len(seeds)), np.uint64)
     counter[0] = positions.astype(np.uint64)
+    counter[1] = purpose
     words = philox(counter, np.stack([seeds & _LOW, seeds >> _32]))
     bits: Array = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
     return bits.astype(np.float64) * 2.0**-53

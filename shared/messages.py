@@ -16,6 +16,7 @@ import numpy as np
 
 from shared.codec import packer, unpacker
 from shared.constraint import Constraint
+from shared.dry_breakers import unpack_breakers
 from shared.errors import Invalid
 from shared.sampling_params import SamplingParams
 
@@ -25,7 +26,7 @@ Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
 UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Task = Literal["generate", "tokenize"]
+Task = Literal["generate", "tokenize", "detokenize", "describe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +86,19 @@ class EmbeddingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class EncodingParams:
+    """How a prompt becomes tokens."""
+
+    add_special_tokens: bool | None = None  # a BOS and the like; None: of a plain prompt yes, of a rendered conversation, which brings its own, no
+    parse_special_tokens: bool | None = None  # that users spelt; None: of a plain prompt yes, of a conversation no: there they are text
+    truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: as many as leave room for max_tokens
+    return_token_strs: bool = False  # of a task "tokenize": the tokens as the vocabulary has them, too
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A client asked for one continuation, or for one embedding. Exactly one of messages, prompt and prompt_token_ids is set."""
+    """A client asked for one continuation, for one embedding, or for something else that takes a tokenizer. Exactly one of messages, prompt and
+    prompt_token_ids is set (of a task "describe", none)."""
 
     request_id: str
     gateway_id: str | None  # whose events stream; None: nobody reads, the log is enough
@@ -100,7 +112,8 @@ class GenerateRequest:
     scheduling: SchedulingParams = SchedulingParams()
     constraint: Constraint | None = None  # what the answer must match
     chat: ChatOptions = ChatOptions()
-    task: Task = "generate"  # "tokenize" ends with the tokenizer's answer, JSON in the text of its one event
+    encoding: EncodingParams = EncodingParams()
+    task: Task = "generate"  # the others end with the tokenizer's answer, JSON in the text of their one event
     embedding: EmbeddingParams | None = None  # set: the prompt's embedding is wanted, and no token
 
 
@@ -119,11 +132,13 @@ class TokenizedRequest:
     scheduling: SchedulingParams = SchedulingParams()
     echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # where each prompt token begins in echo_text; empty: nobody asked
     constraint: Constraint | None = None
+    dry_breakers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # shared/dry_breakers.py packs them
     embedding: EmbeddingParams | None = None
 
     def __post_init__(self) -> None:
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
             raise Invalid("TokenizedRequest: without a prompt, with a negative token id, or without max_tokens")
+        unpack_breakers(self.dry_breakers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +182,7 @@ class SequenceIntro:
     num_cached_tokens: int = 0
     num_decided_tokens: int = 0  # of the output, as far as compute was told: a log with fewer has lost some
     prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
+    prompt_token_ids: Int32Array | None = None  # the same
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +203,12 @@ class StepCandidates:
     tail_token_ids: Int32Array  # [R] the token beyond the candidates on which the draw falls, or -1
     tail_logits: Float32Array  # [R]
     previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [R] at position - 1, as computed upon; -1: none. Empty: unknown
+    temperatures: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))  # [R] below 0: the request's own. Empty: so are all
 
     def __post_init__(self) -> None:
         count = len(self.handles)
         columns = (self.positions, self.counts, self.logsumexp, self.kept_mass, self.tail_token_ids, self.tail_logits)
-        if any(len(each) != count for each in columns) or len(self.previous_token_ids) not in (0, count):
+        if any(len(each) != count for each in columns) or any(len(each) not in (0, count) for each in (self.previous_token_ids, self.temperatures)):
             raise Invalid("StepCandidates: columns of different lengths")
         if count and (self.counts.min() < 1 or self.positions.min() < 1):
             raise Invalid("StepCandidates: a row without candidates, or before the first position")
@@ -220,6 +237,7 @@ class TopLogprob:
     token: str
     raw: bytes
     logprob: float
+    token_id: int = -1  # -1: an older sender's
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +249,8 @@ class TokenLogprob:
     logprob: float
     top: tuple[TopLogprob, ...] = ()
     text_offset: int = 0  # characters of the text that the client gets, an echoed prompt's included, before this token's
+    token_id: int = -1  # -1: an older sender's
+    is_end: bool = False  # it ends the answer, and is no part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +279,7 @@ class TokenEvent:
     error: RequestError | None = None
     withheld: TokenLogprob | None = None  # this token's own logprob while its text is held back; for replay, never for the client
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
+    prompt_token_ids: Int32Array | None = None  # the same
     embedding: Float32Array | None = None  # of the prompt, with the request's one event
 
 

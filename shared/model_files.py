@@ -14,6 +14,7 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
 OTHER_FORMS = ["*/*", "consolidated*.safetensors"]  # in a hub's repository, of the same model, with names of their makers' own
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+DTYPES = frozenset(("auto", "float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # whatever else a config.json has
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
 
@@ -138,6 +139,14 @@ def _check_config(files: ModelFiles) -> None:
             raise StartupError(f"{files.file('config.json')}: {name} is {repr(value)[:80]}, not a positive number")
     if not isinstance(files.config.get("quantization_config"), dict | None):
         raise StartupError(f"{files.file('config.json')}: quantization_config is not an object")
+    for name in ("dtype", "torch_dtype"):
+        if (dtype := files.config.get(name)) is not None and (not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES):
+            raise StartupError(f"{files.file('config.json')}: {name} is {repr(dtype)[:80]}, which is no dtype that is known")
+    for file, source in (("generation_config.json", files.generation_config), ("config.json", files.config)):
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < files.config.get("vocab_size", 1 << 31):
+                raise StartupError(f"{files.file(file)}: eos_token_id is {repr(value)[:80]}, which names no token of the vocabulary")
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:

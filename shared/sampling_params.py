@@ -21,6 +21,56 @@ MAX_TOKENS = 1 << 24  # beyond any model: keeps counts within int32
 SEEDS = 1 << 64
 MIN_TEMPERATURE = 1e-3  # below, only the likeliest token has a weight that a float holds: it is greedy decoding
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition: logits that it multiplies stay finite
+MAX_BREAKERS = 32  # dry_sequence_breakers
+MAX_BREAKER_LENGTH = 40  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class DryParams:
+    """DRY ("don't repeat yourself"), as llama.cpp has it: a token that would go on with a repetition of L tokens that are there already, L at least
+    allowed_length, loses multiplier * base^(L - allowed_length) of its logit. A repetition does not reach over a breaker."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    penalty_last_n: int = -1  # tokens that are looked at, the prompt's among them; -1: all
+    sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+
+    def __post_init__(self) -> None:
+        _between("dry_multiplier", self.multiplier, 0.0, 100.0)
+        _between("dry_base", self.base, 1.0, 100.0)
+        _between("dry_allowed_length", self.allowed_length, 0, MAX_TOKENS)
+        _between("dry_penalty_last_n", self.penalty_last_n, -1, MAX_TOKENS)
+        if len(self.sequence_breakers) > MAX_BREAKERS or any(not 0 < len(text) <= MAX_BREAKER_LENGTH for text in self.sequence_breakers):
+            raise Invalid(f"dry_sequence_breakers takes at most {MAX_BREAKERS} strings of 1 to {MAX_BREAKER_LENGTH} characters", param="dry_sequence_breakers")
+
+
+@dataclass(frozen=True, slots=True)
+class ChainParams:
+    """llama.cpp's samplers beside top-k, top-p and min-p. A request with any of them is sampled in llama.cpp's order, in which temperature comes last
+    (services/compute/candidates/chain.py)."""
+
+    top_n_sigma: float = 0.0  # 0: off
+    typical_p: float = 1.0  # 1: off
+    xtc_probability: float = 0.0  # 0: off
+    xtc_threshold: float = 0.1  # above 0.5: off
+    dynatemp_range: float = 0.0  # 0: off
+    dynatemp_exponent: float = 1.0
+
+    def __post_init__(self) -> None:
+        _between("top_n_sigma", self.top_n_sigma, 0.0, 1000.0)
+        if not 0.0 < self.typical_p <= 1.0:
+            raise Invalid(f"typical_p must be above 0 and at most 1, got {self.typical_p}", param="typical_p")
+        _between("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _between("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        _between("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
+        _between("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any of them does anything."""
+        has_xtc = self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
+        return self.top_n_sigma > 0.0 or self.typical_p < 1.0 or has_xtc or self.dynatemp_range > 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +97,10 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()  # that the answer must not hold
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # how the model spells them, with a space before and without; the tokenizer fills them in
     skip_special_tokens: bool = True  # in the text; False: they are spelt out
+    dry: DryParams | None = None  # None: off
+    chain: ChainParams | None = None  # None: off
+    include_stop_str_in_output: bool = False
+    returns_prompt_token_ids: bool = False  # the request's first event brings them
 
     def __post_init__(self) -> None:
         _between("max_tokens", self.max_tokens, 0, MAX_TOKENS)

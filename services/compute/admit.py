@@ -10,6 +10,7 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.quarantine import Quarantine
 from services.compute.sequence import Sequence
+from shared.dry_breakers import unpack_breakers
 from shared.errors import Lost
 from shared.messages import RequestError, TokenEvent, TokenizedRequest, encode
 from shared.stage import Stage
@@ -138,6 +139,7 @@ class Admitter:
             deadline=scheduling.deadline_at if scheduling.deadline_at and not logged else None,
             group_id=scheduling.group_id or None,
             cache_salt=scheduling.cache_salt,
+            dry_breakers=unpack_breakers(request.dry_breakers),
             embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
         )
 

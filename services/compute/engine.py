@@ -57,7 +57,7 @@ def choose_device(name: str) -> torch.device:
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
     """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes bfloat16)."""
-    wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16")
+    wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from shared.dry_breakers import Breakers
 from shared.messages import EmbeddingParams
 from shared.sampling_params import SamplingParams
 
@@ -51,6 +52,7 @@ class Sequence:
     has_shared_tail: bool = False  # the block it writes next may be another's as well
     num_scored_tokens: int = 0  # of the prompt, after its first: those whose logprobs are computed, or will be by the step that was scheduled last
     scored: list[ScoredTokens] = field(default_factory=list)  # their logprobs, step by step
+    dry_breakers: Breakers = field(default_factory=dict)  # over which no repetition reaches that DRY penalizes
     pooled: Array | None = None  # [hidden] float64, the sum of the hidden states that were pooled so far
     has_begun: bool = False
     is_finished: bool = False

@@ -16,12 +16,13 @@ from services.gateway.admission import STAGES
 from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
-from services.gateway.middleware import BodyLimit, RequestId
+from services.gateway.middleware import BodyLimit, Head, RequestId
 from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.embeddings import router as embeddings
 from services.gateway.openai.routes import router
+from services.gateway.openai.tokens import router as tokens_router
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
@@ -60,6 +61,7 @@ def build_app(context: Context) -> FastAPI:
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
+    app.add_middleware(Head)
     app.add_middleware(RequestId)
     if context.settings.allow_origin:
         app.add_middleware(
@@ -73,8 +75,10 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
     app.add_api_route("/", index, include_in_schema=False)
+    app.include_router(tokens_router)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
+    app.add_api_route("/ping", ready, methods=["GET", "POST"])
     app.add_api_route("/metrics", metrics)
     describe_bodies(app)
     return app

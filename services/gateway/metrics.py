@@ -158,6 +158,13 @@ class Measured:
         self.has_begun = True
         self.metrics.output_tokens.inc()
 
+    def whole(self, choices: list[Choice]) -> None:
+        """Answers that came all at once, as those of a search do."""
+        for choice in choices:
+            self.metrics.requests.labels(choice.finish_reason).inc()
+            self.metrics.output_tokens.inc(choice.num_output_tokens)
+        self.finish(choices, num_cancelled=0)
+
     def finish(self, choices: list[Choice], *, num_cancelled: int) -> None:
         """The response has ended here; num_cancelled of its sequences because nobody reads them any more."""
         if not self.is_resumed:

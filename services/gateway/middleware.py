@@ -32,6 +32,17 @@ class RequestId:
         await self.app(scope, receive, send_with_id)
 
 
+class Head:
+    """HEAD is GET without the body, which the server leaves out: load balancers ask so. Not for a stream, whose reader it would become."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith("/v1/streams/")
+        await self.app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
 class BodyTooLong(Exception):
     """More came than Content-Length said, or than is allowed without one."""
 

@@ -40,6 +40,10 @@ class ResponseRecord:
     has_reasoning: bool = True  # include_reasoning
     has_continuous_usage: bool = False  # stream_options.continuous_usage_stats
     fingerprint: str = ""  # system_fingerprint
+    num_best: int | None = None  # of each prompt's n sequences so many are answers, the likeliest; None: all
+    hides_logprobs: bool = False  # they are there to choose the best by
+    has_token_ids: bool = False  # return_token_ids
+    names_tokens_by_id: bool = False  # return_tokens_as_token_ids
     is_background: bool = False  # nobody's leaving cancels it; its readers follow the log
 
     @property

@@ -1,6 +1,7 @@
 """Token ids to text as they come, never half a character."""
 
 import json
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ from tokenizers.decoders import DecodeStream
 from shared.errors import StartupError
 from shared.messages import PromptLogprobs
 
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
 MAX_PENDING = 8  # tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one: decode them as they are
 
 
@@ -62,7 +64,10 @@ class TokenTable:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._is_byte_level = '"ByteLevel"' in json.dumps(json.loads(tokenizer.to_str()).get("decoder"))
+        described = json.loads(tokenizer.to_str())
+        decoder = json.dumps(described.get("decoder"))
+        self._is_byte_level, self._has_byte_tokens, self._has_metaspace = (each in decoder for each in ('"ByteLevel"', '"ByteFallback"', '"\\u2581"'))
+        self._added = {each["id"] for each in described["added_tokens"]}
         self.describe = cache(self._describe)  # bounded by the vocabulary
 
     def spell(self, prompt: PromptLogprobs) -> PromptLogprobs:
@@ -71,14 +76,25 @@ class TokenTable:
         return replace(prompt, spelled_token_ids=token_ids, texts=tuple(self.describe(token_id)[0] for token_id in token_ids.tolist()))
 
     def _describe(self, token_id: int) -> tuple[str, bytes]:
-        """A token as text, and its bytes, which may be a part of a character only."""
-        text = str(self._tokenizer.decode([token_id], skip_special_tokens=False))
-        if "\ufffd" in text and self._is_byte_level:
-            token: Any = self._tokenizer.id_to_token(token_id)
+        """A token as text, and its bytes. A token that is a part of a character only is spelt as OpenAI's completions do: `bytes:\\xe6\\xb0`."""
+        raw = self._bytes(token_id)
+        try:
+            return raw.decode(), raw
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
+
+    def _bytes(self, token_id: int) -> bytes:
+        """The token's own, from how the vocabulary writes it; what has no such form, as it decodes."""
+        token: Any = self._tokenizer.id_to_token(token_id)
+        if token is not None and token_id not in self._added:
             alphabet = byte_of_character()
-            if token is not None and all(character in alphabet for character in token):
-                return text, bytes(alphabet[character] for character in token)
-        return text, text.encode()
+            if self._is_byte_level and all(character in alphabet for character in token):
+                return bytes(alphabet[character] for character in token)
+            if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(token)):
+                return bytes([int(byte[1], 16)])
+            if self._has_metaspace:
+                return str(token).replace("\u2581", " ").encode()
+        return str(self._tokenizer.decode([token_id], skip_special_tokens=False)).encode()
 
 
 @cache

@@ -50,16 +50,17 @@ class RequestState:
         if token_id in self.intro.eos_token_ids or token_id in params.stop_token_ids:
             finish_reason = "stop"
             stop_reason = None if token_id in self.intro.eos_token_ids else token_id
-            logprob = None  # the token that ends an answer is no part of it
+        if finish_reason is not None and not params.include_stop_str_in_output:
+            if logprob is not None:
+                self._hold_logprob(replace(logprob, is_end=True), self.num_chars)
         else:
             start = self.num_chars
-            released, stop_reason = self._feed(self.detokenizer.add(token_id))
+            released, matched = self._feed(self.detokenizer.add(token_id))
             if logprob is not None:
-                logprob = replace(logprob, text_offset=len(self.intro.echo_text or "") + start)
-                self.unreleased.append((start, self.num_chars, logprob))
-            if stop_reason is not None:
-                finish_reason = "stop"
-            elif self.position >= (params.max_tokens or 1):
+                self._hold_logprob(logprob, start)
+            if matched is not None:
+                finish_reason, stop_reason = "stop", matched
+            elif finish_reason is None and self.position >= (params.max_tokens or 1):
                 finish_reason = "length"
         if finish_reason is not None and not isinstance(stop_reason, str):  # the end: nothing can complete what is held back
             rest, matched = self._feed(self.detokenizer.flush())
@@ -80,8 +81,9 @@ class RequestState:
             logprobs=ready,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            withheld=logprob if self.unreleased else None,
+            withheld=self.unreleased[-1][2] if self.unreleased else None,
             prompt_logprobs=prompt_logprobs,
+            prompt_token_ids=self.intro.prompt_token_ids if self.position == 1 else None,
         )
         self.last_event = event
         return event
@@ -97,6 +99,7 @@ class RequestState:
             num_cached_tokens=self.intro.num_cached_tokens,
             finish_reason="length",
             prompt_logprobs=prompt_logprobs,
+            prompt_token_ids=self.intro.prompt_token_ids,
         )
         self.last_event = event
         return event
@@ -118,7 +121,12 @@ class RequestState:
         self.num_chars += len(text)
         if not self.intro.params.stop or self.position < self.intro.params.min_tokens:
             return text, None
-        return self.matcher.feed(text)
+        released, matched = self.matcher.feed(text)
+        return released + matched if matched is not None and self.intro.params.include_stop_str_in_output else released, matched
+
+    def _hold_logprob(self, logprob: TokenLogprob, start: int) -> None:
+        """Until the text is out that begins at `start` and ends where the text is now."""
+        self.unreleased.append((start, self.num_chars, replace(logprob, text_offset=len(self.intro.echo_text or "") + start)))
 
     def _with_echo(self, released: str) -> str:
         return (self.intro.echo_text or "") + released if self.position == 1 else released

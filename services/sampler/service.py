@@ -225,6 +225,8 @@ class SamplerService:
         logits, columns = pad(step.logits, step.counts, -np.inf), np.zeros(len(known), np.int64)
         if step.kept_mass.any():
             temperatures = np.array([0.0 if state is None else state.intro.params.temperature for state in known])
+            if len(step.temperatures):
+                temperatures = np.where(step.temperatures >= 0, step.temperatures, temperatures)
             seeds = np.array([0 if state is None else state.intro.params.seed for state in known], np.uint64)
             columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
         token_ids = pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids)
@@ -242,8 +244,8 @@ class SamplerService:
         except Exception as error:  # a tokenizer's own failure on these tokens
             log.exception("request failed", request_id=state.intro.request_id)
             return Decided(handle, position, state, end=state.failure(f"{NO_TEXT}: {error}"))
-        if prompt is not None:
-            state.intro = replace(state.intro, prompt_logprobs=None)  # from now on the log holds them
+        if position == 1 and (prompt is not None or state.intro.prompt_token_ids is not None):
+            state.intro = replace(state.intro, prompt_logprobs=None, prompt_token_ids=None)  # from now on the log holds them
         return Decided(handle, position, state, entry=entry)
 
     def logprob(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> TokenLogprob | None:
@@ -253,8 +255,8 @@ class SamplerService:
             return None
         start, logsumexp = int(step.counts[:row].sum()), float(step.logsumexp[row])
         listed = range(start, start + min(wanted, int(step.counts[row])))
-        top = tuple(TopLogprob(*self.tokens.describe(int(step.token_ids[at])), float(step.logits[at]) - logsumexp) for at in listed)
-        return TokenLogprob(*self.tokens.describe(token_id), logit - logsumexp, top)
+        top = tuple(TopLogprob(*self.tokens.describe(each), float(step.logits[at]) - logsumexp, each) for at in listed for each in (int(step.token_ids[at]),))
+        return TokenLogprob(*self.tokens.describe(token_id), logit - logsumexp, top, token_id=token_id)
 
     def logged(self, state: RequestState, handle: int, position: int) -> Decided:
         """What the log holds at a position that is decided, or the end that came before it."""

@@ -1,18 +1,29 @@
 """Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or the length."""
 
 import dataclasses
+from itertools import groupby
 from typing import Any
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
-from services.tokenizer.answers import Answer, tokenized
+from services.tokenizer.answers import Answer, describe, detokenized, tokenized
+from services.tokenizer.breakers import BreakerTable
 from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
 from shared.errors import Invalid
-from shared.messages import GenerateRequest, TokenizedRequest
+from shared.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
 from shared.model_files import ModelFiles
 from shared.sampling_params import MAX_PROMPT_LOGPROBS
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Conversation:
+    """What the chat template renders."""
+
+    messages: tuple[ChatMessage, ...]
+    options: ChatOptions
 
 
 class Encoder:
@@ -22,13 +33,15 @@ class Encoder:
         self.tokenizer = tokenizer
         self.chat_template = ChatTemplate(tokenizer)
         self.parsers = self.chat_template.parsers(tool_call_parser, reasoning_parser)
+        self.special_tokens = SpecialTokens(tokenizer.backend_tokenizer)
+        self.breakers = BreakerTable(tokenizer.backend_tokenizer)
         self.model = files.name
         self.vocab_size = files.vocab_size
         self.eos_token_ids = files.eos_token_ids
         self.can_shorten = files.can_shorten
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
-        """For each request its tokens, handed on or as the answer, or why there are none."""
+        """For each request its tokens, or what else it asked for, or why there is neither."""
         texts = self._texts(requests)
         token_ids = self._encode_texts(requests, texts)
         return [
@@ -37,42 +50,97 @@ class Encoder:
         ]
 
     def _texts(self, requests: list[GenerateRequest]) -> list[str | None | Invalid]:
-        """The texts to encode; None: the request brought token ids."""
-        chats = [request for request in requests if request.messages is not None]
-        rendered = iter(self.chat_template.render([request.messages or () for request in chats], [request.chat for request in chats]))
-        return [request.prompt if request.messages is None else next(rendered) for request in requests]
+        """The texts to encode, marked where special tokens are spelt in them that are to be text; None: the request brought token ids."""
+        sources: list[Any] = [
+            self._marked(request, request.prompt if request.messages is None else Conversation(request.messages, request.chat)) for request in requests
+        ]
+        chats = [source for source in sources if isinstance(source, Conversation)]
+        rendered = iter(self.chat_template.render([chat.messages for chat in chats], [chat.options for chat in chats]))
+        texts: list[str | None | Invalid] = []
+        for request, source in zip(requests, sources, strict=True):
+            if not isinstance(source, Conversation):
+                texts.append(MarkedText(source) if isinstance(source, str) and source != request.prompt else source)
+                continue
+            text, is_marked = next(rendered), source.messages is not request.messages
+            texts.append(self._with_own_marks(source, text) if is_marked and isinstance(text, str) else text)
+        return texts
+
+    def _marked(self, request: GenerateRequest, value: Any) -> Any:
+        """A prompt or a conversation, with marks if it needs them; or why it can't have them."""
+        is_chat, parses = request.messages is not None, request.encoding.parse_special_tokens
+        if not is_chat if parses is None else parses:
+            return value
+        try:
+            return self.special_tokens.mark(value) if self.special_tokens.are_spelled_in(value) else value
+        except (Invalid, RecursionError) as error:
+            reason = str(error) if isinstance(error, Invalid) else "JSON in it is nested too deep to look for special tokens"
+            return Invalid(reason, param="messages" if is_chat else "prompt")
+
+    def _with_own_marks(self, chat: Conversation, text: str) -> str | Invalid:
+        """The rendered text of a conversation with marks. If they have changed what the template does, it looks for special tokens in contents: it may in what
+        the assistant said and thought, of which the model made them; what others spell stays text, and so do calls."""
+        unmarked = self.special_tokens.unmark(chat)
+        assistants = tuple(
+            dataclasses.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
+            for plain, each in zip(unmarked.messages, chat.messages, strict=True)
+        )
+        plain, again = self.chat_template.render([unmarked.messages, assistants], [unmarked.options, chat.options])
+        if isinstance(again, Invalid):
+            return again
+        return MarkedText(text if text.replace(MARK, "") == plain else again)
 
     def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any] | Invalid]:
         """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""
         token_ids: list[np.ndarray[Any, Any] | Invalid] = [
             np.zeros(0, np.int32) if request.prompt_token_ids is None else request.prompt_token_ids for request in requests
         ]
-        for is_chat in (True, False):
-            rows = [row for row, text in enumerate(texts) if isinstance(text, str) and (requests[row].messages is not None) == is_chat]
-            if rows:
-                for row, ids in zip(rows, self._encode_batch([str(texts[row]) for row in rows], add_special_tokens=not is_chat), strict=True):
+
+        def kind(row: int) -> tuple[bool, bool]:
+            """Whether it is a conversation, and whether special tokens are added."""
+            added, is_chat = requests[row].encoding.add_special_tokens, requests[row].messages is not None
+            return is_chat, not is_chat if added is None else added
+
+        for (is_chat, adds), group in groupby(sorted((row for row, text in enumerate(texts) if isinstance(text, str)), key=kind), key=kind):
+            rows, param = list(group), "messages" if is_chat else "prompt"
+            plain = [row for row in rows if not isinstance(texts[row], MarkedText)]
+            if plain:
+                for row, ids in zip(plain, self._encode_batch([str(texts[row]) for row in plain], param, add_special_tokens=adds), strict=True):
                     token_ids[row] = ids
+            for row in rows:
+                if isinstance(text := texts[row], MarkedText):
+                    token_ids[row] = self._encode_marked(text, param, add_special_tokens=adds)
         return token_ids
 
-    def _encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[np.ndarray[Any, Any] | Invalid]:
+    def _encode_marked(self, text: MarkedText, param: str, *, add_special_tokens: bool) -> np.ndarray[Any, Any] | Invalid:
+        try:
+            return np.asarray(self.special_tokens.encode(text, add_special_tokens=add_special_tokens), np.int32)
+        except Exception as error:  # a tokenizer raises what it likes
+            return Invalid(str(error) if isinstance(error, Invalid) else f"the text can't be encoded: {error}", param=param)
+
+    def _encode_batch(self, texts: list[str], param: str, *, add_special_tokens: bool) -> list[np.ndarray[Any, Any] | Invalid]:
         """All at once; if that fails, each alone, so that a text that can't be encoded fails by itself."""
         try:
             encoded = self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         except Exception as error:  # a tokenizer raises what it likes
             if len(texts) == 1:
-                return [Invalid(f"the text can't be encoded: {error}", param="messages" if not add_special_tokens else "prompt")]
-            return [each for text in texts for each in self._encode_batch([text], add_special_tokens=add_special_tokens)]
+                return [Invalid(f"the text can't be encoded: {error}", param=param)]
+            return [each for text in texts for each in self._encode_batch([text], param, add_special_tokens=add_special_tokens)]
         return [np.asarray(ids, np.int32) for ids in encoded]
 
     def _finish(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Answer | Invalid:
-        if request.task == "tokenize":
-            return tokenized(token_ids.tolist(), max_model_len)
         try:
+            opening = self._opening(request, text)
+            if request.task != "generate":
+                return self._answer(request, token_ids, max_model_len, opening)
+            kept = self._truncated(request, token_ids, max_model_len)
+            if len(kept) < len(token_ids) or isinstance(text, MarkedText):
+                text, token_ids = None, kept
             max_tokens = self._check(request, token_ids, max_model_len)
             bad_words = self._spell_bad_words(request.params.bad_words)
-            echo_text = self._echo(text, token_ids) if request.echo else self._opening(request, text)
+            echo_text = (text if text is not None else self._decode(token_ids)) if request.echo else opening
             wants_offsets = request.echo and request.params.prompt_logprobs is not None
-            echo_offsets = self._offsets(text, token_ids) if wants_offsets else np.zeros(0, np.int32)
+            echo_offsets = self._offsets(request, text, token_ids) if wants_offsets else np.zeros(0, np.int32)
+            dry_breakers = self.breakers.pack(request.params.dry.sequence_breakers) if request.params.dry is not None else np.zeros(0, np.int32)
         except Invalid as error:
             return error
         return TokenizedRequest(
@@ -87,13 +155,14 @@ class Encoder:
             scheduling=request.scheduling,
             echo_offsets=echo_offsets,
             constraint=request.constraint,
+            dry_breakers=dry_breakers,
             embedding=request.embedding,
         )
 
     def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word as it stands at a beginning, and after a space."""
         texts = [text for word in words for text in (word.lstrip(), f" {word.lstrip()}") if text.strip()]
-        spelt = self._encode_batch(texts, add_special_tokens=False) if texts else []
+        spelt = self._encode_batch(texts, "bad_words", add_special_tokens=False) if texts else []
         if any(isinstance(each, Invalid) or not len(each) for each in spelt) or len(texts) < 2 * len(words):
             raise Invalid("bad_words holds a text that has no tokens", param="bad_words")
         return tuple(dict.fromkeys(tuple(each.tolist()) for each in spelt if not isinstance(each, Invalid)))
@@ -104,18 +173,38 @@ class Encoder:
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 
-    def _echo(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> str:
-        try:
-            return text if text is not None else str(self.tokenizer.decode(token_ids.tolist()))
-        except Exception as error:
-            raise Invalid(f"the prompt's tokens can't be made text: {error}", param="prompt") from None
+    def _answer(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int, opening: str | None) -> Answer:
+        """What a request other than for a generation asks. Raises Invalid."""
+        if request.task == "tokenize":
+            kept = self._truncated(request, token_ids, max_model_len).tolist()
+            strs = self.tokenizer.convert_ids_to_tokens(kept) if request.encoding.return_token_strs else None
+            return tokenized(kept, strs, max_model_len, self.eos_token_ids, opening or "")
+        if request.task == "detokenize":
+            self._check_ids(request, token_ids)
+            return detokenized(self._decode(token_ids, skips_special=request.params.skip_special_tokens))
+        return describe(self.tokenizer, self.model, max_model_len, self.eos_token_ids)
 
-    def _offsets(self, text: str | None, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _truncated(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> np.ndarray[Any, Any]:
+        """The last tokens of the prompt, as many as the request wants of it."""
+        most = request.encoding.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most < 0:
+            most = max(1, max_model_len - (1 if request.params.max_tokens is None else request.params.max_tokens))
+        return token_ids[-most:]
+
+    def _decode(self, token_ids: np.ndarray[Any, Any], *, skips_special: bool = False) -> str:
+        try:
+            return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=skips_special))
+        except Exception as error:
+            raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
+
+    def _offsets(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Where each token begins in the text that is echoed; None: the text is decoded. What the text lacks, as a BOS, begins where the next one does."""
         if text is None:
             return self._decoded_offsets(token_ids.tolist())
-        offsets, end = [], 0
-        for begin, own_end in self.tokenizer(text, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
+        offsets, end, adds = [], 0, request.encoding.add_special_tokens is not False
+        for begin, own_end in self.tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
             offsets.append(end if begin == own_end else min(begin, end))  # less than the end: a part of a character; more: of some, spaces are cut off
             end = max(end, own_end)
         return np.array(offsets, np.int32)
@@ -137,8 +226,7 @@ class Encoder:
         field = "messages" if request.messages is not None else "input" if request.embedding is not None else "prompt"
         if n == 0:
             raise Invalid("the prompt is empty: it has no tokens", param=field)
-        if request.prompt_token_ids is not None and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
-            raise Invalid(f"prompt holds token ids outside the vocabulary, [0, {self.vocab_size})", param=field)
+        self._check_ids(request, token_ids)
         for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids), ("allowed_token_ids", params.allowed_token_ids)):
             if any(token >= self.vocab_size for token in ids):
                 raise Invalid(f"{name} names a token outside the vocabulary, [0, {self.vocab_size})", param=name)
@@ -157,3 +245,9 @@ class Encoder:
         if params.min_tokens > (max_tokens := room if params.max_tokens is None else params.max_tokens):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens
+
+    def _check_ids(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any]) -> None:
+        """Raises Invalid for token ids of the client's that no token has."""
+        if request.prompt_token_ids is not None and len(token_ids) and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
+            name = "tokens holds" if request.task == "detokenize" else "prompt holds"
+            raise Invalid(f"{name} token ids outside the vocabulary, [0, {self.vocab_size})", param=name.split()[0])

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLParserLimits
 from scipy import stats
 
 from services.compute.backends.backend import RowSearch
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.candidates import constraints as module
 from services.compute.candidates.constraints import Constraints, Masks, replay
 from services.compute.candidates.reduction import edit, reduce
@@ -21,11 +22,12 @@ from shared import grammar
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.grammar import Vocabulary, compile_grammar
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import ChainParams, DryParams, SamplingParams
 from tests.grammars.generate import EOS, FILES, generate, make_constraints, tokenizer, vocabulary
 from tests.waiting import wait_until
 
 VOCAB = FILES.vocab_size
+SEARCH = TorchBackend(torch.float32, torch.device("cpu")).row_search
 SCHEMA = Constraint(
     "json_schema", json.dumps({"type": "array", "items": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}})
 )
@@ -103,7 +105,7 @@ def test_what_is_allowed_is_what_the_rules_say(
     if grammar_ids is None and not allowed:
         assert allowed_tokens(sequence, mask, 64) is None
         row = torch.zeros(64)
-        edit(row, sequence)
+        edit(row, sequence, SEARCH)
         assert set(torch.isfinite(row).nonzero().flatten().tolist()) == left
     elif left:
         found = allowed_tokens(sequence, mask, 64)
@@ -140,6 +142,37 @@ def test_draws_under_a_grammar_have_the_masked_distribution(search: RowSearch, i
     often = wanted >= 8
     observed, hoped = np.append(counts[often], counts[~often].sum()), np.append(wanted[often], wanted[~often].sum())
     assert stats.chisquare(observed, hoped * observed.sum() / hoped.sum()).pvalue > 1e-4
+
+
+@pytest.mark.parametrize("chain", [None, ChainParams(typical_p=0.9), ChainParams(top_n_sigma=1.5, xtc_probability=1.0, xtc_threshold=0.01, dynatemp_range=0.5)])
+def test_samplers_see_what_the_grammar_leaves(search: RowSearch, chain: ChainParams | None) -> None:
+    """Llama.cpp's chain and DRY work on the masked row: as on one whose other logits are minus infinity from the beginning."""
+    allowed = np.sort(np.random.default_rng(2).choice(np.arange(6, VOCAB), VOCAB // 4, replace=False))  # not the prompt's token
+    logits = torch.randn((4, VOCAB), generator=torch.Generator().manual_seed(5)) * 2
+    ban = torch.full((VOCAB,), -torch.inf)
+    ban[torch.from_numpy(allowed)] = 0.0
+    output = [int(allowed[0]), int(allowed[1]), int(allowed[2]), int(allowed[0]), int(allowed[1])]
+    dry = DryParams(3.0, base=1.5, allowed_length=1)
+    sequences = [sequence_of(output, handle=handle, seed=handle, dry=dry, chain=chain, logprobs=3, temperature=0.8) for handle in range(4)]
+    masked = reduce(logits.clone(), sequences, search, Masks(dict.fromkeys(range(4), bits_of(allowed, VOCAB))))
+    plain = reduce(logits + ban, sequences, search)
+    assert not masked.failures
+    for name in ("counts", "token_ids", "logits", "logsumexp", "kept_mass", "tail_token_ids", "tail_logits", "chosen", "temperatures"):
+        assert np.array_equal(getattr(masked, name), getattr(plain, name)), name
+    assert set(masked.chosen.tolist()) <= set(allowed.tolist())
+    repeated = logits[:, torch.from_numpy(allowed)].double()
+    repeated[:, 2] -= 3.0 * 1.5  # the third goes on with a repetition of two
+    assert np.allclose(masked.logsumexp, torch.logsumexp(repeated, 1).numpy(), atol=1e-5)
+
+
+def test_a_row_that_nothing_is_allowed_in_fails_beside_one_with_samplers(search: RowSearch) -> None:
+    allowed = bits_of(np.array([7, 9]), VOCAB)
+    logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(6))
+    chain = ChainParams(typical_p=0.5)
+    sequences = [sequence_of([], handle=0, chain=chain), sequence_of([], handle=1, chain=chain, allowed_token_ids=(8,)), sequence_of([], handle=2)]
+    rows = reduce(logits, sequences, search, Masks(dict.fromkeys(range(3), allowed)))
+    assert rows.handles.tolist() == [0, 2] and set(rows.chosen.tolist()) <= {7, 9}
+    assert {handle: (failure.status, failure.code) for handle, failure in rows.failures.items()} == {1: (400, "nothing_allowed")}
 
 
 @settings(max_examples=40, deadline=None)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from services.sampler.detokenizer import byte_of_character
 from shared.model_files import DEMO_MODEL
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
@@ -28,6 +29,13 @@ LONG = "The sampler decides each token. Compute owns what needs the whole vocabu
 @cache
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(DEMO_MODEL)
+
+
+def spelled(token_id: int) -> str:
+    """A token's text; of a part of a character, its bytes as OpenAI writes them."""
+    text = str(tokenizer().decode([token_id]))
+    alphabet = byte_of_character()
+    return text if "\ufffd" not in text else "bytes:" + "".join(f"\\x{alphabet[each]:02x}" for each in tokenizer().convert_ids_to_tokens(token_id))
 
 
 @torch.inference_mode()
@@ -61,16 +69,21 @@ def test_a_completion_echoes_the_logprobs_of_prompt_and_answer(demo: Deployment)
     found, answer = choice.logprobs, alone.logprobs
     assert choice.text == PROMPT + alone.text
     n = len(token_ids)
-    assert found.tokens[:n] == [tokenizer().decode([each]) for each in token_ids] and found.tokens[n:] == answer.tokens
+    assert found.tokens[:n] == [spelled(each) for each in token_ids] and found.tokens[n:] == answer.tokens
     assert found.token_logprobs[0] is None and found.top_logprobs[0] is None
     rows = expected(token_ids)
     assert found.token_logprobs[1:n] == pytest.approx([float(row[each]) for row, each in zip(rows, token_ids[1:], strict=True)], abs=1e-4)
-    assert all(len(top) <= 2 and max(top.values()) == pytest.approx(float(row.max()), abs=1e-4) for row, top in zip(rows, found.top_logprobs[1:n], strict=True))
+    assert all(
+        len(top) <= 3 and top[token] == logprob for top, token, logprob in list(zip(found.top_logprobs, found.tokens, found.token_logprobs, strict=True))[1:]
+    )
+    assert all(max(top.values()) == pytest.approx(float(row.max()), abs=1e-4) for row, top in zip(rows, found.top_logprobs[1:n], strict=True))
     assert found.token_logprobs[n:] == pytest.approx(answer.token_logprobs, abs=1e-5)
     assert found.text_offset[0] == 0 and found.text_offset[n] == len(PROMPT) and len(found.text_offset) == n + 4
-    assert all(choice.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True) if "\ufffd" not in token)
+    assert all(choice.text[at:].startswith(token) for at, token in zip(found.text_offset, found.tokens, strict=True) if not token.startswith("bytes:"))
     none = client.completions.create(model=MODEL, prompt=PROMPT, temperature=0, max_tokens=1, logprobs=0, echo=True).choices[0]
-    assert none.logprobs.token_logprobs[:n] == found.token_logprobs[:n] and none.logprobs.top_logprobs[:3] == [None, {}, {}]
+    assert none.logprobs.token_logprobs[:n] == found.token_logprobs[:n] and none.logprobs.top_logprobs[1:] == [
+        {token: logprob} for token, logprob in zip(none.logprobs.tokens[1:], none.logprobs.token_logprobs[1:], strict=True)
+    ]
 
 
 def test_both_endpoints_have_vllms_field(demo: Deployment) -> None:

@@ -174,6 +174,15 @@ def test_a_thought_is_told_from_the_answer_and_survives_a_killed_sampler(thinkin
     assert thoughts("\n".join(received)) == expected
 
 
+def test_a_search_tells_thoughts_from_answers(thinking: Deployment) -> None:
+    """The answer of a search comes whole, and begins with what the template has opened."""
+    asked: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "temperature": 0, "max_tokens": 8}
+    plain = thinking.client().chat.completions.create(**asked)
+    found = thinking.client().chat.completions.create(**asked, extra_body={"use_beam_search": True})  # of one beam: the likeliest token each time
+    assert found.choices[0].message.content is None and found.choices[0].message.model_extra == plain.choices[0].message.model_extra
+    assert found.usage is not None and found.usage.completion_tokens == 8 and found.usage.completion_tokens_details is None
+
+
 def thoughts(text: str) -> str:
     chunks = [json.loads(line.removeprefix("data: ")) for line in text.splitlines() if line.startswith("data: {")]
     return "".join(choice["delta"].get("reasoning", "") for chunk in chunks for choice in chunk["choices"])

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import redis
 
 from shared.messages import TokenizedRequest
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.streams import DEAD_LETTER, inflight_key, log_key, prompts
 from shared.token_log import parse_log
 from shared.transport import append_to_group
@@ -63,7 +64,10 @@ def start_fragile(deployment: Deployment, replica_id: str, **settings: str) -> s
 
 def request(name: str, number: int, max_tokens: int, *, is_poison: bool = False) -> TokenizedRequest:
     prompt = np.array([30 + number, 40, 50 + number % 7, POISON_TOKEN if is_poison else 60], np.int32)
-    return TokenizedRequest(f"{name}{number}.0", None, MODEL, SamplingParams(max_tokens=max_tokens, seed=number, temperature=0.9), prompt, ())
+    params = SamplingParams(max_tokens=max_tokens, seed=number, temperature=0.9)
+    if number % 2:  # what is decided by the whole history and by draws of its own
+        params = replace(params, dry=DryParams(0.8), chain=ChainParams(typical_p=0.9, xtc_probability=0.3, dynatemp_range=0.4))
+    return TokenizedRequest(f"{name}{number}.0", None, MODEL, params, prompt, ())
 
 
 def submit(client: "redis.Redis", asked: list[TokenizedRequest]) -> None:

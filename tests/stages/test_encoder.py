@@ -57,10 +57,10 @@ class Fragile:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def decode(self, token_ids: list[int]) -> Any:
+    def decode(self, token_ids: list[int], **options: Any) -> Any:
         if 7 in token_ids:
             raise UnicodeDecodeError("utf-8", b"\xff", 0, 1, "no")
-        return self.inner.decode(token_ids)
+        return self.inner.decode(token_ids, **options)
 
 
 @pytest.mark.parametrize("text", [SURROGATE, "this breaks it"])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import redis
 
-from services.compute.candidates.reduction import CandidateRows
+from services.compute.candidates.reduction import REQUESTS_OWN, CandidateRows
 from services.compute.exchange import exchange as exchange_module
 from services.compute.exchange import undecided as undecided_module
 from services.compute.exchange.active import ActiveRequest
@@ -38,7 +38,7 @@ def rows_of(*keys: tuple[int, int]) -> CandidateRows:
     return CandidateRows(
         handles=ids(*(handle for handle, _ in keys)), positions=ids(*(position for _, position in keys)), previous_token_ids=minus, counts=zeros + 1,
         token_ids=np.full((count, 1), 5, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype("f4"), kept_mass=zeros.astype("f8"),
-        tail_token_ids=minus, tail_logits=zeros.astype("f4"), chosen=zeros + 5,
+        tail_token_ids=minus, tail_logits=zeros.astype("f4"), chosen=zeros + 5, temperatures=np.full(count, REQUESTS_OWN, "f4"),
     )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ In bf16 on the native kernels: there a sequence's numbers are the same bits in a
 PENSTOCK_TEST_EVERY_WRITE=1 disturbs every write with every fault, in a minute; by default some of them, each time the same.
 """
 
+import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 
 from services.redis_server import socket_path
 from shared.messages import TokenEvent
+from shared.sampling_params import ChainParams, DryParams
 from shared.streams import inflight_key, requests
 from shared.token_log import parse_log
 from tests.conftest import running_redis
@@ -24,11 +26,15 @@ from tests.waiting import wait_until
 STAGES = ("tokenizer", "compute", "sampler")
 REQUESTS = (
     ask("greedy.0", "The quick brown fox", max_tokens=10, temperature=0.0, ignore_eos=True),
-    ask("seeded.0", "Once upon a time", max_tokens=8, seed=7, logprobs=2, ignore_eos=True),
+    ask(
+        "seeded.0", "Once upon a time", max_tokens=8, seed=7, logprobs=2, ignore_eos=True, returns_prompt_token_ids=True, dry=DryParams(1.0, allowed_length=1),
+        chain=ChainParams(typical_p=0.95, xtc_probability=0.5, dynatemp_range=0.5),
+    ),
     ask("stopped.0", "Tell me about the weather", max_tokens=12, temperature=0.0, stop=("er owns",), ignore_eos=True),
     ask("scored.0", "The sampler decides each token", max_tokens=2, temperature=0.0, prompt_logprobs=3, ignore_eos=True),
     replace(ask("echoed.0", "Compute owns what needs the whole vocabulary", max_tokens=0, prompt_logprobs=1), echo=True),
-)
+    replace(ask("tokens.0", "Once upon a time"), task="tokenize"),
+)  # fmt: skip
 STRIDES = {"cut": 2, "lost": 2}  # of the other faults every 7th write
 
 
@@ -61,10 +67,14 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
 
 
 def test_the_requests_are_what_the_other_tests_need(disturbed: Disturbed) -> None:
-    """One ends by its length, one with its logprobs, one by a stop string that lies across tokens, one begins with its prompt's logprobs, one is no more."""
-    greedy, seeded, stopped, scored, echoed = (parse_log(disturbed.logs[each.request_id]) for each in REQUESTS)
+    """One ends by its length, one with its logprobs, one by a stop string that lies across tokens, one begins with its prompt's logprobs, one is no more,
+    and one is tokens."""
+    greedy, seeded, stopped, scored, echoed, tokens = (parse_log(disturbed.logs[each.request_id]) for each in REQUESTS)
     assert len(greedy) == 10 and greedy[-1].finish_reason == "length"
     assert [len(event.logprobs or ()) for event in seeded] == [1] * 8 and len({event.token_id for event in seeded}) > 4
+    [answer] = tokens
+    assert [event.prompt_token_ids is not None for event in seeded] == [True] + [False] * 7
+    assert json.loads(answer.text)["tokens"] == seeded[0].prompt_token_ids.tolist() and answer.finish_reason == "stop"
     assert 2 < len(stopped) < 12 and stopped[-1].stop_reason == "er owns", "".join(event.text for event in stopped)
     assert "er owns" not in "".join(event.text for event in stopped)
     assert [event.prompt_logprobs is not None for event in scored] == [True, False]

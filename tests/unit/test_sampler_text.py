@@ -3,7 +3,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models
 
 from services.sampler.detokenizer import MAX_PENDING, Detokenizer, TokenTable, load_tokenizer
 from services.sampler.request_state import RequestState
@@ -57,6 +57,17 @@ def test_single_tokens_have_their_bytes() -> None:
     assert b"".join(pieces) == "ñ🙂".encode()
 
 
+def test_single_tokens_of_a_sentencepiece_vocabulary_have_their_bytes() -> None:
+    """A metaspace is a space, a byte token is its byte, and what spells one without being one is text."""
+    vocabulary = {"<unk>": 0, "<0xF0>": 1, "<0x0A>": 2, "▁the": 3, "the": 4, "<0xZZ>": 5, "水": 6}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["<unk>"])
+    table = TokenTable(tokenizer)
+    expected = [("<unk>", b"<unk>"), ("bytes:\\xf0", b"\xf0"), ("\n", b"\n"), (" the", b" the"), ("the", b"the"), ("<0xZZ>", b"<0xZZ>"), ("水", "水".encode())]
+    assert [table.describe(token_id) for token_id in range(7)] == expected
+
+
 def begin(params: SamplingParams, **intro: object) -> RequestState:
     values: dict[str, object] = {"handle": 1, "request_id": "r", "gateway_id": "g", "eos_token_ids": (1,), "num_prompt_tokens": 3}
     return RequestState.begin(SequenceIntro(params=params, prompt_tail=np.array([40], np.int32), **(values | intro)), TOKENIZER, 0.0)  # type: ignore[arg-type]
@@ -101,3 +112,33 @@ def test_an_offset_is_where_the_token_begins_in_the_returned_text() -> None:
     assert "".join(event.text for event in events) == "echoa 🙂!"
     found = [each.text_offset for event in events for each in event.logprobs or ()]
     assert found == [4, 5, 6, 6, 6, 6, 7]
+
+
+def test_what_ends_an_answer_may_be_in_its_text() -> None:
+    """A stop string, across tokens; a stop token; an end token, whose text is special. Each has its logprob, and a state that is rebuilt says the same."""
+    ids = TOKENIZER.encode("a token stops here").ids
+    shown = SamplingParams(max_tokens=99, stop=("n st",), include_stop_str_in_output=True, logprobs=0)
+    hidden = SamplingParams(max_tokens=99, stop=("n st",), logprobs=0)
+
+    def text_of(params: SamplingParams, tokens: list[int], rebuilt_after: int = 99) -> tuple[str, list[bool]]:
+        state = begin(params)
+        made: list[TokenEvent] = []
+        for number, token_id in enumerate(tokens):
+            if number == rebuilt_after:
+                state = begin(params)
+                for event in made:
+                    state.replay(event)
+            if not state.is_finished:
+                made.append(state.append(token_id, TokenLogprob("x", b"x", -1.0)))
+        assert made[-1].finish_reason == "stop"
+        return "".join(event.text for event in made), [entry.is_end for event in made for entry in event.logprobs or ()]
+
+    for rebuilt_after in (99, 1, 3):
+        assert text_of(shown, ids, rebuilt_after)[0] == "a token st" and text_of(hidden, ids, rebuilt_after)[0] == "a toke"
+    by_token = SamplingParams(max_tokens=99, stop_token_ids=(ids[1],), logprobs=0)
+    assert text_of(by_token, ids) == (TOKENIZER.decode(ids[:1]), [False, True])
+    with_it = SamplingParams(max_tokens=99, stop_token_ids=(ids[1],), logprobs=0, include_stop_str_in_output=True)
+    assert text_of(with_it, ids) == (TOKENIZER.decode(ids[:2]), [False, False])
+    assert text_of(SamplingParams(max_tokens=99, logprobs=0, include_stop_str_in_output=True), [ids[0], 1])[0] == TOKENIZER.decode(ids[:1])
+    spelled = SamplingParams(max_tokens=99, logprobs=0, include_stop_str_in_output=True, skip_special_tokens=False)
+    assert text_of(spelled, [ids[0], 1])[0] == TOKENIZER.decode([ids[0], 1], skip_special_tokens=False) != TOKENIZER.decode(ids[:1])

@@ -14,6 +14,7 @@ from shared.messages import (
     ChatOptions,
     Control,
     EmbeddingParams,
+    EncodingParams,
     GenerateRequest,
     PromptLogprobs,
     Replica,
@@ -29,7 +30,7 @@ from shared.messages import (
     ToolCall,
     TopLogprob,
 )
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import ChainParams, DryParams, SamplingParams
 
 
 @dataclass(frozen=True)
@@ -57,26 +58,33 @@ def f32(*values: float) -> Any:
 PARAMS = SamplingParams(
     max_tokens=16, min_tokens=2, temperature=0.5, top_k=40, top_p=0.75, min_p=0.25, seed=1 << 63, stop=("\n\n",), stop_token_ids=(7,), ignore_eos=True,
     frequency_penalty=0.5, presence_penalty=-0.5, repetition_penalty=1.25, logit_bias={5: -1.5}, logprobs=2, prompt_logprobs=3,
-    allowed_token_ids=(5, 7), bad_words=("no",), bad_words_token_ids=((5,), (6, 7)), skip_special_tokens=False,
+    allowed_token_ids=(5, 7), bad_words=("no",), bad_words_token_ids=((5,), (6, 7)),
+    dry=DryParams(0.5, base=2.0, allowed_length=3, penalty_last_n=64, sequence_breakers=("\n",)), chain=ChainParams(1.5, 0.5, 0.25, 0.125, 0.75, 2.0),
+    skip_special_tokens=False, include_stop_str_in_output=True, returns_prompt_token_ids=True,
 )  # fmt: skip
 SCHEDULING = SchedulingParams(priority=-1, deadline_at=2.5, group_id="g", cache_salt="salt")
 CONSTRAINT = Constraint("json_schema", '{"type":"null"}', param="response_format", is_lenient=True)
-PARAMS_BEFORE = replace(PARAMS, allowed_token_ids=(), bad_words=(), bad_words_token_ids=(), skip_special_tokens=True)
+PARAMS_BEFORE = replace(
+    PARAMS, allowed_token_ids=(), bad_words=(), bad_words_token_ids=(), skip_special_tokens=True, dry=None, chain=None, include_stop_str_in_output=False,
+    returns_prompt_token_ids=False,
+)  # fmt: skip
 MESSAGE = ChatMessage("assistant", "hi", "ann", (ToolCall("call-1", "add", '{"a":1}'),), tool_call_id="call-0", reasoning="hm")
 CHAT = ChatOptions("[]", documents="[{}]", template_kwargs="{}", chat_template="{{ messages }}", add_generation_prompt=False, continue_final_message=True)
 EMBEDDING = EmbeddingParams("mean", 2, is_normalized=False)
-LOGPROB = TokenLogprob("é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.25),), text_offset=7)
+LOGPROB = TokenLogprob("é", b"\xc3\xa9", -0.5, (TopLogprob("a", b"a", -1.25, token_id=6),), text_offset=7, token_id=5, is_end=True)
+LOGPROB_BEFORE = replace(LOGPROB, top=(TopLogprob("a", b"a", -1.25),), token_id=-1, is_end=False)
 PROMPT_LOGPROBS = PromptLogprobs(
     token_ids=i32(3, 4), logprobs=f32(-1.5), ranks=i32(2), top_token_ids=i32(6), top_logprobs=f32(-0.25), spelled_token_ids=i32(3, 4, 6),
     texts=("a", "é", "c"), text_offsets=i32(0, 1),
 )  # fmt: skip
 
 GENERATE_NOW = (
-    "dc0010a867656e657261746501a57265712d31a9676174657761792d31a56d6f64656cdc00141002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf80"
-    "0000000000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff8000000000000020392050791a26e6f929105920607c29196"
-    "a9617373697374616e74a26869a3616e6e9193a663616c6c2d31a3616464a77b2261223a317da663616c6c2d30a2686da474657874c4080100000002000000c3cb3ff8000000"
-    "00000094ffcb4004000000000000a167a473616c7494ab6a736f6e5f736368656d61af7b2274797065223a226e756c6c227daf726573706f6e73655f666f726d6174c396a25b"
-    "5da45b7b7d5da27b7dae7b7b206d65737361676573207d7dc2c3a8746f6b656e697a6593a46d65616e02c2"
+    "dc0011a867656e657261746501a57265712d31a9676174657761792d31a56d6f64656cdc00181002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf80"
+    "0000000000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff8000000000000020392050791a26e6f929105920607c295cb"
+    "3fe0000000000000cb4000000000000000034091a10a96cb3ff8000000000000cb3fe0000000000000cb3fd0000000000000cb3fc0000000000000cb3fe8000000000000cb40"
+    "00000000000000c3c39196a9617373697374616e74a26869a3616e6e9193a663616c6c2d31a3616464a77b2261223a317da663616c6c2d30a2686da474657874c40801000000"
+    "02000000c3cb3ff800000000000094ffcb4004000000000000a167a473616c7494ab6a736f6e5f736368656d61af7b2274797065223a226e756c6c227daf726573706f6e7365"
+    "5f666f726d6174c396a25b5da45b7b7d5da27b7dae7b7b206d65737361676573207d7dc2c394c3c207c3a8746f6b656e697a6593a46d65616e02c2"
 )
 GENERATE_BEFORE = (
     "9ca867656e657261746501a57265712d31a9676174657761792d31a56d6f64656cdc00101002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf800000"
@@ -86,21 +94,23 @@ GENERATE_BEFORE = (
 GENERATE = Golden(
     GenerateRequest(
         "req-1", "gateway-1", "model", PARAMS, messages=(MESSAGE,), prompt="text", prompt_token_ids=i32(1, 2), echo=True,
-        created_at=1.5, scheduling=SCHEDULING, constraint=CONSTRAINT, chat=CHAT, task="tokenize", embedding=EMBEDDING,
+        created_at=1.5, scheduling=SCHEDULING, constraint=CONSTRAINT, chat=CHAT, encoding=EncodingParams(True, False, 7, return_token_strs=True),
+        task="tokenize", embedding=EMBEDDING,
     ),
     GENERATE_NOW,
     GENERATE_BEFORE,
     {
-        "constraint": None, "chat": ChatOptions(), "task": "generate", "embedding": None, "params": PARAMS_BEFORE,
-        "messages": (ChatMessage("user", "hi", "ann"),),
+        "constraint": None, "chat": ChatOptions(), "params": PARAMS_BEFORE, "messages": (ChatMessage("user", "hi", "ann"),), "encoding": EncodingParams(),
+        "task": "generate", "embedding": None,
     },
 )  # fmt: skip
 
 TOKENIZED_NOW = (
-    "9ea9746f6b656e697a656401a57265712d31a9676174657761792d31a56d6f64656cdc00141002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf8000"
-    "00000000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff8000000000000020392050791a26e6f929105920607c2c40803"
-    "00000004000000920102a46563686fcb3ff800000000000094ffcb4004000000000000a167a473616c74c408000000000100000094ab6a736f6e5f736368656d61af7b227479"
-    "7065223a226e756c6c227daf726573706f6e73655f666f726d6174c393a46d65616e02c2"
+    "9fa9746f6b656e697a656401a57265712d31a9676174657761792d31a56d6f64656cdc00181002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf8000"
+    "00000000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff8000000000000020392050791a26e6f929105920607c295cb3f"
+    "e0000000000000cb4000000000000000034091a10a96cb3ff8000000000000cb3fe0000000000000cb3fd0000000000000cb3fc0000000000000cb3fe8000000000000cb4000"
+    "000000000000c3c3c4080300000004000000920102a46563686fcb3ff800000000000094ffcb4004000000000000a167a473616c74c408000000000100000094ab6a736f6e5f"
+    "736368656d61af7b2274797065223a226e756c6c227daf726573706f6e73655f666f726d6174c3c414010000000500000002000000060000000700000093a46d65616e02c2"
 )
 TOKENIZED_BEFORE = (
     "9ca9746f6b656e697a656401a57265712d31a9676174657761792d31a56d6f64656cdc00101002cb3fe000000000000028cb3fe8000000000000cb3fd0000000000000cf8000"
@@ -120,20 +130,22 @@ TOKENIZED = Golden(
         scheduling=SCHEDULING,
         echo_offsets=i32(0, 1),
         constraint=CONSTRAINT,
+        dry_breakers=i32(1, 5, 2, 6, 7),
         embedding=EMBEDDING,
     ),
     TOKENIZED_NOW,
     TOKENIZED_BEFORE,
-    {"constraint": None, "embedding": None, "params": PARAMS_BEFORE},
+    {"constraint": None, "params": PARAMS_BEFORE, "dry_breakers": i32(), "embedding": None},
 )
 
 CANDIDATES_NOW = (
-    "dc0010aa63616e6469646174657301a9636f6d707574652d3107919b04a57265712d31a9676174657761792d31dc00141002cb3fe000000000000028cb3fe8000000000000cb"
+    "dc0011aa63616e6469646174657301a9636f6d707574652d3107919c04a57265712d31a9676174657761792d31dc00181002cb3fe000000000000028cb3fe8000000000000cb"
     "3fd0000000000000cf800000000000000091a20a0a9107c3cb3fe0000000000000cbbfe0000000000000cb3ff40000000000008105cbbff8000000000000020392050791a26e"
-    "6f929105920607c292010209c4080300000004000000a46563686f080598c4080300000004000000c4040000c0bfc40402000000c40406000000c404000080bec40c03000000"
-    "040000000600000093a161a2c3a9a163c4080000000001000000c40402000000c4080400000005000000c4080300000001000000c4080200000001000000c40c0a0000000b00"
-    "00000c000000c40c000020400000c03f0000003fc4080000404000000000c410000000000000f43f0000000000000000c40863000000ffffffffc408000000bf00000000c408"
-    "08000000ffffffff"
+    "6f929105920607c295cb3fe0000000000000cb4000000000000000034091a10a96cb3ff8000000000000cb3fe0000000000000cb3fd0000000000000cb3fc0000000000000cb"
+    "3fe8000000000000cb4000000000000000c3c392010209c4080300000004000000a46563686f080598c4080300000004000000c4040000c0bfc40402000000c40406000000c4"
+    "04000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080300000004000000c40402000000c4080400000005000000c4080300000001"
+    "000000c4080200000001000000c40c0a0000000b0000000c000000c40c000020400000c03f0000003fc4080000404000000000c410000000000000f43f0000000000000000c4"
+    "0863000000ffffffffc408000000bf00000000c40808000000ffffffffc4080000403f000080bf"
 )
 CANDIDATES_BEFORE = (
     "dc0010aa63616e6469646174657301a9636f6d707574652d3107919b04a57265712d31a9676174657761792d31dc00101002cb3fe000000000000028cb3fe8000000000000cb"
@@ -144,26 +156,26 @@ CANDIDATES_BEFORE = (
 )
 INTRO = SequenceIntro(
     4, "req-1", "gateway-1", PARAMS, eos_token_ids=(1, 2), num_prompt_tokens=9, prompt_tail=i32(3, 4), echo_text="echo", num_cached_tokens=8,
-    num_decided_tokens=5, prompt_logprobs=PROMPT_LOGPROBS,
+    num_decided_tokens=5, prompt_logprobs=PROMPT_LOGPROBS, prompt_token_ids=i32(3, 4),
 )  # fmt: skip
 CANDIDATES = Golden(
     StepCandidates(
         "compute-1", 7, (INTRO,), forget=i32(2), handles=i32(4, 5), positions=i32(3, 1), counts=i32(2, 1), token_ids=i32(10, 11, 12),
         logits=f32(2.5, 1.5, 0.5), logsumexp=f32(3.0, 0.0), kept_mass=np.array([1.25, 0.0]), tail_token_ids=i32(99, -1), tail_logits=f32(-0.5, 0.0),
-        previous_token_ids=i32(8, -1),
+        previous_token_ids=i32(8, -1), temperatures=f32(0.75, -1.0),
     ),
     CANDIDATES_NOW,
     CANDIDATES_BEFORE,
-    {"intros": (replace(INTRO, params=PARAMS_BEFORE),)},
+    {"intros": (replace(INTRO, params=PARAMS_BEFORE, prompt_token_ids=None),), "temperatures": f32()},
 )  # fmt: skip
 
 DECISIONS_NOW = "98a96465636973696f6e7301a973616d706c65722d3107c4080400000005000000c4080300000001000000c4080a000000ffffffffc4020001"
 DECISIONS = Golden(StepDecisions("sampler-1", 7, i32(4, 5), i32(3, 1), token_ids=i32(10, -1), is_finished=np.array([0, 1], np.uint8)), DECISIONS_NOW)
 
 TOKEN_NOW = (
-    "9fa5746f6b656e01a57265712d31032aa2c3a909089195a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff400000000000007a473746f70a20a0a94a26e6fcd01"
-    "90a473746f70a362616495a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff40000000000000798c4080300000004000000c4040000c0bfc40402000000c40406"
-    "000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080000003f000000c0"
+    "dc0010a5746f6b656e01a57265712d31032aa2c3a909089197a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c3a473746f70a20a0a94"
+    "a26e6fcd0190a473746f70a362616497a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c398c4080300000004000000c4040000c0bfc4"
+    "0402000000c40406000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080300000004000000c4080000003f000000c0"
 )
 TOKEN_BEFORE = (
     "9ea5746f6b656e01a57265712d31032aa2c3a909089195a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff400000000000007a473746f70a20a0a94a26e6fcd01"
@@ -173,11 +185,12 @@ TOKEN_BEFORE = (
 TOKEN = Golden(
     TokenEvent(
         "req-1", 3, 42, "é", num_prompt_tokens=9, num_cached_tokens=8, logprobs=(LOGPROB,), finish_reason="stop", stop_reason="\n\n",
-        error=RequestError("no", 400, "stop", "bad"), withheld=LOGPROB, prompt_logprobs=PROMPT_LOGPROBS, embedding=f32(0.5, -2.0),
+        error=RequestError("no", 400, "stop", "bad"), withheld=LOGPROB, prompt_logprobs=PROMPT_LOGPROBS,
+        prompt_token_ids=i32(3, 4), embedding=f32(0.5, -2.0),
     ),
     TOKEN_NOW,
     TOKEN_BEFORE,
-    {"embedding": None},
+    {"prompt_token_ids": None, "embedding": None, "logprobs": (LOGPROB_BEFORE,), "withheld": LOGPROB_BEFORE},
 )  # fmt: skip
 
 EVENTS_NOW = (
@@ -185,7 +198,7 @@ EVENTS_NOW = (
     "746f70a20a0a94a26e6fcd0190a473746f70a362616495a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff40000000000000798c4080300000004000000c40400"
     "00c0bfc40402000000c40406000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c40100"
 )
-EVENTS = Golden(StepEvents((bytes.fromhex(TOKEN_BEFORE), b"\x00")), EVENTS_NOW)
+EVENTS = Golden(StepEvents((bytes.fromhex(EVENTS_NOW)[12:-3], b"\x00")), EVENTS_NOW)  # any bytes: an event of an older version
 
 CONTROL_NOW = "96a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676174657761792d3203"
 CONTROL_BEFORE = "95a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9676174657761792d32"

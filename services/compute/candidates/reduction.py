@@ -9,21 +9,23 @@ A row that can't be reduced (its numbers are not finite, its edits fail) is a fa
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from services.compute.backends.backend import RowSearch
+from services.compute.candidates.chain import NOT_FINITE, truncate
 from services.compute.candidates.constraints import Masks
+from services.compute.candidates.dry import dry_penalties
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
 from services.compute.candidates.sorted_head import SortedHead, sort_until
 from services.compute.sequence import Sequence
 from shared.decision import GREEDY, cumulative_mass, decide, falls_beyond, kept_count, pick, uniform
 from shared.messages import RequestError, SequenceIntro, StepCandidates
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import ChainParams, SamplingParams
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.compute")
@@ -32,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
 MAX_LISTED = 256  # of a row with a large top-k
-NOT_FINITE = "the model's numbers for this request's next token are not finite"
+REQUESTS_OWN = -1.0  # a row's temperature, where it is its request's
 NO_MASKS = Masks()
 
 
@@ -51,6 +53,7 @@ class CandidateRows:
     tail_token_ids: Array  # [R] int32
     tail_logits: Array  # [R] float32
     chosen: Array  # [R] int32: what the sampler will decide
+    temperatures: Array  # [R] float32, where they depend on the row; REQUESTS_OWN elsewhere
     failures: dict[int, RequestError] = field(default_factory=dict)  # by handle: rows that are not here, and why
 
     def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
@@ -72,7 +75,18 @@ class CandidateRows:
             tail_token_ids=self.tail_token_ids[rows],
             tail_logits=self.tail_logits[rows],
             previous_token_ids=self.previous_token_ids[rows],
+            temperatures=self.temperatures[rows] if (self.temperatures[rows] != REQUESTS_OWN).any() else self.temperatures[:0],
         )
+
+
+@dataclass(frozen=True, slots=True)
+class EditedRow:
+    """A row of logits that is ready to be reduced."""
+
+    sequence: Sequence
+    params: SamplingParams  # of the draw: what the chain has done already is off, and the temperature is the row's
+    logsumexp: float | None = None  # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
+    temperature: float = REQUESTS_OWN
 
 
 def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
@@ -105,22 +119,24 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, m
     """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search: of the model's backend; masks: of
     their grammars, where they have one."""
     failures: dict[int, RequestError] = {}
+    edited: list[EditedRow] = []
     for row, sequence in enumerate(sequences):
         mask = masks.by_handle.get(sequence.handle)
-        if failure := masks.failures.get(sequence.handle) or failure_of(lambda: edit(logits[row], sequence, mask)):  # noqa: B023
+        if failure := masks.failures.get(sequence.handle) or failure_of(lambda: edited.append(edit(logits[row], sequence, search, mask))):  # noqa: B023
             failures[row] = failure
+            edited.append(EditedRow(sequence, sequence.params))
     if not failures:
         try:
-            found = reduce_edited(logits, sequences, search)
+            found = reduce_edited(logits, edited, search)
             if is_finite(found).all():
                 return found
         except Exception as error:  # some row's mistake: find it
             log.warning("a step can't be reduced as a whole", error=repr(error))
-    for row, sequence in enumerate(sequences):
-        if row not in failures and (failure := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [sequence], search)))):  # noqa: B023
+    for row, each in enumerate(edited):
+        if row not in failures and (failure := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [each], search)))):  # noqa: B023
             failures[row] = failure
     good = [row for row in range(len(sequences)) if row not in failures]
-    found = reduce_edited(logits[torch.tensor(good, dtype=torch.int64, device=logits.device)], [sequences[row] for row in good], search)
+    found = reduce_edited(logits[torch.tensor(good, dtype=torch.int64, device=logits.device)], [edited[row] for row in good], search)
     found.failures.update({sequences[row].handle: failure for row, failure in failures.items()})
     return found
 
@@ -146,10 +162,10 @@ def check(rows: CandidateRows) -> None:
         raise ArithmeticError(NOT_FINITE)
 
 
-def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch) -> CandidateRows:
+def reduce_edited(logits: torch.Tensor, edited: list[EditedRow], search: RowSearch) -> CandidateRows:
     """The candidates of rows that are edited already. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
-    params = [sequence.params for sequence in sequences]
+    params, sequences = [each.params for each in edited], [each.sequence for each in edited]
     wanted = np.array([num_listed(each, vocab_size) for each in params], np.int32)
     width = int(wanted.max(initial=1))
     token_ids, values = np.zeros((num_rows, width), np.int32), np.full((num_rows, width), -np.inf, np.float32)
@@ -169,8 +185,9 @@ def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSe
     rows = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
     if len(rows):
         logsumexp[rows] = values[rows, 0] + np.log(search.total_masses(logits, rows, values[rows, 0], np.ones(len(rows), np.float32)))
+        logsumexp[rows] = [each if edited[row].logsumexp is None else edited[row].logsumexp for row, each in zip(rows, logsumexp[rows], strict=True)]
     u = np.zeros(num_rows)
-    kept_mass, tail_token_ids, tail_logits = draw(logits, sequences, values, counts, is_whole, u, search)
+    kept_mass, tail_token_ids, tail_logits = draw(logits, edited, values, counts, is_whole, u, search)
     columns = np.zeros(num_rows, np.int64)
     if (kept_mass != GREEDY).any():
         columns = decide(values, counts, np.array([each.temperature for each in params]), kept_mass, u)
@@ -181,11 +198,13 @@ def reduce_edited(logits: torch.Tensor, sequences: list[Sequence], search: RowSe
         counts=counts, token_ids=token_ids, logits=values, logsumexp=logsumexp,
         kept_mass=kept_mass, tail_token_ids=tail_token_ids, tail_logits=tail_logits,
         chosen=pick(columns, counts, token_ids, tail_token_ids, tail_token_ids).astype(np.int32),
+        temperatures=np.array([each.temperature for each in edited], np.float32),
     )  # fmt: skip
 
 
-def edit(row: torch.Tensor, sequence: Sequence, grammar_mask: Array | None = None) -> None:
-    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then what is not allowed. Raises Invalid if nothing is.
+def edit(row: torch.Tensor, sequence: Sequence, search: RowSearch, grammar_mask: Array | None = None) -> EditedRow:
+    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then DRY, then what is not allowed, then llama.cpp's chain.
+    Raises Invalid if nothing is allowed.
 
     Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence: over the output, as OpenAI defines them.
     """
@@ -201,28 +220,45 @@ def edit(row: torch.Tensor, sequence: Sequence, grammar_mask: Array | None = Non
             row[used] -= params.frequency_penalty * times + params.presence_penalty
         if params.logit_bias:
             row[torch.tensor(list(params.logit_bias), device=row.device)] += torch.tensor(list(params.logit_bias.values()), device=row.device)
+    if params.dry is not None and params.dry.multiplier > 0.0:
+        repeating, penalties = dry_penalties(sequence.token_ids, params.dry, sequence.dry_breakers)
+        row[torch.from_numpy(repeating).to(row.device)] -= torch.from_numpy(penalties).to(row.device)
     mask = allowed_tokens(sequence, grammar_mask, len(row))
     if mask is not None:
         apply_mask(row, mask)
     elif banned := banned_tokens(sequence):
         row[torch.tensor(banned, device=row.device)] = -torch.inf
+    return chained(row, sequence, params.chain, search) if params.chain is not None and params.chain.is_on else EditedRow(sequence, params)
+
+
+def chained(row: torch.Tensor, sequence: Sequence, chain: ChainParams, search: RowSearch) -> EditedRow:
+    """Ban what llama.cpp's chain takes away from a row [vocab]."""
+    params, numbers = sequence.params, row.cpu().numpy()
+    dropped, temperature = truncate(numbers, params, chain, sequence.next_position)
+    logsumexp = None
+    if params.logprobs is not None:
+        largest = numbers.max()
+        logsumexp = float(largest + np.log(search.total_masses(row[None], np.zeros(1, np.int64), largest[None], np.ones(1, np.float32))[0]))
+    row[torch.from_numpy(dropped).to(row.device)] = -torch.inf
+    own = temperature if chain.dynatemp_range else REQUESTS_OWN
+    return EditedRow(sequence, replace(params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), logsumexp, own)
 
 
 def draw(
-    logits: torch.Tensor, sequences: list[Sequence], values: Array, counts: Array, is_whole: Array, uniforms: Array, search: RowSearch
+    logits: torch.Tensor, edited: list[EditedRow], values: Array, counts: Array, is_whole: Array, uniforms: Array, search: RowSearch
 ) -> tuple[Array, Array, Array]:
     """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool, whether no token is beyond the list.
 
     Returns kept_mass, tail_token_ids, tail_logits, each [R]; fills uniforms [R].
     """
-    num_rows = len(sequences)
+    num_rows = len(edited)
     kept_mass = np.full(num_rows, GREEDY)
     tail_token_ids, tail_logits = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.float32)
-    rows = [row for row, sequence in enumerate(sequences) if not sequence.params.is_greedy]
+    rows = [row for row, each in enumerate(edited) if not each.params.is_greedy]
     if not rows:
         return kept_mass, tail_token_ids, tail_logits
-    params = [sequences[row].params for row in rows]
-    u = uniform(np.array([each.seed for each in params], np.uint64), np.array([sequences[row].next_position for row in rows], np.int32))
+    params = [edited[row].params for row in rows]
+    u = uniform(np.array([each.seed for each in params], np.uint64), np.array([edited[row].sequence.next_position for row in rows], np.int32))
     uniforms[rows] = u
     mass = cumulative_mass(values[rows], np.array([each.temperature for each in params]))
     totals = mass[np.arange(len(rows)), counts[rows] - 1]

@@ -22,13 +22,16 @@ class SortedHead:
 
     def __init__(self, row: Array, temperature: float, reach: float) -> None:
         self._row = row
-        self._rising = np.sort(row[row >= row.max() - np.float32(reach * temperature)])
+        possible = row > -np.inf  # the others are banned
+        self._rising = np.sort(row[possible & (row >= row.max() - np.float32(reach * temperature))])
+        self._num_possible = int(np.count_nonzero(possible))
         self.values = self._rising[::-1]
         self.mass = cumulative_mass(self.values[None, :], np.array([temperature]))[0]
 
     @property
     def is_whole(self) -> bool:
-        return len(self._rising) == len(self._row)
+        """Whether no token of the row that may be drawn is missing."""
+        return len(self._rising) == self._num_possible
 
     def token_at(self, place: int) -> int:
         """The id of the token at a place of the order."""

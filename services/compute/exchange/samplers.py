@@ -68,6 +68,7 @@ def introduction(active: ActiveRequest) -> SequenceIntro:
     """What a sampler must know of a sequence."""
     sequence, request = active.sequence, active.request
     scored = prompt_logprobs(sequence)
+    wants_ids = sequence.params.returns_prompt_token_ids and sequence.num_decided_tokens == sequence.num_prompt_tokens
     return SequenceIntro(
         handle=sequence.handle,
         request_id=request.request_id,
@@ -80,4 +81,5 @@ def introduction(active: ActiveRequest) -> SequenceIntro:
         num_cached_tokens=sequence.num_cached_tokens,
         num_decided_tokens=sequence.num_decided_tokens - sequence.num_prompt_tokens,
         prompt_logprobs=None if scored is None else replace(scored, text_offsets=request.echo_offsets),
+        prompt_token_ids=request.prompt_token_ids if wants_ids else None,
     )

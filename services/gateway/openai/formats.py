@@ -1,13 +1,14 @@
 """What a response looks like, in a stream and whole: one class for chat completions, one for completions."""
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
 from services.gateway.openai.answers import Answer, delta_of
-from services.gateway.openai.prompt_logprobs import by_token_id, echoed, finite
+from services.gateway.openai.prompt_logprobs import EchoedLogprobs, by_token_id, echoed, finite, likeliest
 from services.gateway.record import ResponseRecord
-from shared.messages import Float32Array, PromptLogprobs, TokenEvent, TokenLogprob
+from shared.messages import Float32Array, Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
 
 
 @dataclass(slots=True)
@@ -24,6 +25,8 @@ class Choice:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    token_ids: list[int] = field(default_factory=list)
+    prompt_token_ids: Int32Array | None = None
     embedding: Float32Array | None = None
 
     @classmethod
@@ -40,6 +43,10 @@ class Choice:
         if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
             self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
         self.num_output_tokens = event.position
+        if event.token_id is not None:
+            self.token_ids.append(event.token_id)
+        if event.prompt_token_ids is not None:
+            self.prompt_token_ids = event.prompt_token_ids
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
         if self.answer is not None:
             self.answer.add(event.text, is_end=event.finish_reason is not None)
@@ -67,7 +74,7 @@ class Format(Protocol):
         ...
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
-        """The answer of a request that did not ask for a stream."""
+        """The answer of a request that did not ask for a stream, but for its usage."""
         ...
 
 
@@ -103,11 +110,12 @@ class ChatFormat:
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
         made = []
-        of_prompt = self._of_prompt(choice.index, event.prompt_logprobs)
+        of_prompt = self._of_prompt(choice.index, event.prompt_logprobs) | self._prompt_ids(choice.index, event.prompt_token_ids)
+        ids = ids_field(self.record, [] if event.token_id is None else [event.token_id])
         delta = delta_of(choice.answer) if choice.answer is not None else {"content": event.text} if event.text else {}
-        if delta or event.logprobs or of_prompt:
-            logprobs = chat_logprobs(event.logprobs) if event.logprobs is not None else None
-            own = {"index": choice.index, "delta": delta or {"content": ""}, "logprobs": logprobs, "finish_reason": None}
+        if delta or any(not each.is_end for each in event.logprobs or ()) or of_prompt or ids.get("token_ids"):
+            logprobs = chat_logprobs(event.logprobs, self.record) if event.logprobs is not None else None
+            own = {"index": choice.index, "delta": delta or {"content": ""}, "logprobs": logprobs, "finish_reason": None} | ids
             made.append(self._chunk([own], choice) | of_prompt)
         return [*made, self.end(choice)] if event.finish_reason is not None else made
 
@@ -130,19 +138,23 @@ class ChatFormat:
                         "refusal": None,
                         **(choice.answer.message() if choice.answer is not None else {"content": "".join(choice.text)}),
                     },
-                    "logprobs": chat_logprobs(choice.logprobs) if choice.logprobs is not None else None,
+                    "logprobs": chat_logprobs(choice.logprobs, self.record) if choice.logprobs is not None else None,
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
+                    **ids_field(self.record, choice.token_ids),
                 }
                 for choice in choices
             ],
-            "usage": usage(choices, self.record.n),
             **self._of_prompt(0, choices[0].prompt_logprobs),
+            **self._prompt_ids(0, choices[0].prompt_token_ids),
         }
 
     def _of_prompt(self, index: int, prompt: PromptLogprobs | None) -> dict[str, Any]:
         """The field of the answer, for all of its choices have one prompt: the first brings it."""
         return prompt_field(self.record, prompt) if index == 0 else {}
+
+    def _prompt_ids(self, index: int, token_ids: Int32Array | None) -> dict[str, Any]:
+        return prompt_ids_field(self.record, token_ids) if index == 0 else {}
 
     def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
         return make_chunk(self._head("chat.completion.chunk"), made, self.record, choice)
@@ -160,7 +172,8 @@ class CompletionFormat:
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
         prompt = event.prompt_logprobs
-        if not event.text and not event.logprobs and event.finish_reason is None and prompt is None:
+        ids = ids_field(self.record, [] if event.token_id is None else [event.token_id])
+        if not event.text and not event.logprobs and event.finish_reason is None and prompt is None and not ids.get("token_ids"):
             return []
         own = {
             "index": choice.index,
@@ -169,7 +182,7 @@ class CompletionFormat:
             "finish_reason": event.finish_reason,
             "stop_reason": event.stop_reason,
         }
-        return [self._chunk([own | prompt_field(self.record, prompt)], choice)]
+        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice)]
 
     def end(self, choice: Choice) -> dict[str, Any]:
         own = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
@@ -189,10 +202,11 @@ class CompletionFormat:
                     "finish_reason": choice.finish_reason,
                     "stop_reason": choice.stop_reason,
                     **prompt_field(self.record, choice.prompt_logprobs),
+                    **ids_field(self.record, choice.token_ids),
+                    **prompt_ids_field(self.record, choice.prompt_token_ids),
                 }
                 for choice in choices
             ],
-            "usage": usage(choices, self.record.n),
         }
 
     def _logprobs(self, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
@@ -200,13 +214,15 @@ class CompletionFormat:
         num_echoed = self.record.num_echo_logprobs if prompt is not None else None
         if logprobs is None and num_echoed is None:
             return None
-        tokens, token_logprobs, top_logprobs, offsets = echoed(prompt, num_echoed) if prompt is not None and num_echoed is not None else ([], [], [], [])
+        by_id = self.record.names_tokens_by_id
+        listed = echoed(prompt, num_echoed, by_id=by_id) if prompt is not None and num_echoed is not None else EchoedLogprobs()
         for entry in logprobs or ():
-            tokens.append(entry.token)
-            token_logprobs.append(finite(entry.logprob))
-            top_logprobs.append({top.token: finite(top.logprob) for top in entry.top})
-            offsets.append(entry.text_offset)
-        return {"tokens": tokens, "token_logprobs": token_logprobs, "top_logprobs": top_logprobs, "text_offset": offsets}
+            name = name_of(entry, by_id=by_id)
+            listed.tokens.append(name)
+            listed.token_logprobs.append(finite(entry.logprob))
+            listed.top_logprobs.append(likeliest([(name, entry.logprob), *((name_of(top, by_id=by_id), top.logprob) for top in entry.top)]))
+            listed.text_offset.append(entry.text_offset)
+        return asdict(listed)
 
     def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
         return make_chunk(head_of(self.record, "text_completion"), made, self.record, choice)
@@ -217,19 +233,53 @@ def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
     return {"id": record.response_id, "object": kind, "created": record.created, "model": record.model, "system_fingerprint": fingerprint}
 
 
-def chat_logprobs(logprobs: Iterable[TokenLogprob]) -> dict[str, Any]:
-    return {
-        "content": [
-            {
-                "token": entry.token,
-                "logprob": finite(entry.logprob),
-                "bytes": list(entry.raw),
-                "top_logprobs": [{"token": top.token, "logprob": finite(top.logprob), "bytes": list(top.raw)} for top in entry.top],
-            }
-            for entry in logprobs
-        ],
-        "refusal": None,
-    }
+def chat_logprobs(logprobs: Iterable[TokenLogprob], record: ResponseRecord) -> dict[str, Any]:
+    def described(entry: TokenLogprob | TopLogprob) -> dict[str, Any]:
+        return {"token": chat_name_of(entry, by_id=record.names_tokens_by_id), "logprob": finite(entry.logprob), "bytes": list(entry.raw)}
+
+    return {"content": [described(entry) | {"top_logprobs": [described(top) for top in entry.top]} for entry in logprobs if not entry.is_end], "refusal": None}
+
+
+def name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
+    """A token in logprobs. Parts of characters, which no text can be, are spelt `bytes:\\xe6\\xb0`."""
+    return f"token_id:{entry.token_id}" if by_id else entry.token
+
+
+def chat_name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
+    """The same as chat completions have it: parts of characters are spelt `\\xe6\\xb0`."""
+    is_part = entry.token.startswith("bytes:") and entry.token.encode() != entry.raw
+    return entry.token.removeprefix("bytes:") if is_part and not by_id else name_of(entry, by_id=by_id)
+
+
+def ids_field(record: ResponseRecord, token_ids: list[int]) -> dict[str, Any]:
+    """The field token_ids, where the client asked for it."""
+    return {"token_ids": token_ids} if record.has_token_ids else {}
+
+
+def prompt_ids_field(record: ResponseRecord, token_ids: Int32Array | None) -> dict[str, Any]:
+    return {"prompt_token_ids": token_ids.tolist()} if record.has_token_ids and token_ids is not None else {}
+
+
+def best(choices: list[Choice], record: ResponseRecord) -> list[Choice]:
+    """The answers: all sequences, or of each prompt's the num_best whose tokens are likeliest on average (an empty one, last)."""
+    found = choices
+    if record.num_best is not None:
+        ranked = [sorted(choices[at : at + record.n], key=mean_logprob, reverse=True)[: record.num_best] for at in range(0, len(choices), record.n)]
+        found = [replace(choice, index=index) for index, choice in enumerate(choice for group in ranked for choice in group)]
+    return [replace(choice, logprobs=None) for choice in found] if record.hides_logprobs else found
+
+
+def parsed(choice: Choice, record: ResponseRecord) -> Choice:
+    """A choice whose text came whole, read as its record says."""
+    answer = Choice.begin(choice.index, record).answer
+    if answer is not None:
+        answer.add("".join(choice.text), is_end=True)
+    return replace(choice, answer=answer)
+
+
+def mean_logprob(choice: Choice) -> float:
+    logprobs = [entry.logprob for entry in choice.logprobs or ()]
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf
 
 
 def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from typing import Any
 ANYTHING: tuple[Any, ...] = ("anything",)
 
 OF_REQUESTS: dict[str, tuple[Any, ...]] = {
-    "best_of": (1,), "detokenize": (True,), "early_stopping": (False,), "guided_decoding_backend": ANYTHING, "include_stop_str_in_output": (False,),
-    "length_penalty": (1.0,), "metadata": ANYTHING,
+    "detokenize": (True,), "guided_decoding_backend": ANYTHING, "metadata": ANYTHING, "mirostat": (0,), "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING,
     "modalities": (["text"],), "prediction": ANYTHING, "safety_identifier": ANYTHING,
-    "service_tier": ("auto", "default", "flex", "scale", "priority"), "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,),
-    "store": (True, False), "use_beam_search": (False,),
+    "service_tier": ("auto", "default", "flex", "scale", "priority"), "spaces_between_special_tokens": (True, False),  # of slow tokenizers
+    "store": (True, False),
 }  # fmt: skip
 OF_CHATS: dict[str, tuple[Any, ...]] = OF_REQUESTS | {"echo": (False,), "function_call": ("none", "auto"), "functions": ([],)}
 OF_COMPLETIONS: dict[str, tuple[Any, ...]] = OF_REQUESTS | {

@@ -11,12 +11,15 @@ from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, Oll
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
+from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
 from services.gateway.responses.schemas import ResponseBody
 from shared.errors import Invalid
 
 BODIES: dict[str, type[Body]] = {
     "chat": ChatCompletionBody,
     "completion": CompletionBody,
+    "tokenize": TokenizeBody,
+    "detokenize": DetokenizeBody,
     "embedding": EmbeddingBody,
     "response": ResponseBody,
     "message": MessagesBody,
@@ -28,7 +31,7 @@ BODIES: dict[str, type[Body]] = {
     "ollama_model": OllamaModelBody,
 }
 MAX_NAMED = 16  # of the wrong fields of a body
-BRANCHES = ("str", "int", "float", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
+BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
 B = TypeVar("B", bound=Body)
 
 

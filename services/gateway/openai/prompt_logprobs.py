@@ -1,9 +1,12 @@
 """The logprobs of a prompt as clients know them: as OpenAI's completions echo them, and as vLLM's field `prompt_logprobs` has them."""
 
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from shared.messages import PromptLogprobs
 
+PART = "bytes:\\x"  # begins the text of a token that is a part of a character
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity
 
 
@@ -11,17 +14,37 @@ def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def echoed(prompt: PromptLogprobs, num_top: int) -> tuple[list[str], list[float | None], list[dict[str, float] | None], list[int]]:
-    """Tokens, their logprobs, the num_top likeliest in the place of each, and where each begins in the text: lists in step. Nothing predicts the first."""
-    text_of = texts(prompt)
+def likeliest(tokens: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """Tokens and their logprobs as a map; of those that are named alike, the likeliest."""
+    found: dict[str, float] = {}
+    for name, logprob in tokens:
+        found[name] = max(finite(logprob), found.get(name, LOWEST_LOGPROB))
+    return found
+
+
+@dataclass(slots=True)
+class EchoedLogprobs:
+    """OpenAI's old form: lists in step, over what is echoed of the prompt and the answer. Nothing predicts a prompt's first token."""
+
+    tokens: list[str] = field(default_factory=list)
+    token_logprobs: list[float | None] = field(default_factory=list)
+    top_logprobs: list[dict[str, float] | None] = field(default_factory=list)  # the likeliest in the token's place, and the token itself
+    text_offset: list[int] = field(default_factory=list)
+
+
+def echoed(prompt: PromptLogprobs, num_top: int, *, by_id: bool) -> EchoedLogprobs:
+    """Those of a prompt, with the num_top likeliest. by_id: tokens are named by their ids."""
+    text_of = {token_id: f"token_id:{token_id}" if by_id else text for token_id, text in texts(prompt).items()}
     tokens = [text_of[token_id] for token_id in prompt.token_ids.tolist()]
-    tops = [{text_of[token_id]: finite(logprob) for token_id, logprob in row} for row in top_rows(prompt, num_top)]
-    return tokens, [None, *map(finite, prompt.logprobs.tolist())], [None, *tops], prompt.text_offsets.tolist() or [0] * len(tokens)
+    own = zip(tokens[1:], prompt.logprobs.tolist(), strict=True)
+    tops = [likeliest((each, *((text_of[token_id], logprob) for token_id, logprob in row))) for each, row in zip(own, top_rows(prompt, num_top), strict=True)]
+    return EchoedLogprobs(tokens, [None, *map(finite, prompt.logprobs.tolist())], [None, *tops], prompt.text_offsets.tolist() or [0] * len(tokens))
 
 
 def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
-    """For each token of the prompt a map from token ids, its own first, then the num_top likeliest; null for the first token."""
-    text_of = texts(prompt)
+    """For each token of the prompt a map from token ids, its own first, then the num_top likeliest; null for the first token. Parts of characters are
+    U+FFFD there, as vLLM has them: the ids say which."""
+    text_of = {token_id: "\ufffd" if text.startswith(PART) else text for token_id, text in texts(prompt).items()}
     own = zip(prompt.token_ids[1:].tolist(), prompt.logprobs.tolist(), prompt.ranks.tolist(), strict=True)
     found: list[dict[str, dict[str, Any]] | None] = [None]
     for (token_id, logprob, rank), row in zip(own, top_rows(prompt, num_top), strict=True):

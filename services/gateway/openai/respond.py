@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.errors import CLIENT_CLOSED, RequestFailed, error_body
 from services.gateway.generation import Generation
 from services.gateway.metrics import Measured
-from services.gateway.openai.formats import Choice, format_for
+from services.gateway.openai.formats import Choice, best, format_for, usage
 from services.gateway.sse import DONE, PING, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
@@ -108,7 +108,8 @@ class Responder:
         return EventStream(self._chunks(first), self.close, self.media_type)
 
     def _body(self) -> dict[str, Any]:
-        return self.format.whole(self.choices)
+        record = self.generation.record
+        return self.format.whole(best(self.choices, record)) | {"usage": usage(self.choices, record.n)}  # all that was generated, whatever became of it
 
     @property
     def _is_over(self) -> bool:

@@ -4,26 +4,32 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Header, Request, Response
 
 from services.gateway.admission import served_names
 from services.gateway.context import Context
 from services.gateway.metrics import Measured
+from services.gateway.openai.ask import unless_gone
+from services.gateway.openai.beams import check_beams, search_prompt
 from services.gateway.openai.docs import takes
 from services.gateway.openai.fields import MAX_SEQUENCES
+from services.gateway.openai.formats import Choice, format_for, parsed, usage
 from services.gateway.openai.respond import Responder
-from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
+from services.gateway.openai.schemas import MAX_MESSAGES, ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
 from services.gateway.openai.tools import Calling
 from services.gateway.parsing.answer import REASONING, TOOL_CALLS, Parsing
 from services.gateway.record import ResponseRecord, choice_params, make_record
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.messages import GenerateRequest
-from shared.sampling_params import SamplingParams
+from shared.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 KINDS = ("chat.completion", "text_completion")  # of responses that are streamed as chunks with positions
 
 router = APIRouter(prefix="/v1")
+
+LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_stop_strings": MAX_STOP_STRINGS, "max_messages": MAX_MESSAGES}
 
 
 @router.post("/chat/completions", openapi_extra=takes("chat"))
@@ -43,23 +49,23 @@ async def completions(request: Request) -> Response:
     body = await context.bodies.read(request, "completion")
     assert isinstance(body, CompletionBody)
     params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
-    if len(prompts) * body.n > MAX_SEQUENCES:
-        raise Invalid(f"at most {MAX_SEQUENCES} prompts times n in one request, got {len(prompts) * body.n}", param="n")
+    if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
+        raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
-        "text_completion", body.model, model, num_prompts=len(prompts), n=body.n, has_usage=body.has_usage,
-        num_echo_logprobs=body.num_echo_logprobs, num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage,
-        fingerprint=fingerprint_of(context, model),
+        "text_completion", body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
+        num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
+        **each_choice(body, has_logprobs=body.logprobs is not None),
     )  # fmt: skip
     now = time.time()
     requests = []
     for index, (request_id, own) in enumerate(zip(record.request_ids, each_params(body, params, len(prompts)), strict=True)):
-        prompt = prompts[index // body.n]
+        prompt = prompts[index // record.n]
         text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         requests.append(
             GenerateRequest(
                 request_id, context.stage.replica_id, model, own,
                 prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=now,
-                scheduling=body.scheduling(now, f"{record.response_id}.{index // body.n}"), constraint=constraint,
+                scheduling=body.scheduling(now, f"{record.response_id}.{index // record.n}"), constraint=constraint, encoding=body.encoding(),
             )
         )  # fmt: skip
     return await respond(context, body, record, requests, request)
@@ -93,7 +99,7 @@ def models(context: Context) -> list[dict[str, Any]]:
     return [
         {
             "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
-            "root": replica.model, "max_model_len": replica.max_model_len,
+            "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
         }
         for name, replica in sorted(served_names(context.stage.registry).items())
     ]  # fmt: skip
@@ -125,8 +131,9 @@ async def prepare_chat(
     constraint = await constraint_for(context, calling.constraint() or body.constraint())
     parsing = parsing_of(context, model, calling)
     record = make_record(
-        kind, name, model, n=body.n, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
-        has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model), **others,
+        kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
+        has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
+        **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
     options = body.chat_options(calling, may_bring_template=context.settings.trust_request_chat_template)
     if parsing.needs_special_tokens:
@@ -137,7 +144,7 @@ async def prepare_chat(
     requests = [
         GenerateRequest(
             request_id, gateway_id, model, own,
-            messages=messages, created_at=now, scheduling=scheduling, constraint=constraint, chat=options,
+            messages=messages, created_at=now, scheduling=scheduling, constraint=constraint, chat=options, encoding=body.encoding(),
         )
         for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
     ]  # fmt: skip
@@ -163,13 +170,47 @@ def fingerprint_of(context: Context, model: str) -> str:
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
     """For each prompt, for each of its n choices. With a seed, choice i of a prompt is the same whatever the other prompts."""
     seed = body.seed % (1 << 64) if body.seed is not None else None
-    return [choice_params(params, seed, choice) for _ in range(num_prompts) for choice in range(body.n)]
+    return [choice_params(params, seed, choice) for _ in range(num_prompts) for choice in range(body.num_sequences if body.num_beams is None else 1)]
+
+
+def each_choice(body: GenerateBody, *, has_logprobs: bool) -> dict[str, Any]:
+    """What the record says of a prompt's choices."""
+    picks = body.num_beams is None and body.num_sequences > body.n
+    return {
+        "n": 1 if body.num_beams is not None else body.num_sequences, "num_best": body.n if picks else None, "hides_logprobs": picks and not has_logprobs,
+        "has_token_ids": body.return_token_ids, "names_tokens_by_id": body.return_tokens_as_token_ids,
+    }  # fmt: skip
 
 
 async def respond(context: Context, body: GenerateBody, record: ResponseRecord, requests: list[GenerateRequest], request: Request) -> Response:
     """Submit, and answer as a stream or whole."""
+    if body.num_beams is not None:
+        return await respond_with_beams(context, body, record, requests, request)
     measured = Measured(context.metrics)
     generation = await context.pipeline.submit(record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
     responder = Responder(generation, measured, context.settings.ping_interval_s, has_positions=body.has_positions)
     return await (responder.stream() if body.stream else responder.whole(request))
+
+
+async def respond_with_beams(context: Context, body: GenerateBody, record: ResponseRecord, requests: list[GenerateRequest], request: Request) -> Response:
+    """A beam search for each prompt, one after the other; what stands in its answer is whole."""
+    width = body.num_beams or 1
+    check_beams(requests[0], width)
+    if getattr(body, "echo", False):
+        raise Invalid("echo is not available with use_beam_search", param="echo")
+    length_penalty = 1.0 if body.length_penalty is None else body.length_penalty
+    measured = Measured(context.metrics)
+    context.log_submitted(record, body.user, request.state.request_id)
+
+    async def search() -> Response:
+        choices: list[Choice] = []
+        for each in requests:
+            found = await search_prompt(context, each, width=width, length_penalty=length_penalty, early_stopping=body.early_stopping or False, num_best=body.n)
+            choices += [parsed(replace(choice, index=len(choices) + choice.index), record) for choice in found]
+        measured.whole(choices)
+        answer = format_for(record).whole(choices)
+        told = usage([replace(choice, answer=None) for choice in choices], body.n)  # of texts that come whole nobody knows how many tokens are thoughts
+        return Response(orjson.dumps(answer | {"usage": told}), media_type="application/json")
+
+    return await unless_gone(request, search())

@@ -17,8 +17,18 @@ from services.gateway.openai.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS
 from services.gateway.openai.tools import Calling, ToolChoice, Tools, check_depth, resolve_calling
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.messages import ChatOptions, EmbeddingParams, SchedulingParams
-from shared.sampling_params import MAX_ALLOWED_TOKENS, MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_STRINGS, SamplingParams
+from shared.messages import ChatOptions, EmbeddingParams, EncodingParams, SchedulingParams
+from shared.sampling_params import (
+    MAX_ALLOWED_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BREAKERS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_TOKENS,
+    ChainParams,
+    DryParams,
+    SamplingParams,
+)
 
 MAX_MESSAGES = 4096
 MAX_USER = 4096
@@ -69,6 +79,28 @@ class GenerateBody(Body):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    top_n_sigma: float | None = Field(None, description="keep logits within so many standard deviations of the largest; 0 or below: off")
+    typical_p: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BREAKERS))] = None
+    best_of: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="sequences of which the n likeliest are answers; of a beam search, its width")
+    use_beam_search: bool = False
+    length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="of a beam search: scores are divided by length to this power")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="of a beam search: when no more answers are looked for")
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many; -1: as many as fit")
+    add_special_tokens: bool | None = Field(None, description="a BOS and the like; by default of prompts, not of chats, whose template brings its own")
+    parse_special_tokens: bool | None = Field(None, description="take special tokens that are spelt in texts for such; by default in prompts, not in chats")
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:<id>")
     prompt_logprobs: int | None = Field(None, description="logprobs of the prompt's tokens; of so many of the likeliest, too")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
@@ -80,6 +112,9 @@ class GenerateBody(Body):
         """The parameters, checked. Fields left out or null take their defaults. The seed is set for each choice later."""
         if self.stream_options is not None and not self.stream:
             raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
+        self._check_choices()
+        if logprobs is None and self.num_sequences > self.n:
+            logprobs = 0  # the best are chosen by them
         given = {
             "max_tokens": max_tokens,
             "min_tokens": self.min_tokens,
@@ -98,6 +133,11 @@ class GenerateBody(Body):
             "prompt_logprobs": prompt_logprobs,
             "allowed_token_ids": self._allowed_token_ids(),
             "bad_words": tuple(self.bad_words) if self.bad_words else None,
+            "dry": self._dry(),
+            "chain": self._chain(),
+            "skip_special_tokens": self.skip_special_tokens,
+            "include_stop_str_in_output": self.include_stop_str_in_output,
+            "returns_prompt_token_ids": self.return_token_ids,
         }
         return make_params({name: value for name, value in given.items() if value is not None})
 
@@ -105,12 +145,55 @@ class GenerateBody(Body):
         """How each of a prompt's choices is to be scheduled."""
         deadline_at = created_at + self.deadline_s if self.deadline_s is not None else 0.0
         salt = "\0".join((self.cache_salt, self.prompt_cache_key)) if self.prompt_cache_key else self.cache_salt
-        return SchedulingParams(self.priority, deadline_at, group_id if self.n > 1 else "", salt)
+        return SchedulingParams(self.priority, deadline_at, group_id if self.num_sequences > 1 else "", salt)
 
     def constraint(self) -> Constraint | None:
         """What the answer must match. Raises Invalid."""
         guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")}
         return constraint_of(self.response_format, self.structured_outputs, guided)
+
+    @property
+    def num_sequences(self) -> int:
+        """Of each prompt: more than n where the best of them are wanted."""
+        return self.n if self.best_of is None or self.use_beam_search else self.best_of
+
+    @property
+    def num_beams(self) -> int | None:
+        return (self.best_of or self.n) if self.use_beam_search else None
+
+    def encoding(self) -> EncodingParams:
+        """How the prompt is to be encoded."""
+        if self.truncate_prompt_tokens == 0:
+            raise Invalid("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0", param="truncate_prompt_tokens")
+        return EncodingParams(self.add_special_tokens, self.parse_special_tokens, self.truncate_prompt_tokens)
+
+    def _check_choices(self) -> None:
+        """Raises Invalid where n, best_of, streams and beams don't go together."""
+        if self.best_of is not None and self.best_of < self.n:
+            raise Invalid(f"best_of must be at least n, {self.n}, got {self.best_of}", param="best_of")
+        if self.stream and self.use_beam_search:
+            raise Invalid("a beam search can't be streamed: its answer is not known before its end", param="stream")
+        if self.stream and self.num_sequences > self.n:
+            raise Invalid("with best_of above n there is no stream: the best are not known before their end", param="stream")
+        for name in ("length_penalty", "early_stopping"):
+            if getattr(self, name) not in (None, False, 1.0) and not self.use_beam_search:
+                raise Invalid(f"{name} is for beam searches: set use_beam_search to true", param=name)
+
+    def _dry(self) -> DryParams | None:
+        names = ("multiplier", "base", "allowed_length", "penalty_last_n", "sequence_breakers")
+        given = {name: value for name in names if (value := getattr(self, f"dry_{name}")) is not None}
+        if "sequence_breakers" in given:
+            given["sequence_breakers"] = tuple(given["sequence_breakers"])
+        params = DryParams(**({"multiplier": 0.0} | given))  # what is wrong is wrong, whether or not it is on
+        return params if params.multiplier > 0.0 else None
+
+    def _chain(self) -> ChainParams | None:
+        names = ("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent")
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        if given.get("top_n_sigma", 0.0) < 0.0:
+            del given["top_n_sigma"]  # llama.cpp's way to say "off"
+        params = ChainParams(**given)
+        return params if params.is_on else None
 
     @property
     def has_usage(self) -> bool:
@@ -200,6 +283,8 @@ class ChatCompletionBody(GenerateBody):
     def params(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
             raise Invalid("max_tokens and max_completion_tokens differ: give one", param="max_tokens")
+        if self.use_beam_search and self.calling().mode != "none":
+            raise Invalid("tools is not available with use_beam_search", param="tools")
         if self.top_logprobs is not None and not self.logprobs:
             raise Invalid("top_logprobs needs logprobs to be true", param="top_logprobs")
         max_tokens = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens

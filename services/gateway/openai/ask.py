@@ -1,0 +1,61 @@
+"""Requests of the gateway's own: a response that is read to its end here, and goes to no client as it is."""
+
+import asyncio
+import json
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from fastapi import Request, Response
+
+from services.gateway.context import Context
+from services.gateway.errors import CLIENT_CLOSED, RequestFailed
+from services.gateway.openai.respond import check, until_disconnect
+from services.gateway.record import make_record
+from services.gateway.subscription import ResponseFailed
+from shared.messages import EncodingParams, GenerateRequest, Task, TokenEvent
+from shared.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+async def ask_all(context: Context, model: str, requests: list[GenerateRequest]) -> list[list[TokenEvent]]:
+    """The events of each request, whose ids are given here. Raises Rejected, Recoverable, RequestFailed."""
+    record = make_record("internal", model, model, num_prompts=len(requests), n=1, has_usage=False)
+    named = [replace(each, request_id=request_id) for each, request_id in zip(requests, record.request_ids, strict=True)]
+    generation = await context.pipeline.submit(record, named)
+    events: list[list[TokenEvent]] = [[] for _ in requests]
+    try:
+        while not all(each and each[-1].finish_reason is not None for each in events):
+            for index, event in await generation.next(context.settings.ping_interval_s):
+                check(event)
+                events[index].append(event)
+    except ResponseFailed as failed:
+        raise RequestFailed(failed.error) from None
+    finally:
+        generation.close()
+    return events
+
+
+async def ask_tokenizer(context: Context, model: str, task: Task, request: GenerateRequest) -> dict[str, Any]:
+    """The tokenizer's answer, JSON. Raises as above; what is wrong with the request is RequestFailed, with status 400."""
+    [[event]] = await ask_all(context, model, [replace(request, task=task)])
+    found: dict[str, Any] = json.loads(event.text)
+    return found
+
+
+def question(context: Context, model: str, params: SamplingParams | None = None, encoding: EncodingParams | None = None, **prompt: Any) -> GenerateRequest:
+    """A request without a name; `prompt`: messages, prompt or prompt_token_ids."""
+    return GenerateRequest("", context.stage.replica_id, model, params or SamplingParams(), encoding=encoding or EncodingParams(), **prompt)
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
+    """What `work` returns; it is cancelled if the client goes away, of which nobody reads the answer."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(until_disconnect(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED)
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)

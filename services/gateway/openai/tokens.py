@@ -1,0 +1,68 @@
+"""The endpoints beside generation: texts to tokens and back, what the tokenizer is, and what load balancers ask."""
+
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from services.gateway.admission import served_names
+from services.gateway.context import Context
+from services.gateway.openai.ask import ask_tokenizer, question
+from services.gateway.openai.docs import takes
+from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
+from shared.errors import Invalid
+from shared.sampling_params import SamplingParams
+
+router = APIRouter()
+
+
+@router.post("/tokenize", openapi_extra=takes("tokenize"))
+async def tokenize(request: Request) -> dict[str, Any]:
+    """The tokens of a text or of a conversation, and how many they are."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "tokenize")
+    assert isinstance(body, TokenizeBody)
+    body.check()
+    chat = body.as_chat()
+    options = chat.chat_options(chat.calling(), may_bring_template=context.settings.trust_request_chat_template)
+    messages = tuple(each.to_wire() for each in body.messages) if body.messages is not None else None
+    model = resolve(context, body.model)
+    asked = question(context, model, encoding=body.encoding(), messages=messages, prompt=body.prompt, chat=options)
+    found = await ask_tokenizer(context, model, "tokenize", asked)
+    return {name: found[name] for name in ("count", "max_model_len", "tokens", "token_strs")}
+
+
+@router.post("/detokenize", openapi_extra=takes("detokenize"))
+async def detokenize(request: Request) -> dict[str, Any]:
+    """The text of tokens, special ones spelt out."""
+    context: Context = request.app.state.context
+    body = await context.bodies.read(request, "detokenize")
+    assert isinstance(body, DetokenizeBody)
+    model = resolve(context, body.model)
+    params = SamplingParams(skip_special_tokens=False)
+    return await ask_tokenizer(context, model, "detokenize", question(context, model, params, prompt_token_ids=np.array(body.tokens, np.int32)))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
+    """What the model's tokenizer is: its class, its special tokens, its chat template."""
+    context: Context = request.app.state.context
+    name = resolve(context, model)
+    return await ask_tokenizer(context, name, "describe", question(context, name))
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    """Of Penstock."""
+    return {"version": version("penstock")}
+
+
+def resolve(context: Context, name: str | None) -> str:
+    """The served model of that name; without a name, the one that there is. Raises Invalid, Rejected."""
+    if name is not None:
+        return context.admission.resolve(name)
+    names = {replica.model: None for replica in served_names(context.stage.registry).values() if replica.model is not None}
+    if len(names) > 1:
+        raise Invalid(f"several models are served, name one: {', '.join(sorted(names))}", param="model")
+    return context.admission.resolve(next(iter(names), ""))
