@@ -18,6 +18,7 @@ PREFIXES = {  # of the ids, by kind
     "response": "resp_",
     "message": "msg_",
     "ollama": "ollama-",
+    "internal": "internal-",  # what the gateway asks for itself
 }
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
 
