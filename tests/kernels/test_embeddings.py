@@ -33,7 +33,9 @@ ENCODERS: dict[str, PretrainedConfig] = {
     "roberta": transformers.RobertaConfig(**SMALL, max_position_embeddings=50, pad_token_id=1),  # whose positions begin at 2
     "distilbert": transformers.DistilBertConfig(vocab_size=64, dim=32, n_layers=2, n_heads=4, hidden_dim=48, max_position_embeddings=48),
     "mpnet": transformers.MPNetConfig(**SMALL, max_position_embeddings=50),
-    "modernbert": transformers.ModernBertConfig(**SMALL, max_position_embeddings=48, pad_token_id=0),
+    "modernbert": transformers.ModernBertConfig(
+        **SMALL, max_position_embeddings=48, pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2
+    ),
 }
 
 
