@@ -249,5 +249,5 @@ class Encoder:
     def _check_ids(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any]) -> None:
         """Raises Invalid for token ids of the client's that no token has."""
         if request.prompt_token_ids is not None and len(token_ids) and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
-            name = "tokens holds" if request.task == "detokenize" else "prompt holds"
-            raise Invalid(f"{name} token ids outside the vocabulary, [0, {self.vocab_size})", param=name.split()[0])
+            name = "tokens" if request.task == "detokenize" else "input" if request.embedding is not None else "prompt"
+            raise Invalid(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", param=name)
