@@ -88,7 +88,9 @@ def service(tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.Monke
     monkeypatch.setattr(service_module, "CLAIM_IDLE_MS", 0)
     monkeypatch.setattr(service_module, "CLAIM_EVERY_S", 0)
     with running_redis(tmp_path / "redis", redis_binary) as url:
-        yield make_service(url)
+        service = make_service(url)
+        yield service
+        service.stage.transport.client.close()
 
 
 def make_service(url: str, replica_id: str = "tokenizer-1") -> TokenizerService:
