@@ -129,7 +129,7 @@ class Chat:
         for piece in self.server.answer(body):
             now = time.monotonic() - started_at
             if piece.notice:
-                self.display.notice(piece.notice)
+                self.display.passing(piece.notice)
             if (piece.text or piece.reasoning) and answer.ttft_s is None:
                 answer.ttft_s = now
             if piece.reasoning:
@@ -247,7 +247,7 @@ def whole_question(question: str) -> str:
 def converse(one: Chat) -> None:
     """Questions and commands in turn."""
     prompt = Prompt([f"/{name}" for name in COMMANDS])
-    one.say(f"{one.model.name} at {one.server.url} (/help lists the commands, Ctrl-D ends the chat)")
+    one.say(f"{one.model.name} at {one.server.url}\n/help lists the commands, Ctrl-D ends the chat")
     while True:
         one.say("")
         try:

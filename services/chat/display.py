@@ -20,6 +20,7 @@ from rich.text import Text
 from rich.theme import Theme
 
 DRAW_EVERY_S = 0.05
+DRAWING_SHARE = 5  # times as long as a drawing took, none follows: a list of a thousand points is one block, and takes its time
 THEME = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold underline"})  # readable on a light terminal, too
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline: a model must not steer the terminal
 PADDING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # rich fills lines up, which a copy would have
@@ -35,6 +36,9 @@ class Display(Protocol):
 
     def notice(self, text: str) -> None:
         """A line about the answer, which is no part of it."""
+
+    def passing(self, text: str) -> None:
+        """The same, until the answer goes on."""
 
     def end(self) -> None:
         """The answer is over, or broke off."""
@@ -59,6 +63,9 @@ class PlainDisplay:
     def notice(self, text: str) -> None:
         self.errors.write(f"penstock: {text}\n")
 
+    def passing(self, text: str) -> None:
+        self.notice(text)
+
     def end(self) -> None:
         if self._last != "\n":
             self.text("\n")
@@ -80,6 +87,10 @@ class TerminalDisplay:
     def notice(self, text: str) -> None:
         self.end()
         self.console.print(Text(f"[{clean(text)}]", style="dim"))
+
+    def passing(self, text: str) -> None:
+        region = self._region or self._in(render_markdown, settled_markdown)
+        region.draw(foot=f"[{clean(text)}]")
 
     def end(self) -> None:
         if self._region is not None:
@@ -108,22 +119,25 @@ class Region:
         self._lines: list[str] = []  # of it, as they stand on the screen
         self._has_begun = False  # there is a block above
         self._drawn_at = 0.0
+        self._pause_s = DRAW_EVERY_S
 
     def add(self, text: str) -> None:
         self._text += clean(text)
-        if time.monotonic() - self._drawn_at >= DRAW_EVERY_S:
+        if time.monotonic() - self._drawn_at >= self._pause_s:
             self.draw()
 
-    def draw(self) -> None:
-        """Bring the screen up to date."""
+    def draw(self, foot: str = "") -> None:
+        """Bring the screen up to date, with a line below that the next drawing takes away."""
+        began_at = time.monotonic()
         if count := self.settled(self._text):
             self._draw_block(self._text[:count])
             self._text = self._text[count:]
             if self._lines:
                 self._write("\n")
                 self._lines = []
-        self._draw_block(self._text)
+        self._draw_block(self._text, foot)
         self._drawn_at = time.monotonic()
+        self._pause_s = max(DRAW_EVERY_S, DRAWING_SHARE * (self._drawn_at - began_at))
 
     def end(self) -> None:
         """Draw the rest; the cursor is on a line of its own then."""
@@ -132,16 +146,18 @@ class Region:
             self._write("\n")
         self._lines = []
 
-    def _draw_block(self, text: str) -> None:
-        lines = self._render_lines(text)
+    def _draw_block(self, text: str, foot: str = "") -> None:
+        lines = self._render_lines(self.render(text))
+        if foot:
+            lines += self._render_lines(Text(foot, style="dim"))
         if lines and self._has_begun and not self._lines:
             self._write("\n")  # an empty line between two blocks
         self._has_begun = self._has_begun or bool(lines)
         self._replace(lines)
 
-    def _render_lines(self, text: str) -> list[str]:
+    def _render_lines(self, renderable: RenderableType) -> list[str]:
         with self.console.capture() as capture:
-            self.console.print(self.render(text))
+            self.console.print(renderable)
         lines = [PADDING.sub(r"\1", line) for line in capture.get().split("\n")]
         while lines and not Text.from_ansi(lines[-1]).plain.strip():
             lines.pop()

@@ -19,6 +19,7 @@ KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # in the environment: the first t
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_TIMEOUT_S = 60.0  # Penstock sends a comment every few seconds; others may think for minutes before their first byte
 PATIENCE_S = 60.0  # without a single event, before a broken answer is given up
+TELL_AFTER_S = 2.0  # without one, the user is told; a gateway that died is mostly back by then
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 3.0  # between two tries
 MAX_ERROR_CHARACTERS = 2000
 UNAVAILABLE = (502, 503, 504)
@@ -36,6 +37,10 @@ class ChatError(PenstockError):
 
 class Interrupted(PenstockError):
     """The answer broke off, and the same server or its successor may go on with it."""
+
+    def __init__(self, message: str, details: str = "") -> None:
+        super().__init__(message)
+        self.details = details
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,10 +128,10 @@ class Server:
                 return
             except Interrupted as error:
                 if not self.is_penstock or time.monotonic() - heard_at > PATIENCE_S:
-                    raise ChatError(str(error)) from None
-                if not is_told:
+                    raise ChatError(f"{error} ({error.details})" if error.details else str(error)) from None
+                if not is_told and time.monotonic() - heard_at > TELL_AFTER_S:
                     yield Piece(notice=f"{error}; trying again, Ctrl-C stops that")
-                is_told = True
+                    is_told = True
                 time.sleep(pause_s)
                 pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
 
@@ -193,7 +198,7 @@ def connected() -> Iterator[None]:
     except SSEError as error:
         raise ChatError(f"the server does not stream: {error}") from None
     except (httpx.TransportError, httpx.StreamError) as error:
-        raise Interrupted(f"connection lost ({str(error) or type(error).__name__})") from None
+        raise Interrupted("connection lost", str(error) or type(error).__name__) from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise ChatError(str(error) or type(error).__name__) from None
 
