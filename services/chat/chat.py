@@ -144,9 +144,7 @@ class Chat:
 
     def _say_dropped(self, count: int) -> None:
         if count:
-            self.display.notice(
-                f"the context is full: the oldest {'turn' if count == 1 else f'{count} turns'} of this chat {'is' if count == 1 else 'are'} forgotten"
-            )
+            self.display.notice(f"the context is full: forgot the oldest {'turn' if count == 1 else f'{count} turns'} of this chat")
 
     def command(self, name: str, argument: str) -> bool:
         """Carry a command out. Returns whether the chat goes on."""

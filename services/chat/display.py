@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Protocol, TextIO
 
 from markdown_it import MarkdownIt
-from rich.console import Console, RenderableType
-from rich.markdown import Markdown
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.markdown import Heading, Markdown
 from rich.text import Text
 from rich.theme import Theme
 
@@ -111,7 +111,7 @@ class Region:
     """Text at the end of the screen that grows. Between drawings the cursor stands at the end of its last line."""
 
     def __init__(self, console: Console, render: Callable[[str], RenderableType], settled: Callable[[str], int]) -> None:
-        """settled: how many characters of a text will not change any more, whatever follows; they begin and end with whole blocks."""
+        """settled: how many characters the first block of a text has, if that will not change any more, whatever follows; else 0."""
         self.console = console
         self.render = render
         self.settled = settled
@@ -129,12 +129,13 @@ class Region:
     def draw(self, foot: str = "") -> None:
         """Bring the screen up to date, with a line below that the next drawing takes away."""
         began_at = time.monotonic()
-        if count := self.settled(self._text):
+        while count := self.settled(self._text):
             self._draw_block(self._text[:count])
             self._text = self._text[count:]
             if self._lines:
                 self._write("\n")
                 self._lines = []
+                self._has_begun = True
         self._draw_block(self._text, foot)
         self._drawn_at = time.monotonic()
         self._pause_s = max(DRAW_EVERY_S, DRAWING_SHARE * (self._drawn_at - began_at))
@@ -150,9 +151,8 @@ class Region:
         lines = self._render_lines(self.render(text))
         if foot:
             lines += self._render_lines(Text(foot, style="dim"))
-        if lines and self._has_begun and not self._lines:
-            self._write("\n")  # an empty line between two blocks
-        self._has_begun = self._has_begun or bool(lines)
+        if lines and self._has_begun:
+            lines.insert(0, "")  # between two blocks
         self._replace(lines)
 
     def _render_lines(self, renderable: RenderableType) -> list[str]:
@@ -190,8 +190,17 @@ class Region:
         self.console.file.flush()
 
 
+class LeftHeading(Heading):
+    """Not centred."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield self.text
+
+
 class ChatMarkdown(Markdown):
     """Markdown as chats have it: a line break is one, and tags are text."""
+
+    elements = Markdown.elements | {"heading_open": LeftHeading}
 
     def __init__(self, text: str) -> None:
         super().__init__("", code_theme="ansi_dark")
@@ -207,9 +216,9 @@ def render_markdown(text: str) -> RenderableType:
 
 
 def settled_markdown(text: str) -> int:
-    """All before the last block at the top level: what is appended can change that one only."""
+    """A block at the top level is settled once another follows it: what is appended can change the last one only."""
     starts = [token.map[0] for token in PARSER.parse(text) if token.level == 0 and token.map is not None]
-    return sum(len(line) + 1 for line in text.split("\n")[: starts[-1]]) if starts else 0
+    return sum(len(line) + 1 for line in text.split("\n")[: starts[1]]) if len(starts) > 1 else 0
 
 
 def render_reasoning(text: str) -> RenderableType:
@@ -217,7 +226,7 @@ def render_reasoning(text: str) -> RenderableType:
 
 
 def settled_reasoning(text: str) -> int:
-    return text.rfind("\n\n") + 2 if "\n\n" in text.rstrip("\n") else 0
+    return text.find("\n\n") + 2 if "\n\n" in text.rstrip("\n") else 0
 
 
 def clean(text: str) -> str:

@@ -123,7 +123,9 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
     log.info("loading the model", model=files.name, weights=files.weights)
     if settings.max_model_len is not None and files.max_model_len is not None and settings.max_model_len > files.max_model_len:
-        log.warning("--max-model-len is more than the model was made for", asked=settings.max_model_len, max_model_len=files.max_model_len)
+        log.warning(
+            "--max-model-len is more than the model was made for, and what that is holds", asked=settings.max_model_len, max_model_len=files.max_model_len
+        )
     with logging_redirect_tqdm():  # lines of log go above the bar
         model = load_model(settings, files, backend, asked)
     config = model.config
