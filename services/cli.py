@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+from services.keys import add_arguments as add_keys_arguments
 from shared.arguments import Parser
 from shared.errors import StartupError
 from shared.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
@@ -66,6 +67,8 @@ def build_parser() -> argparse.ArgumentParser:
     pull.add_argument("name", metavar="NAME", help="smollm2-135m, or a hub id, owner/name")
     pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
     commands.add_parser("models", help="the models that were pulled: name, size, form", epilog="example:\n  penstock models")
+    examples = "example:\n  penstock keys add team-a --rpm 600"
+    add_keys_arguments(commands.add_parser("keys", help="API keys: add, list, rotate, revoke", epilog=examples))
     commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
     add_quantize(commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES))
     built = "example:\n  apt install g++ && penstock build-kernels"
@@ -199,6 +202,10 @@ def run_tool(args: argparse.Namespace) -> None:
             from services.model_store import list_models
 
             print(list_models())
+        case "keys":
+            from services.keys import keys
+
+            keys(args)
         case "quantize":
             run_quantize(args)
         case "build-kernels":
