@@ -48,7 +48,9 @@ class Terminal:
 
     def wait_for(self, pattern: str, count: int = 1) -> str:
         """Until so many lines of the screen match; returns the last one."""
-        return wait_until(lambda: found[-1] if len(found := [line for line in self.lines() if re.search(pattern, line)]) >= count else "", description=pattern)
+        return wait_until(
+            lambda: found[-1] if len(found := [line for line in self.lines() if re.search(pattern, line)]) >= count else "", description=pattern, timeout_s=100
+        )
 
     def wait_for_prompt(self) -> None:
         """Until it waits for a question."""
@@ -65,7 +67,7 @@ def chat(demo: Deployment, tmp_path: Path) -> Iterator[Terminal]:
 
 def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> None:
     assert chat.lines()[0].startswith("penstock-demo at http://127.0.0.1:")
-    chat.send("What is Penstick?\x1b[D\x1b[D\x1b[D\x1b[D\x7fo\r")  # three steps left over "ck?", and the letter is mended
+    chat.send("What is Penstick?\x1b[D\x1b[D\x1b[D\x7fo\r")  # three steps left over "ck?", and the letter is mended
     assert re.search(r"\[37 tokens · [\d.,]+ tokens/s · TTFT \d+\.\d\d s\]", chat.wait_for(r"\[37 tokens"))
     assert "Penstock is a server for large language models. It runs as a pipeline of" in chat.lines()
     chat.wait_for_prompt()
