@@ -82,15 +82,12 @@ class Launcher:
         """Check what can be checked before anything starts; then list the processes."""
         settings = self.settings
         check_exposure(settings)
+        check_device(settings.device)
+        self._open(settings.model)
         self.lifeline = Lifeline(settings.data_dir)  # before the ports: those of an earlier launcher's gateways are free then
         check_ports(settings)
-        check_device(settings.device)
-        models = settings.model or [default_model()]
-        self.models = [open_model(model, settings.names_of(number), weights=True) for number, model in enumerate(models)]  # fails here, once
-        names = [name for each in self.models for name in (each.name, *each.aliases)]
-        if doubled := sorted({name for name in names if names.count(name) > 1}):
-            raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
-        check_memory(settings, self.models)
+        if not settings.model:
+            self._open([default_model()])
         environment = self._environment()
         self.redis_url = settings.redis_url
         if settings.redis_url == DEFAULT_REDIS_URL:
@@ -106,6 +103,14 @@ class Launcher:
             for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1)):
                 self.stages += [self._child(stage, number, own, suffix) for number in range(count)]
         self.stages += [self._child("gateway", number, environment) for number in range(settings.gateways)]
+
+    def _open(self, models: list[str]) -> None:
+        """Read what is known of them without their weights. Raises StartupError for what can't be served: here, once."""
+        self.models = [open_model(model, self.settings.names_of(number), weights=True) for number, model in enumerate(models)]
+        names = [name for each in self.models for name in (each.name, *each.aliases)]
+        if doubled := sorted({name for name in names if names.count(name) > 1}):
+            raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
+        check_memory(self.settings, self.models)
 
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""

@@ -55,10 +55,10 @@ def test_a_piped_question_has_the_answer_alone(up: Up) -> None:
 
 def test_a_chat_goes_on_when_its_gateway_is_killed(up: Up) -> None:
     """All that it printed is what the token log holds: nothing lost, nothing doubled."""
-    command = [*COMMAND, "chat", "--url", up.url, "--temperature", "100", "--max-tokens", "800", "Go."]
+    command = [*COMMAND, "chat", "--url", up.url, "--temperature", "100", "--max-tokens", "120", "Go."]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
         assert chat.stdout is not None and chat.stderr is not None
-        printed = chat.stdout.read(200)
+        printed = chat.stdout.read(40)
         [gateway] = [child for child in up.children() if "services.gateway" in child.cmdline()]
         gateway.kill()
         printed += chat.stdout.read()
@@ -70,7 +70,7 @@ def test_a_chat_goes_on_when_its_gateway_is_killed(up: Up) -> None:
     data = [line.removeprefix("data: ") for line in whole.text.splitlines() if line.startswith("data: {")]
     deltas = [choice["delta"] for chunk in data for choice in json.loads(chunk)["choices"]]
     text = "".join(delta.get("content") or "" for delta in deltas)
-    assert printed.decode().removesuffix("\n") == text.removesuffix("\n") and len(text) > 400
+    assert printed.decode().removesuffix("\n") == text.removesuffix("\n") and len(text) > 200
 
 
 def test_a_second_up_on_the_same_data_is_one_line(up: Up) -> None:
@@ -112,7 +112,7 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         (["up", "--port", "99999"], "--port"),
         (["up", "--max-num-seqs", "many"], "--max-num-seqs"),
         (["serve", "compute", "--dtype", "float8"], "--dtype"),
-        (["chat", "--url", "http://127.0.0.1:1"], "no gateway at"),
+        (["chat", "--url", "http://127.0.0.1:1", "Hi"], "no server at"),
         (["status", "--redis-url", f"unix://{tmp_path}/none.sock"], "Redis does not answer"),
         (["chat"], "there is no question"),
     ]
