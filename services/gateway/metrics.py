@@ -61,7 +61,7 @@ class Metrics:
         self.success = self._counter(
             "request_success", "Sequences that ended, by reason: stop, length, cancelled (its client went away), error", "finished_reason"
         )
-        self.errors = self._counter("request_errors", "Sequences that ended with an error, by its code", "code")
+        self.errors = self._counter("request_errors", "Sequences that ended with an error, by its code and HTTP status", "code", "status")
         self.rejected = self._counter("requests_rejected", "Responses refused with 429 (server_full) or 503 (stage_missing)", "reason")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
         self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Those of them that were found in the prefix cache")
@@ -105,7 +105,7 @@ class Metrics:
     def failed(self, model: str, error: RequestError) -> None:
         """A sequence ended with this error."""
         self.of(model).success["error"].inc()
-        self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error")).inc()
+        self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)).inc()
 
     async def render(self, client: Any) -> bytes:
         """The Prometheus text format. What Redis would have to say is missing while it is away; the rest is there."""
