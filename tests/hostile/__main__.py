@@ -1,7 +1,7 @@
 """`make hostile`: malformed and hostile requests, to every route of a real pipeline that asks for keys. Not part of `make test`.
 
 Each must get a clear answer: a 4xx whose body says why, in the shape of the route's API, or, where what looks hostile is a good request, a 2xx; never a
-5xx, and never somebody else's data. The gateway's memory must stay flat, and /health fine. Loopback only.
+5xx. The gateway's memory must stay flat, and /health fine. Then Redis gets hostile messages, and no stage may die of them. Loopback only.
 """
 
 import argparse
@@ -19,9 +19,12 @@ import httpx
 import psutil
 
 from shared.api_keys import add_key
+from shared.streams import DEAD_LETTER
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.hostile.cases import BROKEN, Case, make_cases
+from tests.hostile.streams import inject
+from tests.waiting import wait_until
 
 WARM_UP = 1000  # requests, after which memory is to be flat
 MAX_GROWTH_MB = 32
@@ -123,6 +126,7 @@ class Attack:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.hostile", description=__doc__)
     parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--messages", type=int, default=2000, help="that are written into the pipeline's streams afterwards")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as url:
@@ -132,14 +136,22 @@ def main() -> int:
             for stage in ("sampler", "tokenizer", "compute", "gateway"):
                 deployment.start(stage, f"{stage}-1", keys_file=folder / "keys.json", dtype="float32")
             deployment.wait_live(*(f"{stage}-1" for stage in ("sampler", "tokenizer", "compute", "gateway")))
+            wait_until(lambda: deployment.get("/ready").status_code == 200, description="ready", timeout_s=60)
             attack = Attack(deployment, key)
             growth_mb = asyncio.run(attack.run(args.requests, args.seed))
+            with deployment.redis() as client:
+                inject(client, args.messages, args.seed)
+                print(f"{args.messages} hostile messages in Redis", flush=True)
+                time.sleep(8)  # a lease and a claim: whoever was going to die of them has
+                print(f"dead letters: {client.xlen(DEAD_LETTER)}", flush=True)
             body = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "temperature": 0}
             answer = deployment.post("/v1/chat/completions", body, Authorization=f"Bearer {key}").json()
             is_fine = answer["choices"][0]["message"]["content"].startswith("Penstock is a server")
             deaths = [each for each, process in deployment.processes.items() if process.poll() is not None]
+            logs = deployment.logs() if deaths else ""
         finally:
             deployment.stop()
+    print(logs, end="")
     print("answers:", ", ".join(f"{status}: {count}" for status, count in sorted(attack.statuses.items())))
     print(f"the gateway grew by {growth_mb:.1f} MB after the first {WARM_UP}; processes that died: {deaths or 'none'}")
     for fault, count in attack.faults.most_common(30):
