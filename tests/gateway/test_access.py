@@ -312,6 +312,16 @@ def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment,
 def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
     start_gateways(deployment, keys_file=tmp_path / "keys.json")
     assert deployment.get("/metrics").status_code == 200
+    for host, status in (
+        ("localhost:80", 200),
+        ("[::1]:80", 200),
+        ("127.0.0.2", 200),
+        ("rebound.example", 403),
+        ("[fe80::1]", 403),
+        ("127.0.0.1.example", 403),
+    ):
+        assert httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, trust_env=False).status_code == status, host
+    assert httpx.get(deployment.url() + "/ping", headers={"Host": "rebound.example"}, trust_env=False).status_code in (200, 503)
     key = add_key(tmp_path / "keys.json", "first")
     wait_until(lambda: deployment.get("/metrics").status_code == 401, description="the gateway asks for a key")
     revoke_key(tmp_path / "keys.json", "first")
