@@ -146,7 +146,9 @@ def main() -> int:
                 print(f"dead letters: {client.xlen(DEAD_LETTER)}", flush=True)
             body = {"model": MODEL, "messages": [{"role": "user", "content": "What is Penstock?"}], "temperature": 0}
             answer = deployment.post("/v1/chat/completions", body, Authorization=f"Bearer {key}").json()
-            is_fine = answer["choices"][0]["message"]["content"].startswith("Penstock is a server")
+            is_fine = "choices" in answer and answer["choices"][0]["message"]["content"].startswith("Penstock is a server")
+            if not is_fine:
+                attack.faults[f"a good request afterwards: {answer}"] += 1
             deaths = [each for each, process in deployment.processes.items() if process.poll() is not None]
             logs = deployment.logs() if deaths else ""
         finally:
