@@ -5,7 +5,9 @@ figures of one gateway alone carry its replica id.
 """
 
 import itertools
+import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +23,7 @@ from shared.streams import DEAD_LETTER, inflight_key, prompts, requests
 TTFT_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160)
 ITL_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5)
 E2E_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640)
+RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the median of so many, no older than that
 
 COMPUTE_GAUGES = {
     "running": ("penstock_num_requests_running", "Sequences that have a place in compute's steps"),
@@ -59,7 +62,20 @@ class Metrics:
         self.itl = Histogram(
             "penstock_inter_token_latency_seconds", "Between the tokens of a sequence, as they reach the gateway", buckets=ITL_BUCKETS, registry=self.registry
         )
+        self.num_output_tokens = 0
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=RECENT_TTFTS)  # when, and s
         self.e2e = Histogram("penstock_e2e_request_latency_seconds", "From submission to the end of a response", buckets=E2E_BUCKETS, registry=self.registry)
+
+    def first_token(self, seconds: float) -> None:
+        """A response's first token came so long after its submission."""
+        self.ttft.observe(seconds)
+        self._ttfts.append((time.monotonic(), seconds))
+
+    def load(self) -> dict[str, float]:
+        """For the registry, where penstock status reads it. From any thread."""
+        since = time.monotonic() - RECENT_S
+        recent = [seconds for at, seconds in list(self._ttfts) if at > since]
+        return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}
 
     async def render(self, client: Any) -> bytes:
         """The Prometheus text format."""
@@ -154,15 +170,17 @@ class Measured:
             self.metrics.itl.observe(now - self._token_at[index])
         self._token_at[index] = now
         if not self.has_begun and not self.is_resumed:
-            self.metrics.ttft.observe(now - self.started_at)
+            self.metrics.first_token(now - self.started_at)
         self.has_begun = True
         self.metrics.output_tokens.inc()
+        self.metrics.num_output_tokens += 1
 
     def whole(self, choices: list[Choice]) -> None:
         """Answers that came all at once, as those of a search do."""
         for choice in choices:
             self.metrics.requests.labels(choice.finish_reason).inc()
             self.metrics.output_tokens.inc(choice.num_output_tokens)
+            self.metrics.num_output_tokens += choice.num_output_tokens
         self.finish(choices, num_cancelled=0)
 
     def finish(self, choices: list[Choice], *, num_cancelled: int) -> None:
