@@ -154,11 +154,12 @@ class Launcher:
     @property
     def _url(self) -> str:
         host = "127.0.0.1" if self.settings.host in ("0.0.0.0", "::") else self.settings.host
-        return f"http://{host}:{self.settings.port}"
+        return f"{'http' if self.settings.tls_certificate is None else 'https'}://{host}:{self.settings.port}"
 
     def _is_ready(self) -> bool:
         try:
-            if httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False).status_code != 200:
+            # a certificate is rarely this address's, and this is our own gateway
+            if httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False, verify=False).status_code != 200:
                 return False
             with connect(self.redis_url) as client:
                 served = look(client)

@@ -52,6 +52,8 @@ class GatewaySettings(StageSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    tls_certificate: Path | None = Field(None, description="a PEM file of the certificate and those above it: the gateway then speaks HTTPS")
+    tls_key: Path | None = Field(None, description="a PEM file of its private key; by default it is in the certificate's file")
     auth: bool = Field(True, description="--no-auth: whoever reaches the gateway may use it, with a key or without")
     keys_file: Path = Field(DEFAULT_KEYS_FILE, description="API keys, as penstock keys writes them; where the file is, requests need one")
     api_key: SecretStr = Field(SecretStr(""), description="one more API key, of an administrator; others see a flag: set PENSTOCK_API_KEY instead")

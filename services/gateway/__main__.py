@@ -19,7 +19,7 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import patient
 from services.gateway.responses.stored import MAX_FOLLOWERS, Store
-from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, listen, raise_file_limit
+from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, check_tls, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from shared.api_keys import check_exposure
@@ -57,6 +57,7 @@ def main() -> None:
     settings = load_settings(GatewaySettings)
     start_logging(settings)
     check_exposure(settings)
+    check_tls(settings)
     keys = KeyRing(settings)
     sockets = listen(settings.host, settings.port)
     raise_file_limit()
@@ -64,6 +65,8 @@ def main() -> None:
     config = uvicorn.Config(
         build_app(context),
         http=patient(settings),
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
         log_level="warning",
         log_config=None,  # our own
         access_log=False,

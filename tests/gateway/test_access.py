@@ -1,6 +1,7 @@
 """Who may do what: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
 
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
 from pydantic import SecretStr
 
 from services import cli
 from services.gateway.auth import KeyRing
+from services.gateway.server import check_tls
 from shared.api_keys import add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.errors import StartupError
 from shared.settings import GatewaySettings
@@ -309,8 +312,40 @@ def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment,
 def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
     start_gateways(deployment, keys_file=tmp_path / "keys.json")
     assert deployment.get("/metrics").status_code == 200
+    for host, status in (
+        ("localhost:80", 200),
+        ("[::1]:80", 200),
+        ("127.0.0.2", 200),
+        ("rebound.example", 403),
+        ("[fe80::1]", 403),
+        ("127.0.0.1.example", 403),
+    ):
+        assert httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, trust_env=False).status_code == status, host
+    assert httpx.get(deployment.url() + "/ping", headers={"Host": "rebound.example"}, trust_env=False).status_code in (200, 503)
     key = add_key(tmp_path / "keys.json", "first")
     wait_until(lambda: deployment.get("/metrics").status_code == 401, description="the gateway asks for a key")
     revoke_key(tmp_path / "keys.json", "first")
     wait_until(lambda: httpx.get(deployment.url() + "/v1/models", headers=bearer(key), trust_env=False).status_code == 401, description="no key is left")
     assert deployment.get("/v1/models").status_code == 401
+
+
+def test_a_gateway_with_a_certificate_speaks_https_only(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
+    certificate, key = tmp_path / "gateway.crt", tmp_path / "gateway.key"
+    authority = trustme.CA()
+    made = authority.issue_cert("localhost")
+    made.private_key_pem.write_to_path(key)
+    made.cert_chain_pems[0].write_to_path(certificate)
+    for wrong in ({"tls_certificate": tmp_path / "none.crt"}, {"tls_certificate": certificate}, {"tls_certificate": key, "tls_key": key}, {"tls_key": key}):
+        with pytest.raises(StartupError, match="tls-certificate"):
+            check_tls(GatewaySettings(**wrong))
+    gateway = deployment.start("gateway", tls_certificate=certificate, tls_key=key)
+    deployment.wait_live(gateway)
+    url = f"localhost:{deployment.ports[gateway]}/v1/models"
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    with httpx.Client(verify=context, trust_env=False) as client:
+        wait_until(lambda: client.get(f"https://{url}").json()["data"], description="it answers over TLS")
+        with pytest.raises(httpx.HTTPError):
+            client.get(f"http://{url}")
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"https://{url}", trust_env=False)
