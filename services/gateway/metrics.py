@@ -50,6 +50,11 @@ class Metrics:
         self.registry = CollectorRegistry()
         self.requests = Counter("penstock_request_success", "Sequences that ended, by reason", ["finished_reason"], registry=self.registry)
         self.cancelled = Counter("penstock_requests_cancelled", "Sequences whose client went away", registry=self.registry)
+        self.background = Counter(
+            "penstock_background_responses",
+            "Responses begun here that no gateway reads: the other counts are without them",
+            registry=self.registry,
+        )
         self.rejected = Counter("penstock_requests_rejected", "Requests refused with 429 or 503", registry=self.registry)
         self.prompt_tokens = Counter("penstock_prompt_tokens", "Prompt tokens of ended responses", registry=self.registry)
         self.output_tokens = Counter("penstock_generation_tokens", "Tokens generated", registry=self.registry)

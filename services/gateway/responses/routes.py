@@ -42,6 +42,7 @@ async def create(request: Request) -> Response:
     events = ResponseEvents(record, stored.asked)
     if body.background:
         await context.pipeline.submit_unread(record, requests, content)
+        context.metrics.background.inc()
         context.log_submitted(record, body.user, request.state.request_id)
         if body.stream:
             return EventStream(context.store.follow(record, events), on_close=lambda: None)
