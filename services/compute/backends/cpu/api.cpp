@@ -182,54 +182,10 @@ void reserve(Context& context, const Weight& w, int64_t rows) {
   if (w.is_gated) take_hidden(context, w, rows);
 }
 
-float widen(uint16_t value) {
-  uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, 4);
-  return wide;
-}
-
-// Where column `column` of the packed weights comes from; -1: padding.
-int64_t source_row(const Weight& w, int64_t column) {
-  if (!w.is_gated) return column < w.n ? column : -1;
-  const int64_t inter = w.n / 2, at = column / kPair * kColumns + column % kColumns;
-  if (at >= inter) return -1;
-  return column % kPair < kColumns ? at : inter + at;
-}
-
-// Where input i of a packed column stands, of tiles that hold `depth` inputs of each column side by side.
-int64_t place(const Weight& w, int64_t column, int64_t i, int64_t depth) {
-  return column / kColumns * w.padded_k * kColumns + i / depth * depth * kColumns + column % kColumns * depth + i % depth;
-}
-
-void pack_bias(const Weight& w, int64_t column, int64_t row, const uint16_t* bias) {
-  if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
-}
-
-// A column of int8 values, with its scale and their sum; row -1: of zeros.
-template <typename Value>
-void pack_int8(const Weight& w, int64_t column, int64_t row, float scale, Value&& value) {
-  int8_t* data = static_cast<int8_t*>(const_cast<void*>(w.data));
-  int32_t sum = 0;
-  for (int64_t i = 0; i < w.padded_k; ++i) {
-    const int8_t some = row >= 0 && i < w.k ? value(i) : 0;
-    data[place(w, column, i, 4)] = some;
-    sum += some;
-  }
-  const_cast<float*>(w.scales)[column] = scale;
-  const_cast<int32_t*>(w.sums)[column] = sum;
-}
-
-// Into a half of its byte; kernels.h has the order.
-void pack_nibble(const Weight& w, int64_t column, int64_t i, uint8_t code) {
-  const int64_t unit = std::min<int64_t>(w.group, 64), inside = i % unit, half = inside % (unit / 2);
-  uint8_t* tile = static_cast<uint8_t*>(const_cast<void*>(w.data)) + column / kColumns * w.padded_k * kColumns / 2;
-  uint8_t& byte = tile[i / unit * unit * kColumns / 2 + half / 4 * 4 * kColumns + column % kColumns * 4 + half % 4];
-  byte = inside < unit / 2 ? static_cast<uint8_t>((byte & 0xf0) | code) : static_cast<uint8_t>((byte & 0x0f) | code << 4);
-}
-
 }  // namespace
 }  // namespace penstock
+
+#include "packing.inc"
 
 using namespace penstock;
 
