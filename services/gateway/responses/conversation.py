@@ -40,7 +40,12 @@ async def resolve(context: Context, items: list[Json]) -> list[Json]:
         if response_id not in found:
             if len(found) >= MAX_REFERRED:
                 raise Invalid(f"input names items of more than {MAX_REFERRED} responses", param=field)
-            found[response_id] = {each["id"]: each for each in await conversation(context, response_id, field)} if response_id else {}
+            try:
+                found[response_id] = {each["id"]: each for each in await conversation(context, response_id, field)} if response_id else {}
+            except Invalid as error:
+                if error.code != "previous_response_not_found":
+                    raise
+                found[response_id] = {}
         if item["id"] not in found[response_id]:
             raise Invalid(f"Item with id '{item['id'][:128]}' not found.", param=field, code="item_not_found", status=404)
         resolved.append(found[response_id][item["id"]])
@@ -71,14 +76,20 @@ async def num_too_many(context: Context, body: ResponseBody, before: list[Json])
     instructions stay. The tokenizer counts, a few times: the more is left out, the shorter it is. Raises as any request."""
     items = [*before, *body.input]
     cuts = [0, *(number for number, item in enumerate(items) if number and item["type"] == "message" and item["role"] == "user")]
-    low, high = 0, len(cuts) - 1
-    while low < high:
+    if await _fits(context, body, before, cuts[0]):
+        return cuts[0]
+    # From the end on: what is counted is never much longer than what fits
+    low, high, step = 0, len(cuts) - 1, 1
+    while high - step > low and await _fits(context, body, before, cuts[high - step]):
+        high, step = high - step, 2 * step
+    low = max(low, high - step)
+    while high - low > 1:
         middle = (low + high) // 2
         if await _fits(context, body, before, cuts[middle]):
             high = middle
         else:
-            low = middle + 1
-    return cuts[low]
+            low = middle
+    return cuts[high]
 
 
 async def _fits(context: Context, body: ResponseBody, before: list[Json], num_dropped: int) -> bool:
