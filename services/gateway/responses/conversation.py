@@ -55,7 +55,7 @@ async def resolve(context: Context, items: list[Json]) -> list[Json]:
 async def conversation(context: Context, response_id: str, field: str) -> list[Json]:
     """The items up to a response's answer, that included. Raises Invalid, naming the field, for one that is not stored, or that can't be gone on with."""
     try:
-        record, stored = await context.store.load(response_id)
+        record, stored = await context.store.load(context.tenant, response_id)
         events = await context.store.read(record, stored)
     except Invalid as error:
         raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
