@@ -44,7 +44,7 @@ $(VENV)-clients/clients: pyproject.toml
 
 # Some clients hold older versions of what we use: they have an environment of their own.
 clients: $(VENV)/dev $(VENV)-clients/clients
-	$(VENV)-clients/bin/python tests/clients/run.py $(BIN)/python $(ARGS)
+	$(VENV)-clients/bin/python -m tests.clients $(BIN)/python $(ARGS)
 
 compose-test: $(VENV)/dev
 	$(BIN)/python tests/compose/run.py

@@ -11,7 +11,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, Setting
 from shared.arguments import Parser, add_setting
 from shared.errors import StartupError
 
-ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"

@@ -16,8 +16,7 @@ from services.gateway.openai.fields import MAX_SEQUENCES
 from services.gateway.openai.formats import Choice, format_for, parsed, usage
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.schemas import MAX_MESSAGES, ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
-from services.gateway.openai.tools import Calling
-from services.gateway.parsing.answer import REASONING, TOOL_CALLS, Parsing
+from services.gateway.parsing.answer import REASONING, TOOL_CALLS
 from services.gateway.record import ResponseRecord, choice_params, make_record
 from shared.constraint import Constraint
 from shared.errors import Invalid
@@ -127,14 +126,19 @@ async def prepare_chat(
     fields of the record.
     """
     calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
-    constraint = await constraint_for(context, calling.constraint() or body.constraint())
-    parsing = parsing_of(context, model, calling)
+    tool_calls, reasoning = parsers_of(context, model)
+    parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
+    constraint = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
+    if constraint is not None and parsing.reasoning and body.may_think:
+        constraint = after_thought(constraint, parsing.reasoning)
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
-    options = body.chat_options(calling, may_bring_template=context.settings.trust_request_chat_template)
+    options = body.chat_options(
+        calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
+    )
     if parsing.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     messages = tuple(message.to_wire() for message in body.messages)
@@ -150,9 +154,10 @@ async def prepare_chat(
     return record, requests
 
 
-def parsing_of(context: Context, model: str, calling: Calling) -> Parsing:
-    """How the model's answers are read, as its tokenizers announce it."""
-    return calling.parsing(*parsers_of(context, model))
+def after_thought(constraint: Constraint, reasoning: str) -> Constraint:
+    """The same for a model that may think before its answer."""
+    marks = REASONING[reasoning]
+    return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
 
 
 def parsers_of(context: Context, model: str) -> tuple[str, str]:

@@ -5,21 +5,20 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from services.gateway.context import Context, context_of
+from services.gateway.context import context_of
 from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import EventStream
 from services.gateway.openai.routes import prepare_chat
 from services.gateway.responses.chat import NAME_HERE, chat_of
+from services.gateway.responses.conversation import num_too_many, with_conversation
 from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.items import Json, with_ids
+from services.gateway.responses.items import with_ids
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.stored import Stored
 from services.gateway.token_count import count_tokens
 from services.gateway.translate import TranslatedResponder, own_terms
 from shared.errors import Invalid
-
-UNFINISHED = ("queued", "in_progress")
 
 router = APIRouter(prefix="/v1/responses")
 
@@ -30,8 +29,8 @@ async def create(request: Request) -> Response:
     context = context_of(request)
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
-    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
-    chat = chat_of(body, before)
+    body, before = await with_conversation(context, body)
+    chat = chat_of(body, before, num_dropped=await num_too_many(context, body, before) if body.truncation == "auto" else 0)
     reader = None if body.background else context.stage.replica_id
     with own_terms(NAME_HERE):
         record, requests = await prepare_chat(context, chat, "response", body.model, reader, is_background=body.background)
@@ -42,6 +41,7 @@ async def create(request: Request) -> Response:
     events = ResponseEvents(record, stored.asked)
     if body.background:
         await context.pipeline.submit_unread(context.caller, record, requests, content)
+        context.metrics.background.labels(record.served_model).inc()
         context.log_submitted(record, body.user, request.state.request_id)
         if body.stream:
             return EventStream(context.store.follow(record, events), on_close=lambda: None)
@@ -59,30 +59,10 @@ async def input_tokens(request: Request) -> Response:
     context = context_of(request)
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
-    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
+    body, before = await with_conversation(context, body)
     return await count_tokens(
         context, request, chat_of(body, before), "response", NAME_HERE, lambda number: {"object": "response.input_tokens", "input_tokens": number}
     )
-
-
-async def conversation(context: Context, response_id: str) -> list[Json]:
-    """The items up to a response's answer, that included. Raises Invalid for one that is not stored, or that can't be gone on with."""
-    field = "previous_response_id"
-    try:
-        record, stored = await context.store.load(context.tenant, response_id)
-        events = await context.store.read(record, stored)
-    except Invalid as error:
-        raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
-    if events.status in UNFINISHED or events.status == "failed":
-        raise Invalid(f"the response {response_id!r} is {events.status}: it can't be gone on with", param=field, code="previous_response_not_completed")
-    return [*stored.items, *map(without_logprobs, events.output)]
-
-
-def without_logprobs(item: Json) -> Json:
-    """An item of the output as one of an input."""
-    if item["type"] != "message":
-        return item
-    return item | {"content": [{key: value for key, value in part.items() if key != "logprobs"} for part in item["content"]]}
 
 
 @router.get("/{response_id}")
