@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
@@ -9,13 +10,14 @@ from shared.errors import StartupError
 from shared.settings import DEFAULT_REDIS_URL, StageSettings, UpSettings, load_settings
 from shared.telemetry import setup_logging
 
-STAGES = ("gateway", "tokenizer", "compute", "sampler")
+STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "smollm2-135m", "tiny")
 
 EXAMPLES = """examples:
   penstock up                                   a small model, fetched once, on http://127.0.0.1:8000
   penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2
   penstock chat                                 talk to it
+  penstock batch requests.jsonl                 answers to a file of requests
   penstock status                               replicas, queues, tokens/s
   penstock serve sampler --redis-url redis://10.0.0.5:6379/0     one more sampler, on any host
 """
@@ -38,6 +40,12 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--model", help="default: the first that the gateway serves")
     chat.add_argument("--system", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
+    batch = commands.add_parser("batch", help="have a file of requests answered, and wait for it")
+    batch.add_argument("source", metavar="FILE.jsonl", help="requests, a line each, as OpenAI's batches have them; or the id of a batch, to wait for it again")
+    batch.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    batch.add_argument("--out", type=Path, help="where the answers go; by default beside the file, FILE.out.jsonl, and what failed to FILE.out.errors.jsonl")
+    batch.add_argument("--window", default="24h", help="the time in which it is to be done, at most 24h (default: %(default)s)")
+    batch.add_argument("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="where keys are needed; OPENAI_API_KEY in the environment does the same")
     pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name")
     pull.add_argument("name", help="smollm2-135m, or a hub id, owner/name")
     pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
@@ -99,6 +107,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.chat import chat
 
             chat(args.url, args.model, args.system, args.temperature)
+        case "batch":
+            from services.batch import run_batch
+
+            return run_batch(args.url, args.source, args.out, args.window, args.api_key)
         case "simulate":
             from services.compute.simulation.__main__ import simulate
 

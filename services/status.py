@@ -11,7 +11,8 @@ from shared.settings import StageSettings
 from shared.streams import DEAD_LETTER, prompts, requests
 from shared.transport import connect, is_temporary
 
-STAGE_ORDER = ("gateway", "tokenizer", "compute", "sampler")
+PIPELINE = ("gateway", "tokenizer", "compute", "sampler")
+STAGE_ORDER = (*PIPELINE, "jobs")
 WATCH_S = 1.5  # between the two looks that make a rate
 
 
@@ -37,7 +38,7 @@ def render(before: tuple[Replica, ...], after: tuple[Replica, ...], lengths: dic
         load = compute_load(replica.load) if replica.stage == "compute" else " ".join(f"{name} {value:g}" for name, value in sorted(replica.load.items()))
         up = time.time() - replica.started_at
         lines.append(f"{replica.replica_id:<28} {replica.stage:<10} {replica.host[:16]:<16} {replica.pid:>7} {up:>7.0f}s  {load}")
-    missing = [stage for stage in STAGE_ORDER if all(replica.stage != stage for replica in after)]
+    missing = [stage for stage in PIPELINE if all(replica.stage != stage for replica in after)]
     if missing:
         lines.append(f"no {', no '.join(missing)} is alive")
     lines.append("")

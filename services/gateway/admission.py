@@ -14,9 +14,9 @@ from services.gateway.metrics import Metrics
 from shared.errors import Invalid, Rejected
 from shared.messages import GenerateRequest, Replica, encode
 from shared.registry import Registry
-from shared.settings import GatewaySettings
+from shared.settings import RequestSettings
 from shared.stage import Stage
-from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, requests, response_key, stored_key
+from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, log_key, requests, response_key, stored_key
 
 STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
@@ -26,9 +26,10 @@ LONG_BYTES = 256 << 10
 
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
 # tokens, tokens in all, gateway id; then for each request its id, its tokens and its message. Returns nil, or, if they do not fit, what is held: requests
-# and tokens.
+# and tokens. A response that was submitted before is not again: a batch that goes on after a death does not know how far it had come.
 SUBMIT = f"""
 local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 11)
+if redis.call('HEXISTS', inflight, ARGV[12]) == 1 or redis.call('EXISTS', '{log_key("")}' .. ARGV[12]) == 1 then return end
 local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
 local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
 if held_requests + (#ARGV - 11) / 3 > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
@@ -46,7 +47,7 @@ redis.call('EXPIRE', inflight, ttl)
 
 
 class Admission:
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, metrics: Metrics) -> None:
         self.stage = stage
         self.client = client
         self.settings = settings

@@ -1,4 +1,4 @@
-"""Context: the objects that a gateway's routes work with, built once at the start."""
+"""Context: the objects that a gateway's routes work with, built once at the start. Making requests of bodies takes a part of them, which jobs have, too."""
 
 from dataclasses import dataclass
 
@@ -6,13 +6,16 @@ import redis
 import redis.asyncio
 
 from services.gateway.admission import Admission
+from services.gateway.batches.jobs import Jobs
+from services.gateway.batches.store import BatchStore
 from services.gateway.bodies import BodyReader
+from services.gateway.files.store import FileStore
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
-from shared.settings import GatewaySettings
+from shared.settings import GatewaySettings, RequestSettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
 
@@ -20,16 +23,26 @@ log = get_logger("penstock.gateway")
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
-    settings: GatewaySettings
+class RequestContext:
+    """What it takes to make requests of a body."""
+
+    settings: RequestSettings
     stage: Stage
     client: "redis.asyncio.Redis"
-    bodies: BodyReader
     grammars: GrammarChecker
     admission: Admission
+    store: Store
+
+
+@dataclass(frozen=True, slots=True)
+class Context(RequestContext):
+    settings: GatewaySettings
+    bodies: BodyReader
     pipeline: Pipeline
     metrics: Metrics
-    store: Store
+    files: FileStore
+    batches: BatchStore
+    jobs: Jobs
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(

@@ -105,7 +105,7 @@ class Pipeline:
         Raises Invalid (400, 404), having disturbed nobody; Recoverable as above.
         """
         with away():
-            record = await self.record_of(response_id)
+            record = await load_record(self.client, response_id)
             if record.kind not in kinds:
                 raise Invalid(f"the response {response_id!r} is of another API, and can't be resumed here", param="response_id", code="response_of_another_api")
             positions, number = await self.takeover.take(response_id, record.served_model, record.request_ids, last_event_id)
@@ -113,9 +113,10 @@ class Pipeline:
         self.subscriptions.catch_up(generation.subscription)
         return generation
 
-    async def record_of(self, response_id: str) -> ResponseRecord:
-        """Raises Invalid (404), and what the client raises."""
-        packed: Any = await self.client.get(response_key(response_id))
-        if packed is None:
-            raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
-        return ResponseRecord.unpack(packed)
+
+async def load_record(client: "redis.asyncio.Redis", response_id: str) -> ResponseRecord:
+    """Raises Invalid (404), and what the client raises."""
+    packed: Any = await client.get(response_key(response_id))
+    if packed is None:
+        raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
+    return ResponseRecord.unpack(packed)

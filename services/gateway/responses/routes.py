@@ -5,11 +5,12 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from services.gateway.context import Context
+from services.gateway.context import Context, RequestContext
 from services.gateway.metrics import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import EventStream
 from services.gateway.openai.routes import prepare_chat
+from services.gateway.record import ResponseRecord
 from services.gateway.responses.chat import NAME_HERE, chat_of
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.items import Json, with_ids
@@ -18,6 +19,7 @@ from services.gateway.responses.stored import Stored
 from services.gateway.token_count import count_tokens
 from services.gateway.translate import TranslatedResponder, own_terms
 from shared.errors import Invalid
+from shared.messages import GenerateRequest
 
 UNFINISHED = ("queued", "in_progress")
 
@@ -30,16 +32,9 @@ async def create(request: Request) -> Response:
     context: Context = request.app.state.context
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
-    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
-    chat = chat_of(body, before)
     reader = None if body.background else context.stage.replica_id
-    with own_terms(NAME_HERE):
-        record, requests = await prepare_chat(context, chat, "response", body.model, reader, is_background=body.background)
-    stored = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)])
-    content = stored.encode() if body.store else b""
-    if len(content) > (longest := context.settings.max_body_bytes):
-        raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
-    events = ResponseEvents(record, stored.asked)
+    record, requests, content = await prepare_response(context, body, reader, is_background=body.background)
+    events = ResponseEvents(record, body.asked())
     if body.background:
         await context.pipeline.submit_unread(record, requests, content)
         context.log_submitted(record, body.user, request.state.request_id)
@@ -51,6 +46,22 @@ async def create(request: Request) -> Response:
     context.log_submitted(record, body.user, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, events)
     return await (responder.stream() if body.stream else responder.whole(request))
+
+
+async def prepare_response(
+    context: RequestContext, body: ResponseBody, gateway_id: str | None, **others: Any
+) -> tuple[ResponseRecord, list[GenerateRequest], bytes]:
+    """What goes into the pipeline for a response, as `prepare_chat` says; and what is to be stored of it, empty: nothing."""
+    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
+    chat = chat_of(body, before)
+    with own_terms(NAME_HERE):
+        record, requests = await prepare_chat(context, chat, "response", body.model, gateway_id, **others)
+    if not body.store:
+        return record, requests, b""
+    content = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)]).encode()
+    if len(content) > (longest := context.settings.max_body_bytes):
+        raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
+    return record, requests, content
 
 
 @router.post("/input_tokens", openapi_extra=takes("response"))
@@ -65,7 +76,7 @@ async def input_tokens(request: Request) -> Response:
     )
 
 
-async def conversation(context: Context, response_id: str) -> list[Json]:
+async def conversation(context: RequestContext, response_id: str) -> list[Json]:
     """The items up to a response's answer, that included. Raises Invalid for one that is not stored, or that can't be gone on with."""
     field = "previous_response_id"
     try:

@@ -12,7 +12,7 @@ import orjson
 import redis
 import redis.asyncio
 
-from services.gateway.generation import Pipeline, away
+from services.gateway.generation import away, load_record
 from services.gateway.openai.respond import aside
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.events import ResponseEvents
@@ -46,11 +46,10 @@ class Stored:
 class Store:
     """Stored responses, as a gateway finds them in Redis."""
 
-    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", pipeline: Pipeline, ping_interval_s: float) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float) -> None:
         """followers: a client of its own, each command of which may block."""
         self.client = client
         self.followers = followers
-        self.pipeline = pipeline
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
         self._num_followers = 0
         self._is_draining = False
@@ -61,7 +60,7 @@ class Store:
             packed = await self.client.get(stored_key(response_id))
             if packed is None:
                 raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
-            record = await self.pipeline.record_of(response_id)
+            record = await load_record(self.client, response_id)
         return record, Stored(**await aside(lambda: orjson.loads(packed), is_long=len(packed) > LONG_BYTES))
 
     async def read(self, record: ResponseRecord, stored: Stored) -> ResponseEvents:
