@@ -78,6 +78,7 @@ class BatchRun:
         self.closing = ""  # why no more lines are executed: of CLOSED
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
+        self.told = 0  # lines that the batch says are answered: those that this run has yet to read again among them
         self.blocks: dict[int, Block] = {}
         self.room = asyncio.Semaphore(MAX_OPEN_BLOCKS)
         self.in_flight: dict[str, Asked] = {}  # by response
@@ -123,16 +124,19 @@ class BatchRun:
 
         async def ask_redis() -> Any:
             async with self.office.client.pipeline(transaction=False) as pipe:
-                if self.is_answering:
-                    totals: Any = asdict(sum((block.totals for block in self.blocks.values()), self.done))
-                    pipe.hset(batch_key(self.batch_id), mapping=totals)
+                totals = sum((block.totals for block in self.blocks.values()), self.done)
+                if self.is_answering and totals.completed + totals.failed > self.told:
+                    told: Any = asdict(totals)
+                    pipe.hset(batch_key(self.batch_id), mapping=told)
                 pipe.exists(upkeep_key("full"))
                 pipe.hgetall(batch_key(self.batch_id))
                 return await pipe.execute()
 
         *_, is_full, values = await persist(ask_redis)
         self.office.places.close(bool(is_full))
-        return read_batch(values)
+        batch = read_batch(values)
+        self.told = batch.totals.completed + batch.totals.failed if batch is not None else 0
+        return batch
 
     def _note(self, batch: Batch) -> None:
         if batch.status == "cancelling":

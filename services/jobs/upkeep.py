@@ -12,6 +12,7 @@ from services.gateway.batches.store import read_batch
 from services.gateway.files.store import CONTENTS
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
+from services.jobs.run import RENEW
 from shared.registry import look
 from shared.streams import BATCHES_RUNNING, LOG_TTL_S, batch_key, batch_lease_key, log_key, prompts, requests, upkeep_key
 from shared.telemetry import get_logger
@@ -38,14 +39,17 @@ async def sweep(office: Office) -> None:
     names = await running_batches(office)
     async with office.client.pipeline(transaction=False) as pipe:
         for name in names:
-            pipe.exists(batch_lease_key(name))
+            pipe.get(batch_lease_key(name))
             pipe.hgetall(batch_key(name))
         replies = await pipe.execute()
-    for name, is_leased, values in zip(names, replies[::2], replies[1::2], strict=True):
+    alive = office.stage.registry.ids("jobs")
+    for name, lease, values in zip(names, replies[::2], replies[1::2], strict=True):
         batch = read_batch(values)
+        holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
             await office.client.srem(BATCHES_RUNNING, name)
-        elif not is_leased:
+        elif holder not in alive:
+            await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
             await office.send(name)
 
 

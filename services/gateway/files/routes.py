@@ -15,12 +15,15 @@ from services.gateway.files.store import FileRecord
 from services.gateway.owner import owner_of
 from shared.errors import Invalid, Rejected
 from shared.streams import FILE_TTL_S
+from shared.telemetry import get_logger
 
 UPLOAD_TIMEOUT_S = 600.0
 MAX_UPLOADS = 8  # at once; each may take a file's size on this machine's disk until it is stored
 MAX_FILENAME = 255
 LEAST_TTL_S = 3600
 FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
+
+log = get_logger("penstock.gateway")
 
 router = APIRouter(prefix="/v1/files")
 uploads = asyncio.Semaphore(MAX_UPLOADS)
@@ -45,6 +48,9 @@ async def upload(request: Request) -> JSONResponse:
             filename = (file.filename or "upload.jsonl")[:MAX_FILENAME]
             limit = context.settings.max_files_size
             record = await context.files.add(file.file, owner_of(request), filename, "batch", ttl_s, max_size=limit)
+        except OSError as error:
+            log.error("a file can't be stored", error=error)
+            raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60) from None
         finally:
             await form.close()
     return JSONResponse(record.describe())

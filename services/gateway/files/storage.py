@@ -22,7 +22,6 @@ class Storage:
         """url: a folder, or file://, s3:// and others, whose options fsspec takes from its own configuration. Raises StartupError."""
         try:
             self.fs, self.root = fsspec.core.url_to_fs(url)
-            self.fs.makedirs(self.root, exist_ok=True)
         except (OSError, ValueError, ImportError) as error:
             raise StartupError(f"--files-url {url}: {error}") from None
 
