@@ -6,7 +6,6 @@ from typing import Any
 
 import redis.asyncio
 
-from services.gateway.errors import RequestFailed
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import DELETED_LOG_TTL_S
 from services.gateway.silence import GONE
@@ -85,7 +84,3 @@ async def forget(client: "redis.asyncio.Redis", answered: list[Asked]) -> None:
             await pipe.execute()
 
     await persist(ask)
-
-
-def is_cancelled(failed: RequestFailed) -> bool:
-    return failed.error.code == "cancelled"

@@ -24,7 +24,7 @@ from services.jobs.input import Line, folder_of
 from services.jobs.office import Office
 from services.jobs.output import Answer, answered, not_answered
 from services.jobs.patience import persist
-from services.jobs.reading import end_all, forget, is_cancelled, read_answer
+from services.jobs.reading import end_all, forget, read_answer
 from shared.errors import Invalid, Lost, Rejected
 from shared.messages import RequestError
 from shared.sampling_params import SEEDS
@@ -43,6 +43,7 @@ CLOSED = {
     "batch_cancelled": ("cancelled", "This request was not executed: the batch was cancelled."),
     "batch_expired": ("expired", "This request could not be executed before the completion window expired."),
 }
+LOST = RequestError("Redis has lost this request again and again", code="request_lost")
 
 # ARGV: lease key, this run's token, ms. Renews or gives up (ms 0) a lease that is still this run's; returns whether it was.
 RENEW = """
@@ -199,7 +200,6 @@ class BatchRun:
 
     async def _answer_all(self, batch: Batch, index: list[int], missing: list[int]) -> None:
         """Answer the blocks that are missing, line by line, as places in the pipeline allow."""
-        places = self.office.places
         async with asyncio.TaskGroup() as group:
             for number in missing:
                 await self.room.acquire()
@@ -210,10 +210,18 @@ class BatchRun:
                     if isinstance(begun, Answer):
                         await self._settle(block, place, begun)
                         continue
-                    count = len(begun.requests)
-                    await places.take(count)
+                    await self._enter(begun)
                     task = group.create_task(self._answer(batch, block, place, line, begun))
-                    task.add_done_callback(partial(self._leave, count))  # also of one that is cancelled before it begins
+                    task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
+
+    async def _enter(self, asked: Asked) -> None:
+        """Take the places and submit: one line at a time, so that a batch that has to wait holds no places that others could use."""
+        await self.office.places.take(len(asked.requests))
+        try:
+            await self._submit(asked)
+        except BaseException:
+            self.office.places.give(len(asked.requests))
+            raise
 
     def _leave(self, count: int, _: "asyncio.Task[None]") -> None:
         self.office.places.give(count)
@@ -226,48 +234,51 @@ class BatchRun:
             try:
                 return await ask(self.office.context, batch.record, line, key_of(self.batch_id, line.custom_id, attempt), seed)
             except Invalid as error:
-                return answered(key, line.custom_id, error.status, error_body(error.status, str(error), error.param, error.code), Totals(failed=1))
+                return self._refused(line, RequestError(str(error), error.status, error.param, error.code))
             except Rejected:
                 await asyncio.sleep(AGAIN_S)
             except Exception as error:
-                return self._broken(key, line, error)
+                return self._broken(line, error)
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
     async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
-        """Have it computed, unless it is already, and settle the line with what came of it."""
-        key = key_of(self.batch_id, line.custom_id)
-        error = RequestError("Redis has lost this request again and again", code="request_lost")
+        """Wait for what was submitted, and settle the line with what came of it; what Redis loses is asked again."""
+        answer: Answer | None = None
         for attempt in range(1, MAX_ATTEMPTS + 1):
             block.asked.append(asked)
-            self.in_flight[asked.record.response_id] = asked
-            try:
-                await self._submit(asked)
-                await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
-                body, totals = await read_answer(self.office.client, asked)
-            except Lost as lost:
-                log.warning("a request of a batch was lost, asking again", batch_id=self.batch_id, response_id=asked.record.response_id, error=lost)
-                begun = await self._begin(batch, line, attempt)
-                if isinstance(begun, Answer):
-                    return await self._settle(block, place, begun)
-                asked = begun
-                continue
-            except RequestFailed as failed:
-                if self.closing and is_cancelled(failed):
-                    return await self._settle(block, place, not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1]))
-                error = failed.error
-            except Exception as bug:
-                return await self._settle(block, place, self._broken(key, line, bug))
-            else:
-                return await self._settle(block, place, answered(key, line.custom_id, 200, body, totals))
-            finally:
-                self.in_flight.pop(asked.record.response_id, None)
-            break
-        told = error_body(error.status, error.message, error.param, error.code)
-        await self._settle(block, place, answered(key, line.custom_id, error.status, told, Totals(failed=1)))
+            answer = await self._outcome(line, asked)
+            self.in_flight.pop(asked.record.response_id, None)
+            if answer is not None or attempt == MAX_ATTEMPTS:
+                break
+            begun = await self._begin(batch, line, attempt)
+            if isinstance(begun, Answer):
+                answer = begun
+                break
+            asked = begun
+            await self._submit(asked)
+        await self._settle(block, place, answer or self._refused(line, LOST))
+
+    async def _outcome(self, line: Line, asked: Asked) -> Answer | None:
+        """What came of a request; None if Redis has lost it."""
+        key = key_of(self.batch_id, line.custom_id)
+        try:
+            await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
+            body, totals = await read_answer(self.office.client, asked)
+        except Lost as error:
+            log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
+            return None
+        except RequestFailed as failed:
+            if self.closing and failed.error.code == "cancelled":
+                return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
+            return self._refused(line, failed.error)
+        except Exception as error:
+            return self._broken(line, error)
+        return answered(key, line.custom_id, 200, body, totals)
 
     async def _submit(self, asked: Asked) -> None:
         """Hand the requests over, unless that has been done. Waits while the server is full."""
         record = asked.record
+        self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
         while True:
             try:
                 return await persist(
@@ -276,10 +287,14 @@ class BatchRun:
             except Rejected:
                 await asyncio.sleep(AGAIN_S)
 
-    def _broken(self, key: str, line: Line, error: Exception) -> Answer:
+    def _refused(self, line: Line, error: RequestError) -> Answer:
+        body = error_body(error.status, error.message, error.param, error.code)
+        return answered(key_of(self.batch_id, line.custom_id), line.custom_id, error.status, body, Totals(failed=1))
+
+    def _broken(self, line: Line, error: Exception) -> Answer:
         """A mistake of ours, at one line: the others go on."""
         log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(error))
-        return answered(key, line.custom_id, 500, error_body(500, "internal error"), Totals(failed=1))
+        return self._refused(line, RequestError("internal error"))
 
     async def _settle(self, block: Block, place: int, answer: Answer) -> None:
         """Note the answer; with the block's last one, keep them."""

@@ -1,5 +1,6 @@
 """Celery's worker: its tasks, its beat, and their way into the office."""
 
+import logging
 import warnings
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -77,6 +78,7 @@ def work(office: Office) -> None:
         office.ask_to_stop()
 
     warnings.simplefilter("ignore", SecurityWarning)  # about root, for tasks may be pickles: ours are JSON
+    logging.getLogger("celery.beat").setLevel(logging.CRITICAL)  # a traceback each time that Redis is away, of which the transport has told
     signals.setup_logging.connect(ignore, weak=False)  # Celery would set up its own otherwise
     signals.worker_shutting_down.connect(stop, weak=False)
     signals.worker_ready.connect(lambda **_: office.stage.join(), weak=False)

@@ -49,7 +49,7 @@ def line(number: int, url: str, **body: Any) -> Json:
 
 def start(client: openai.OpenAI, url: str, lines: list[Json], window: str = "24h") -> Batch:
     file = client.files.create(file=("lines.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
-    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window=window)  # type: ignore[arg-type]
+    return client.batches.create(input_file_id=file.id, endpoint=url, completion_window=window)
 
 
 def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 90.0) -> Batch:
