@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
 
 from shared.errors import StartupError
@@ -13,6 +13,7 @@ from shared.errors import StartupError
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+DEFAULT_KEYS_FILE = Path.home() / ".penstock" / "api-keys.json"
 DEFAULT_REDIS_URL = f"unix://{Path.home()}/.penstock/redis.sock"
 
 
@@ -47,7 +48,7 @@ class RequestSettings(StageSettings):
     min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
     trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
     files_url: str = Field(
-        f"file://{Path.home()}/.penstock/files",
+        f"{Path.home()}/.penstock/files",
         description="where files are kept: a folder that gateways and workers share, or a URL that fsspec knows, as s3://bucket/penstock",
     )
 
@@ -57,6 +58,9 @@ class GatewaySettings(RequestSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    auth: bool = Field(True, description="--no-auth: whoever reaches the gateway may use it, with a key or without")
+    keys_file: Path = Field(DEFAULT_KEYS_FILE, description="API keys, as penstock keys writes them; where the file is, requests need one")
+    api_key: SecretStr = Field(SecretStr(""), description="one more API key, of an administrator; others see a flag: set PENSTOCK_API_KEY instead")
     max_file_bytes: ByteSize = Field(ByteSize(200 << 20), gt=0, description="longest file that may be uploaded")
     max_files_size: ByteSize = Field(ByteSize(10 << 30), gt=0, description="all files of one owner; beyond: 413")
     max_body_memory: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bodies that are received and read at once; beyond: 503")

@@ -6,6 +6,7 @@ import uvicorn
 
 from services.gateway.admission import Admission
 from services.gateway.app import build_app
+from services.gateway.auth import KeyRing
 from services.gateway.batches.jobs import Jobs
 from services.gateway.batches.store import BatchStore
 from services.gateway.bodies import BodyReader
@@ -22,12 +23,13 @@ from services.gateway.responses.stored import MAX_FOLLOWERS, Store
 from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
+from shared.api_keys import check_exposure
 from shared.errors import StartupError
 from shared.settings import GatewaySettings, load_settings
 from shared.stage import Stage, run_stage, start_logging
 
 
-def build(settings: GatewaySettings) -> Context:
+def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     stage = Stage("gateway", settings)
     stage.transport.wait_until_up(settings.redis_timeout_s)
     client = connect(settings)
@@ -38,16 +40,18 @@ def build(settings: GatewaySettings) -> Context:
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
-        store=store, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client), jobs=Jobs(settings.redis_url),
+        store=store, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client), jobs=Jobs(settings.redis_url),
     )  # fmt: skip
 
 
 def main() -> None:
     settings = load_settings(GatewaySettings)
     start_logging(settings)
+    check_exposure(settings)
+    keys = KeyRing(settings)
     sockets = listen(settings.host, settings.port)
     raise_file_limit()
-    context = build(settings)
+    context = build(settings, keys)
     config = uvicorn.Config(
         build_app(context),
         http=patient(settings),

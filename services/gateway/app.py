@@ -14,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.admission import STAGES
 from services.gateway.anthropic.routes import router as anthropic
+from services.gateway.auth import Auth
 from services.gateway.batches.routes import router as batches
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
@@ -64,6 +65,7 @@ def build_app(context: Context) -> FastAPI:
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
     app.add_middleware(Head)
+    app.add_middleware(Auth, keys=context.keys)
     app.add_middleware(RequestId)
     if context.settings.allow_origin:
         app.add_middleware(

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.gateway.admission import estimate_tokens
+from services.gateway.admission import estimate_output, estimate_prompt
 from services.gateway.batches.store import BatchRecord, Totals
 from services.gateway.context import RequestContext
 from services.gateway.errors import RequestFailed
@@ -56,9 +56,11 @@ def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
 async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
     asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
-    settings = context.settings
-    if len(asked.requests) > settings.max_requests or sum(map(estimate_tokens, asked.requests)) > settings.max_tokens_in_flight:
+    settings, outputs = context.settings, sum(map(estimate_output, asked.requests))
+    tokens = sum(map(estimate_prompt, asked.requests)) + outputs
+    if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
+    context.caller.arguments(tokens, outputs, len(asked.requests))  # raises for what the tenant's limits never allow
     requests = [replace(each, scheduling=replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
     return replace(asked, requests=requests)
 

@@ -42,7 +42,9 @@ class Office:
         self.batches = BatchStore(self.client)
         self.grammars = GrammarChecker()
         admission = Admission(stage, self.client, settings, Metrics(stage))
-        self.context = RequestContext(settings, stage, self.client, self.grammars, admission, Store(self.client, self.client, 1.0))
+        self.context = RequestContext(
+            settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
+        )
         self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
         self.queue = make_queue(settings.redis_url)
         self.stopping = asyncio.Event()

@@ -17,6 +17,8 @@ import orjson
 from services.gateway.batches.store import RUNNING, Batch, Totals, read_batch
 from services.gateway.errors import RequestFailed, error_body
 from services.gateway.files.store import FileRecord
+from services.gateway.generation import admit
+from services.gateway.limits import Caller
 from services.jobs import input as inputs
 from services.jobs import output
 from services.jobs.asking import Asked, ask, key_of
@@ -149,6 +151,7 @@ class BatchRun:
         """Returns whether there is more to do."""
         batch = await self._load()
         if batch is None or not batch.is_running:
+            await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
             return False
         self._note(batch)
         if batch.status == "validating":
@@ -210,15 +213,15 @@ class BatchRun:
                     if isinstance(begun, Answer):
                         await self._settle(block, place, begun)
                         continue
-                    await self._enter(begun)
+                    await self._enter(batch, begun)
                     task = group.create_task(self._answer(batch, block, place, line, begun))
                     task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
 
-    async def _enter(self, asked: Asked) -> None:
+    async def _enter(self, batch: Batch, asked: Asked) -> None:
         """Take the places and submit: one line at a time, so that a batch that has to wait holds no places that others could use."""
         await self.office.places.take(len(asked.requests))
         try:
-            await self._submit(asked)
+            await self._submit(batch, asked)
         except BaseException:
             self.office.places.give(len(asked.requests))
             raise
@@ -232,7 +235,8 @@ class BatchRun:
         while not self.closing:
             seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % SEEDS
             try:
-                return await ask(self.office.context, batch.record, line, key_of(self.batch_id, line.custom_id, attempt), seed)
+                context = replace(self.office.context, caller=Caller(batch.record.tenant))
+                return await ask(context, batch.record, line, key_of(self.batch_id, line.custom_id, attempt), seed)
             except Invalid as error:
                 return self._refused(line, RequestError(str(error), error.status, error.param, error.code))
             except Rejected:
@@ -255,7 +259,7 @@ class BatchRun:
                 answer = begun
                 break
             asked = begun
-            await self._submit(asked)
+            await self._submit(batch, asked)
         await self._settle(block, place, answer or self._refused(line, LOST))
 
     async def _outcome(self, line: Line, asked: Asked) -> Answer | None:
@@ -275,15 +279,13 @@ class BatchRun:
             return self._broken(line, error)
         return answered(key, line.custom_id, 200, body, totals)
 
-    async def _submit(self, asked: Asked) -> None:
-        """Hand the requests over, unless that has been done. Waits while the server is full."""
+    async def _submit(self, batch: Batch, asked: Asked) -> None:
+        """Hand the requests over, unless that has been done. Waits while the server is full, or the tenant has no more to spend in this minute."""
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
         while True:
             try:
-                return await persist(
-                    lambda: self.office.context.admission.submit(record.response_id, record.pack(), record.served_model, asked.requests, asked.stored)
-                )
+                return await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
             except Rejected:
                 await asyncio.sleep(AGAIN_S)
 

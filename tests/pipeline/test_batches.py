@@ -135,7 +135,7 @@ def test_a_killed_worker_loses_no_line_and_computes_none_twice(served: Deploymen
     batch = start(client, COMPLETIONS, [line(number, COMPLETIONS, prompt=f"Stage {number}", max_tokens=20, ignore_eos=True) for number in range(80)])
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 8, description="the batch is under way")
     served.kill(next(name for name in served.processes if name.startswith("jobs")))
-    served.start("jobs", batch_requests=8, busy_batch_requests=8)
+    served.start("jobs", "jobs-again", batch_requests=8, busy_batch_requests=8)
     batch = ended(client, batch.id)
     assert batch.status == "completed" and batch.usage is not None
     answers = lines_of(client, batch.output_file_id)

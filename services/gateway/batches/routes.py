@@ -8,11 +8,10 @@ from fastapi.responses import JSONResponse
 
 from services.gateway.batches.schemas import BatchBody
 from services.gateway.batches.store import Batch, BatchRecord
-from services.gateway.context import Context
+from services.gateway.context import context_of
 from services.gateway.files.pages import page_of
 from services.gateway.generation import away
 from services.gateway.openai.docs import takes
-from services.gateway.owner import owner_of
 from shared.errors import Invalid, Rejected
 from shared.streams import FILE_TTL_S
 from shared.telemetry import get_logger
@@ -27,10 +26,10 @@ router = APIRouter(prefix="/v1/batches")
 @router.post("", openapi_extra=takes("batch"))
 async def create(request: Request) -> JSONResponse:
     """Have the requests of a file answered."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "batch")
     assert isinstance(body, BatchBody)
-    owner, now, window_s = owner_of(request), int(time.time()), body.window_s
+    owner, now, window_s = context.tenant.tenant_id, int(time.time()), body.window_s
     try:
         file = await context.files.load(body.input_file_id, owner)
     except Invalid as error:
@@ -40,7 +39,9 @@ async def create(request: Request) -> JSONResponse:
     if sum(batch.is_running for batch in await context.batches.list_of(owner)) >= MAX_RUNNING:
         raise Rejected(f"{MAX_RUNNING} batches are running already", status=429, retry_after_s=60)
     ttl_s = body.output_expires_after.seconds if body.output_expires_after is not None else FILE_TTL_S
-    record = BatchRecord(f"batch_{uuid.uuid4().hex}", owner, body.endpoint, file.file_id, body.completion_window, now, now + window_s, body.metadata, ttl_s)
+    record = BatchRecord(
+        f"batch_{uuid.uuid4().hex}", context.tenant, body.endpoint, file.file_id, body.completion_window, now, now + window_s, body.metadata, ttl_s
+    )
     batch = await context.batches.create(record)
     await context.jobs.send(record.batch_id)
     log.info("batch created", batch_id=record.batch_id, endpoint=record.endpoint, num_bytes=file.num_bytes, x_request_id=request.state.request_id)
@@ -50,26 +51,26 @@ async def create(request: Request) -> JSONResponse:
 @router.get("")
 async def list_batches(request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)) -> JSONResponse:
     """The batches that there are, the newest first."""
-    context: Context = request.app.state.context
-    return JSONResponse(page_of(await context.batches.list_of(owner_of(request)), after, limit, lambda each: each.record.batch_id, Batch.describe))
+    context = context_of(request)
+    return JSONResponse(page_of(await context.batches.list_of(context.tenant.tenant_id), after, limit, lambda each: each.record.batch_id, Batch.describe))
 
 
 @router.get("/{batch_id}")
 async def retrieve(batch_id: str, request: Request) -> JSONResponse:
     """A batch as it is now."""
-    context: Context = request.app.state.context
-    return JSONResponse((await context.batches.load(batch_id, owner_of(request))).describe())
+    context = context_of(request)
+    return JSONResponse((await context.batches.load(batch_id, context.tenant.tenant_id)).describe())
 
 
 @router.post("/{batch_id}/cancel")
 async def cancel(batch_id: str, request: Request) -> JSONResponse:
     """End a batch: what has been answered by then is in its files."""
-    context: Context = request.app.state.context
-    batch = await context.batches.load(batch_id, owner_of(request))
+    context = context_of(request)
+    batch = await context.batches.load(batch_id, context.tenant.tenant_id)
     with away():
         status = await context.batches.move(batch_id, ("validating", "in_progress"), "cancelling")
     if status != "cancelling":
         raise Invalid(f"Cannot cancel a batch with status '{status}'.", param="batch_id", code="batch_has_ended", status=409)
     if batch.status != "cancelling":
         await context.jobs.send(batch_id)
-    return JSONResponse((await context.batches.load(batch_id, owner_of(request))).describe())
+    return JSONResponse((await context.batches.load(batch_id, context.tenant.tenant_id)).describe())

@@ -15,6 +15,7 @@ from services.gateway.batches.schemas import LONGEST_WINDOW_S
 from services.gateway.generation import away
 from shared.errors import Invalid
 from shared.streams import BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
+from shared.tenants import Tenant
 
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
@@ -49,7 +50,7 @@ class BatchRecord:
     """What was asked."""
 
     batch_id: str
-    owner: str
+    tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
     endpoint: str
     input_file_id: str
     completion_window: str
@@ -57,6 +58,17 @@ class BatchRecord:
     expires_at: int
     metadata: dict[str, str] | None = None
     output_ttl_s: int = FILE_TTL_S
+
+    @property
+    def owner(self) -> str:
+        return self.tenant.tenant_id
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "BatchRecord":
+        values = msgpack.unpackb(packed)
+        tenant = values.pop("tenant")
+        models = tenant.pop("models")
+        return cls(tenant=Tenant(**tenant, models=tuple(models) if models is not None else None), **values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +173,7 @@ def read_batch(values: dict[bytes, bytes]) -> Batch | None:
         return None
     texts = {key.decode(): value for key, value in values.items()}
     return Batch(
-        BatchRecord(**msgpack.unpackb(texts["record"])),
+        BatchRecord.unpack(texts["record"]),
         texts["status"].decode(),
         {key.removesuffix("_at"): int(value) for key, value in texts.items() if key.endswith("_at")},
         int(texts.get("total", 0)),

@@ -8,11 +8,10 @@ from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import FormData, UploadFile
 
-from services.gateway.context import Context
+from services.gateway.context import context_of
 from services.gateway.files.pages import page_of
 from services.gateway.files.storage import PIECE_BYTES
 from services.gateway.files.store import FileRecord
-from services.gateway.owner import owner_of
 from shared.errors import Invalid, Rejected
 from shared.streams import FILE_TTL_S
 from shared.telemetry import get_logger
@@ -32,7 +31,7 @@ uploads = asyncio.Semaphore(MAX_UPLOADS)
 @router.post("")
 async def upload(request: Request) -> JSONResponse:
     """Keep a file: multipart/form-data with `file`, and `purpose`, which is batch."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Invalid("a file is uploaded as multipart/form-data", code="invalid_content_type")
     if uploads.locked():
@@ -47,7 +46,7 @@ async def upload(request: Request) -> JSONResponse:
             file, ttl_s = read_form(form)
             filename = (file.filename or "upload.jsonl")[:MAX_FILENAME]
             limit = context.settings.max_files_size
-            record = await context.files.add(file.file, owner_of(request), filename, "batch", ttl_s, max_size=limit)
+            record = await context.files.add(file.file, context.tenant.tenant_id, filename, "batch", ttl_s, max_size=limit)
         except OSError as error:
             log.error("a file can't be stored", error=error)
             raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60) from None
@@ -84,23 +83,23 @@ async def list_files(
     order: Literal["asc", "desc"] = "desc",
 ) -> JSONResponse:
     """The files that there are, the newest first."""
-    context: Context = request.app.state.context
-    found = [each for each in await context.files.list_of(owner_of(request)) if purpose is None or each.purpose == purpose]
+    context = context_of(request)
+    found = [each for each in await context.files.list_of(context.tenant.tenant_id) if purpose is None or each.purpose == purpose]
     return JSONResponse(page_of(found if order == "desc" else found[::-1], after, limit, lambda each: each.file_id, FileRecord.describe))
 
 
 @router.get("/{file_id}")
 async def retrieve(file_id: str, request: Request) -> JSONResponse:
     """What a file is."""
-    context: Context = request.app.state.context
-    return JSONResponse((await context.files.load(file_id, owner_of(request))).describe())
+    context = context_of(request)
+    return JSONResponse((await context.files.load(file_id, context.tenant.tenant_id)).describe())
 
 
 @router.get("/{file_id}/content")
 async def content(file_id: str, request: Request) -> StreamingResponse:
     """What is in a file."""
-    context: Context = request.app.state.context
-    record = await context.files.load(file_id, owner_of(request))
+    context = context_of(request)
+    record = await context.files.load(file_id, context.tenant.tenant_id)
     try:
         file = await asyncio.to_thread(context.files.storage.open, record.path)
     except FileNotFoundError:
@@ -119,6 +118,6 @@ async def pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
 @router.delete("/{file_id}")
 async def delete(file_id: str, request: Request) -> JSONResponse:
     """Remove a file. A batch that was created with it goes on: it has what it needs."""
-    context: Context = request.app.state.context
-    await context.files.delete(await context.files.load(file_id, owner_of(request)))
+    context = context_of(request)
+    await context.files.delete(await context.files.load(file_id, context.tenant.tenant_id))
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.context import Context, RequestContext
+from services.gateway.context import Context, RequestContext, context_of
 from services.gateway.metrics import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.formats import Choice
@@ -52,7 +52,7 @@ R = TypeVar("R", bound=EmbeddingResponder)
 @router.post("/embeddings", openapi_extra=takes("embedding"))
 async def embeddings(request: Request) -> Response:
     """A vector of each input, given as texts or as token ids."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "embedding")
     assert isinstance(body, EmbeddingBody)
     responder = await submit_embeddings(context, body, request, EmbeddingResponder)
@@ -64,7 +64,7 @@ async def submit_embeddings(context: Context, body: EmbeddingBody, request: Requ
     """Hand the inputs over, all or none. Returns what answers."""
     record, requests = prepare_embeddings(context, body, context.stage.replica_id)
     measured = Measured(context.metrics)
-    generation = await context.pipeline.submit(record, requests)
+    generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
     return make(generation, measured, context.settings.ping_interval_s)
 
