@@ -28,7 +28,6 @@ class Line:
 
     custom_id: str
     body: dict[str, Any]
-    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +55,9 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
             if not text:
                 continue
             try:
-                line = read_line(text, max_line_bytes)
+                line = read_line(text, endpoint, max_line_bytes)
                 if line.custom_id in lines:
                     raise Invalid(f"the custom_id {shortened(line.custom_id)!r} has been there before", param="custom_id", code="duplicate_custom_id")
-                check_line(line, orjson.loads(text), endpoint)
                 if len(lines) >= MAX_LINES:
                     raise Invalid(f"at most {MAX_LINES} requests in one batch", code="too_many_requests")
             except Invalid as error:
@@ -76,8 +74,8 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
     return Checked(len(lines), next(iter(models)) if len(models) == 1 else "", errors)
 
 
-def read_line(text: bytes, max_bytes: int) -> Line:
-    """Raises Invalid for what is no request."""
+def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
+    """Raises Invalid for what is no request, but for what the endpoint itself makes of the body."""
     if len(text) > max_bytes:
         raise Invalid(f"the line has {len(text)} bytes, at most {max_bytes} are taken", code="line_too_long")
     try:
@@ -89,21 +87,17 @@ def read_line(text: bytes, max_bytes: int) -> Line:
     custom_id, body = value.get("custom_id"), value.get("body")
     if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
         raise Invalid(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", param="custom_id", code="invalid_custom_id")
-    if not isinstance(body, dict):
-        raise Invalid(f"body must be an object, got {kind_of(body)}", param="body", code="invalid_body")
-    return Line(custom_id, body, len(text))
-
-
-def check_line(line: Line, value: dict[str, Any], endpoint: str) -> None:
-    """What else a line must say, but for what the endpoint itself makes of the body. Raises Invalid."""
     if unknown := next((name for name in value if name not in FIELDS), None):
         raise Invalid(f"unknown or unsupported field: {shortened(unknown)}", param=shortened(unknown), code="unknown_parameter")
     if value.get("method") != "POST":
         raise Invalid("method must be POST", param="method", code="invalid_method")
     if value.get("url") != endpoint:
         raise Invalid(f"url must be the batch's endpoint, {endpoint}", param="url", code="mismatched_endpoint")
-    if not isinstance(line.body.get("model"), str):
+    if not isinstance(body, dict):
+        raise Invalid(f"body must be an object, got {kind_of(body)}", param="body", code="invalid_body")
+    if not isinstance(body.get("model"), str):
         raise Invalid("body.model must name a model", param="body.model", code="missing_required_parameter")
+    return Line(custom_id, body)
 
 
 def keep(storage: Storage, batch_id: str, lines: list[bytes]) -> None:
@@ -122,6 +116,6 @@ def read_index(storage: Storage, batch_id: str) -> list[int]:
     return index
 
 
-def read_block(storage: Storage, batch_id: str, start: int, end: int) -> list[Line]:
+def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[Line]:
     """The lines between two places of the index."""
-    return [read_line(text, end - start) for text in storage.read(f"{folder_of(batch_id)}/input", start, end).splitlines()]
+    return [read_line(text, endpoint, end - start) for text in storage.read(f"{folder_of(batch_id)}/input", start, end).splitlines()]

@@ -206,7 +206,7 @@ class BatchRun:
         async with asyncio.TaskGroup() as group:
             for number in missing:
                 await self.room.acquire()
-                lines = await asyncio.to_thread(inputs.read_block, self.office.storage, self.batch_id, index[number], index[number + 1])
+                lines = await asyncio.to_thread(inputs.read_block, self.office.storage, self.batch_id, batch.record.endpoint, *index[number : number + 2])
                 block = self.blocks[number] = Block(number, [None] * len(lines))
                 for place, line in enumerate(lines):
                     begun = await self._begin(batch, line)
@@ -328,7 +328,7 @@ class BatchRun:
                 await persist(partial(self.office.files.enter, replace(file, num_bytes=num_bytes)))
                 made[f"{kind}_file_id"] = file_id
         status = CLOSED[self.closing][0] if self.closing else "completed"
-        await persist(lambda: batches.move(self.batch_id, RUNNING, status, **made, **asdict(self.done)))
+        await persist(lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.completed + self.done.failed, **made, **asdict(self.done)))
         await asyncio.to_thread(storage.remove, folder_of(self.batch_id))
         log.info("batch ended", batch_id=self.batch_id, status=status, num_completed=self.done.completed, num_failed=self.done.failed)
         return False

@@ -1,6 +1,7 @@
 """Jobs: the gateway's end of Celery's queue."""
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
 
 log = get_logger("penstock.gateway")
 
+SEND_TIMEOUT_S = 5.0
+
 
 class Jobs:
     """Made by the first batch: until then a gateway does without Celery's modules."""
@@ -26,8 +29,9 @@ class Jobs:
 
     async def send(self, batch_id: str) -> None:
         """Have a worker look at the batch now. Should that fail, the workers find it by themselves a little later."""
-        async with self._lock:
-            await asyncio.to_thread(self._send, batch_id)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SEND_TIMEOUT_S), self._lock:
+                await asyncio.to_thread(self._send, batch_id)
 
     def _send(self, batch_id: str) -> None:
         from kombu.exceptions import OperationalError
