@@ -118,4 +118,5 @@ def read_index(storage: Storage, batch_id: str) -> list[int]:
 
 def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[Line]:
     """The lines between two places of the index."""
-    return [read_line(text, endpoint, end - start) for text in storage.read(f"{folder_of(batch_id)}/input", start, end).splitlines()]
+    texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")  # not splitlines: JSON may have a bare \r between two values
+    return [read_line(text, endpoint, end - start) for text in texts if text]

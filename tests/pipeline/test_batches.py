@@ -48,7 +48,8 @@ def line(number: int, url: str, **body: Any) -> Json:
 
 
 def start(client: openai.OpenAI, url: str, lines: list[Json], window: str = "24h") -> Batch:
-    file = client.files.create(file=("lines.jsonl", "\n".join(map(json.dumps, lines)).encode()), purpose="batch")
+    content = "\r\n".join(json.dumps(each, separators=(",\r", ": ")) for each in lines).encode()  # as JSON may be written
+    file = client.files.create(file=("lines.jsonl", content), purpose="batch")
     return client.batches.create(input_file_id=file.id, endpoint=url, completion_window=window)
 
 
