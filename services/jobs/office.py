@@ -69,6 +69,7 @@ class Office:
         self.call(self.grammars.helper.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        self.queue.close()
 
     async def send(self, batch_id: str) -> None:
         """A task for the batch, unless there is one. Raises what `send_batch` does."""
@@ -82,6 +83,8 @@ class Office:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         self._loop.run_until_complete(self.client.aclose())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
 
     async def _beat(self) -> None:
         while True:
