@@ -95,7 +95,7 @@ class Admission:
             raise self._missing(missing, model)
 
     def _missing(self, stages: list[str], model: str | None) -> Rejected:
-        self.metrics.rejected.inc()
+        self.metrics.rejected.labels(model or "", "stage_missing").inc()
         suffix = f" for the model {model}" if model else ""
         return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
 
@@ -108,7 +108,7 @@ class Admission:
         tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
-            raise self._full(0, 0, len(submitted), sum(tokens))
+            raise self._full(model, 0, 0, len(submitted), sum(tokens))
         arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
         arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
         arguments += caller.arguments(sum(tokens), sum(outputs), len(submitted))
@@ -121,12 +121,13 @@ class Admission:
             return caller.admitted(left)
         kind, *rest = wanting[0]
         if kind == b"full":
-            raise self._full(rest[0], rest[1], len(submitted), sum(tokens))
-        self.metrics.rejected.inc()
-        raise caller.refused(kind.decode(), rest[0], left)
+            raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
+        refusal = caller.refused(kind.decode(), rest[0], left)
+        self.metrics.rejected.labels(model, refusal.code).inc()
+        raise refusal
 
-    def _full(self, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
-        self.metrics.rejected.inc()
+    def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
+        self.metrics.rejected.labels(model, "server_full").inc()
         words = f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most {self.settings.max_tokens_in_flight}"
         message = f"the server is full: {words} are in it, and this would add {more_requests} and {more_tokens}"
         return Rejected(message, status=429, retry_after_s=RETRY_AFTER_S)

@@ -17,6 +17,7 @@ from services.gateway.limits import Caller
 from services.gateway.record import ResponseRecord
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
+from services.gateway.traces import admission_span, current_root
 from shared.errors import Invalid, Recoverable, Rejected
 from shared.messages import GenerateRequest, SchedulingParams, TokenEvent
 from shared.streams import response_key
@@ -35,6 +36,14 @@ def away() -> Iterator[None]:
         raise Recoverable(str(error)) from error
 
 
+def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> tuple[ResponseRecord, list[GenerateRequest]]:
+    """The same, with the trace of the request that is being answered, if there is one."""
+    root = current_root()
+    if root is None or not root.traceparent:
+        return record, requests
+    return replace(record, traceparent=root.traceparent), [replace(each, traceparent=root.traceparent) for each in requests]
+
+
 class Generation:
     """The events of a response's sequences, from submission or from a resumption to the end."""
 
@@ -49,21 +58,21 @@ class Generation:
         by_request = dict(zip(self.request_ids, begin, strict=True))
         self.subscription = pipeline.subscriptions.subscribe(record.response_id, by_request, generation, record.served_model)
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
+        self.max_tokens: list[int | None] = [None] * len(positions)  # that the client asked for, of each sequence; of a resumed response nobody knows
         self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
         """The events that have come, each with its sequence's index; none after timeout_s. Raises ResponseFailed."""
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
-    def close(self) -> int:
-        """Listen no more, and have what is unfinished cancelled, unless others read on. Returns how many that are. Safe to call twice."""
+    def close(self) -> None:
+        """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice."""
         self.pipeline.subscriptions.unsubscribe(self.subscription)
         if self._is_closed or self.subscription.has_failed:
-            return 0
+            return
         self._is_closed = True
         if unfinished := sorted(self.subscription.unfinished):
             self.pipeline.canceller.cancel(self.record.response_id, unfinished, self.subscription.generation)
-        return len(unfinished)
 
 
 class Pipeline:
@@ -81,6 +90,7 @@ class Pipeline:
 
         Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
         """
+        record, requests = joined_to_trace(record, requests)
         generation = Generation(self, record, [0] * len(requests), 0)
         try:
             await admit(self.admission, caller, record, requests, stored)
@@ -91,10 +101,12 @@ class Pipeline:
             generation.close()  # nobody knows whether Redis took them: if so, they are cancelled
             raise
         generation.subscription.is_submitted = True
+        generation.max_tokens = [each.params.max_tokens for each in requests]
         return generation
 
     async def submit_unread(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
         """The same for a response that runs whoever reads it. Raises as above."""
+        record, requests = joined_to_trace(record, requests)
         try:
             await admit(self.admission, caller, record, requests, stored)
         except (Rejected, Invalid):
@@ -127,7 +139,7 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
     """
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
     owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
-    with away():
+    with away(), admission_span(len(requests)):
         await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored)
 
 

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.context import Context, RequestContext, context_of
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.formats import Choice
 from services.gateway.openai.respond import Responder
