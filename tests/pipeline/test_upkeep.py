@@ -64,16 +64,18 @@ def test_near_its_limit_redis_keeps_logs_of_ended_requests_for_a_minute(redis_ur
     for name, ttl_s in (("log:ended", LOG_TTL_S), ("log:running", RUNNING_LOG_TTL_S)):
         client.xadd(name, {"m": "x"}, "1-0")
         client.expire(name, ttl_s)
-    client.set("ballast", b"x" * (8 << 20))  # beside which connections do not count
-    used = int(client.info("memory")["used_memory"])
-    client.config_set("maxmemory", used * 2)
-    do(redis_url, tmp_path, check_memory)
+    for number in range(256):
+        client.set(f"ballast:{number}", b"x" * (128 << 10))  # beside which connections and their buffers do not count
+
+    def use(share: float) -> None:
+        client.config_set("maxmemory", int(int(client.info("memory")["used_memory"]) / share))
+        do(redis_url, tmp_path, check_memory)
+
+    use(0.5)
     assert client.ttl("log:ended") > 3000 and not client.exists(upkeep_key("full"))
-    client.config_set("maxmemory", int(used / 0.85))
-    do(redis_url, tmp_path, check_memory)
+    use(0.85)
     assert client.ttl("log:ended") <= 60 < 80_000 < client.ttl("log:running") and not client.exists(upkeep_key("full"))
-    client.config_set("maxmemory", int(used / 0.94))
-    do(redis_url, tmp_path, check_memory)
+    use(0.95)
     assert client.exists(upkeep_key("full"))
 
 
