@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos clients compose-test redis-test telemetry hostile audit lm-eval bench
+.PHONY: up test check chaos batch-chaos clients compose-test redis-test telemetry hostile audit lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -35,6 +35,9 @@ check: $(VENV)/dev
 
 chaos: $(VENV)/dev
 	$(BIN)/python -m tests.chaos $(ARGS)
+
+batch-chaos: $(VENV)/dev
+	$(BIN)/python -m tests.chaos.batches $(ARGS)
 
 $(VENV)-clients/clients: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-clients

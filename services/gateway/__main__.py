@@ -1,19 +1,20 @@
 """`python -m services.gateway`: settings, objects, run."""
 
 import signal
-from typing import Any
 
-import redis.asyncio
 import uvicorn
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.gateway.admission import Admission
 from services.gateway.app import build_app
 from services.gateway.auth import KeyRing
+from services.gateway.batches.jobs import Jobs
+from services.gateway.batches.store import BatchStore
 from services.gateway.bodies import BodyReader
 from services.gateway.canceller import Canceller
+from services.gateway.client import connect
 from services.gateway.context import Context
+from services.gateway.files.storage import Storage
+from services.gateway.files.store import FileStore
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
@@ -27,8 +28,6 @@ from shared.errors import StartupError
 from shared.settings import GatewaySettings, load_settings
 from shared.stage import Stage, run_stage, start_logging
 from shared.transport import Pipeline as RedisPipeline
-
-REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and what a client waits for a 503
 
 
 def build(settings: GatewaySettings, keys: KeyRing) -> Context:
@@ -45,12 +44,11 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
 
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
-    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), pipeline, settings.ping_interval_s)
-    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store, keys)
-
-
-def connect(settings: GatewaySettings, **options: Any) -> "redis.asyncio.Redis":
-    return redis.asyncio.Redis.from_url(settings.redis_url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=5, socket_timeout=REDIS_TIMEOUT_S, **options)
+    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
+    return Context(
+        settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
+        store=store, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client), jobs=Jobs(settings.redis_url),
+    )  # fmt: skip
 
 
 def main() -> None:

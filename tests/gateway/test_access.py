@@ -253,6 +253,24 @@ def test_what_is_stored_and_streamed_is_the_tenants_own(site: Site) -> None:
     site.backstage.end(background)
 
 
+def test_files_and_batches_are_the_tenants_own(site: Site) -> None:
+    owner, other, root = site.key("files-owner"), site.key("files-other"), site.key("files-admin", is_admin=True)
+    upload = site.http.post(site.deployment.url() + "/v1/files", files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"}, headers=bearer(owner))
+    file_id = upload.json()["id"]
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch_id = site.post("/v1/batches", body, owner).json()["id"]
+    for key in (other, root):
+        assert [site.get(path, key).json()["data"] for path in ("/v1/files", "/v1/batches")] == [[], []]
+        for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch_id}"):
+            assert site.get(path, key).status_code == 404
+        assert site.http.delete(site.deployment.url() + f"/v1/files/{file_id}", headers=bearer(key)).status_code == 404
+        assert site.post(f"/v1/batches/{batch_id}/cancel", {}, key).status_code == 404
+        assert error_of(site.post("/v1/batches", body, key)) == (400, "file_not_found")
+    assert site.get(f"/v1/files/{file_id}/content", owner, site.second).content == b"{}"
+    assert site.get("/v1/batches", owner, site.second).json()["data"][0]["id"] == batch_id
+    assert site.post(f"/v1/batches/{batch_id}/cancel", {}, owner).json()["status"] == "cancelling"
+
+
 def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
     """What two tenants ask is never found in one cache: their salts differ, whatever they give, and nobody can spell another's."""
     keys = {name: site.key(name, priority=priority) for name, priority in (("urgent", -5), ("patient", 7))}

@@ -3,7 +3,7 @@
 import re
 from dataclasses import replace
 
-from services.gateway.context import Context
+from services.gateway.context import Context, RequestContext
 from services.gateway.openai.ask import ask_tokenizer
 from services.gateway.openai.routes import prepare_chat
 from services.gateway.record import PREFIXES
@@ -18,7 +18,7 @@ ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(?:in)?[0-9]+")  # as items.with_id
 MAX_REFERRED = 16  # responses whose items one input names
 
 
-async def with_conversation(context: Context, body: ResponseBody) -> tuple[ResponseBody, list[Json]]:
+async def with_conversation(context: RequestContext, body: ResponseBody) -> tuple[ResponseBody, list[Json]]:
     """The body with the items that it names, and the items before it. Raises Invalid."""
     before = await conversation(context, body.previous_response_id, "previous_response_id") if body.previous_response_id else []
     if any(item["type"] == "item_reference" for item in body.input):
@@ -26,7 +26,7 @@ async def with_conversation(context: Context, body: ResponseBody) -> tuple[Respo
     return body, before
 
 
-async def resolve(context: Context, items: list[Json]) -> list[Json]:
+async def resolve(context: RequestContext, items: list[Json]) -> list[Json]:
     """The items, with those that are named in the place of their names. Raises Invalid (404) for one that is not stored."""
     found: dict[str, dict[str, Json]] = {}  # by response, the items by id
     resolved = []
@@ -52,7 +52,7 @@ async def resolve(context: Context, items: list[Json]) -> list[Json]:
     return resolved
 
 
-async def conversation(context: Context, response_id: str, field: str) -> list[Json]:
+async def conversation(context: RequestContext, response_id: str, field: str) -> list[Json]:
     """The items up to a response's answer, that included. Raises Invalid, naming the field, for one that is not stored, or that can't be gone on with."""
     try:
         record, stored = await context.store.load(context.tenant, response_id)

@@ -5,20 +5,22 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from services.gateway.context import context_of
+from services.gateway.context import RequestContext, context_of
 from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import EventStream
 from services.gateway.openai.routes import prepare_chat
+from services.gateway.record import ResponseRecord
 from services.gateway.responses.chat import NAME_HERE, chat_of
 from services.gateway.responses.conversation import num_too_many, with_conversation
 from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.items import with_ids
+from services.gateway.responses.items import Json, with_ids
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.stored import Stored
 from services.gateway.token_count import count_tokens
 from services.gateway.translate import TranslatedResponder, own_terms
 from shared.errors import Invalid
+from shared.messages import GenerateRequest
 
 router = APIRouter(prefix="/v1/responses")
 
@@ -30,15 +32,10 @@ async def create(request: Request) -> Response:
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
     body, before = await with_conversation(context, body)
-    chat = chat_of(body, before, num_dropped=await num_too_many(context, body, before) if body.truncation == "auto" else 0)
+    num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
     reader = None if body.background else context.stage.replica_id
-    with own_terms(NAME_HERE):
-        record, requests = await prepare_chat(context, chat, "response", body.model, reader, is_background=body.background)
-    stored = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)])
-    content = stored.encode() if body.store else b""
-    if len(content) > (longest := context.settings.max_body_bytes):
-        raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
-    events = ResponseEvents(record, stored.asked)
+    record, requests, content = await prepare_response(context, body, before, reader, num_dropped=num_dropped, is_background=body.background)
+    events = ResponseEvents(record, body.asked())
     if body.background:
         await context.pipeline.submit_unread(context.caller, record, requests, content)
         context.metrics.background.labels(record.served_model).inc()
@@ -51,6 +48,24 @@ async def create(request: Request) -> Response:
     context.log_submitted(record, body.user, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, events)
     return await (responder.stream() if body.stream else responder.whole(request))
+
+
+async def prepare_response(
+    context: RequestContext, body: ResponseBody, before: list[Json], gateway_id: str | None, *, num_dropped: int = 0, **others: Any
+) -> tuple[ResponseRecord, list[GenerateRequest], bytes]:
+    """What goes into the pipeline for a response, as `prepare_chat` says; and what is to be stored of it, empty: nothing.
+
+    before: the items that it goes on from; num_dropped: how many of all items the model is not given.
+    """
+    chat = chat_of(body, before, num_dropped=num_dropped)
+    with own_terms(NAME_HERE):
+        record, requests = await prepare_chat(context, chat, "response", body.model, gateway_id, **others)
+    if not body.store:
+        return record, requests, b""
+    content = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)]).encode()
+    if len(content) > (longest := context.settings.max_body_bytes):
+        raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
+    return record, requests, content
 
 
 @router.post("/input_tokens", openapi_extra=takes("response"))
