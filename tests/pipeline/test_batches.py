@@ -178,7 +178,7 @@ def test_what_is_no_upload_is_refused(served: Deployment, headers: dict[str, str
 
 def test_a_file_beyond_the_bound_is_refused_before_it_is_sent(served: Deployment) -> None:
     with socket.create_connection(("127.0.0.1", next(iter(served.ports.values()))), timeout=20) as connection:
-        connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: x\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 999999999\r\n\r\n")
+        connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 999999999\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
 
 
