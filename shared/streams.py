@@ -38,6 +38,7 @@ class DirectStream:
 CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
 DEAD_LETTER = "dead-letter"  # anyone → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
+WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
 
 
 def requests(model: str) -> GroupStream:
@@ -108,3 +109,8 @@ def attempts_key(request_id: str) -> str:
 def replica_key(stage: str, replica_id: str) -> str:
     """A live replica's announcement; expires with its lease."""
     return f"replica:{stage}:{replica_id}"
+
+
+def view_key(replica_id: str) -> str:
+    """What a replica shows while it is watched: compute → gateways. It expires with the replica's lease."""
+    return f"view:{replica_id}"

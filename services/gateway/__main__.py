@@ -15,6 +15,7 @@ from services.gateway.canceller import Canceller
 from services.gateway.context import Context
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
+from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import patient
 from services.gateway.responses.stored import MAX_FOLLOWERS, Store
@@ -37,7 +38,8 @@ def build(settings: GatewaySettings) -> Context:
     pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), pipeline, settings.ping_interval_s)
-    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store)
+    watch = Watch(stage, client, settings)
+    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store, watch)
 
 
 def connect(settings: GatewaySettings, **options: Any) -> "redis.asyncio.Redis":

@@ -9,6 +9,7 @@ from services.gateway.admission import Admission
 from services.gateway.bodies import BodyReader
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
+from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
@@ -30,6 +31,7 @@ class Context:
     pipeline: Pipeline
     metrics: Metrics
     store: Store
+    watch: Watch
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
