@@ -1,14 +1,13 @@
 """Timeline: the way of recent requests through the pipeline, put together from one snapshot after the other. Plain data."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from shared.views import ComputeView, SequenceView
 
 MAX_REQUESTS = 24
-LOST_AFTER_S = 60.0  # what nobody has claimed by then ended while nobody saw it
 MAX_SPANS = 40  # of a request; of more, the first are forgotten
 
 Phase = Literal["before", "waiting", "prefill", "decode", "lost"]
@@ -29,6 +28,7 @@ class Course:
     """One request's way so far."""
 
     request_id: str
+    model: str
     created_at: float
     num_prompt_tokens: int
     num_cached_tokens: int = 0
@@ -45,15 +45,19 @@ class Timeline:
     def __init__(self) -> None:
         self._courses: OrderedDict[str, Course] = OrderedDict()
 
-    def after(self, now: float, views: Iterable[ComputeView], live: set[str]) -> list[dict[str, Any]]:
-        """Take in a snapshot. live: the compute replicas that are; what is at none of them was lost with its replica, and will be claimed, or has ended."""
-        seen = set()
+    def lost(self) -> list[Course]:
+        """Those that are at no replica, of which somebody must find out whether they have ended."""
+        return [course for course in self._courses.values() if not course.is_over and course.spans[-1].phase == "lost"]
+
+    def after(self, now: float, views: Iterable[ComputeView], models: Mapping[str, str]) -> list[dict[str, Any]]:
+        """Take in a snapshot. models: of the live compute replicas; what is at none of them was lost with its replica, and will be claimed, or has ended."""
+        live, seen = set(models), set()
         for view in views:
             if view.replica_id not in live:
                 continue
             for sequence in view.sequences:
                 seen.add(sequence.request_id)
-                self._see(now, view.replica_id, sequence)
+                self._see(now, view.replica_id, models[view.replica_id], sequence)
         for course in self._courses.values():
             if not course.is_over and course.request_id not in seen:
                 self._miss(now, course, live)
@@ -61,10 +65,10 @@ class Timeline:
             self._courses.popitem(last=False)
         return [asdict(course) for course in reversed(self._courses.values())]
 
-    def _see(self, now: float, replica_id: str, sequence: SequenceView) -> None:
+    def _see(self, now: float, replica_id: str, model: str, sequence: SequenceView) -> None:
         course = self._courses.get(sequence.request_id)
         if course is None:
-            course = Course(sequence.request_id, sequence.created_at, sequence.num_prompt_tokens)
+            course = Course(sequence.request_id, model, sequence.created_at, sequence.num_prompt_tokens)
             course.spans.append(Span("before", None, sequence.created_at or now, now))
             self._courses[sequence.request_id] = course
         course.num_cached_tokens, course.num_output_tokens = sequence.num_cached_tokens, sequence.num_output_tokens
@@ -73,8 +77,7 @@ class Timeline:
 
     def _miss(self, now: float, course: Course, live: set[str]) -> None:
         """It ended where it was; or its replica died, and nobody has claimed it yet."""
-        last = course.spans[-1]
-        if last.replica_id in live or (last.phase == "lost" and now - last.started_at > LOST_AFTER_S):
+        if course.spans[-1].replica_id in live:
             course.is_over = True
         else:
             self._extend(course, now, "lost", None)

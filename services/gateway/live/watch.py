@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from itertools import islice
 from typing import Any
 
 import redis
@@ -100,8 +101,9 @@ class Watch:
     async def _look(self) -> dict[str, Any]:
         """One round trip."""
         replicas = self.stage.registry.replicas
-        computes = [replica for replica in replicas if replica.stage == "compute" and replica.model is not None]
-        models = sorted({replica.model for replica in computes if replica.model is not None})
+        served = {replica.replica_id: replica.model for replica in replicas if replica.stage == "compute" and replica.model is not None}
+        models = sorted(set(served.values()))
+        lost = self._timeline.lost()
         streams = [(stage, model, stream(model)) for model in models for stage, stream in (("tokenizer", requests), ("compute", prompts))]
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.set(WATCHED, 1, px=WATCHED_TTL_MS)
@@ -111,18 +113,23 @@ class Watch:
                 pipe.xpending(stream.key, stream.group)
             for model in models:
                 pipe.hlen(inflight_key(model))
-            for replica in computes:
-                pipe.get(view_key(replica.replica_id))
+            for replica_id in served:
+                pipe.get(view_key(replica_id))
+            for course in lost:
+                pipe.hexists(inflight_key(course.model), course.request_id)
             _, num_letters, *replies = await pipe.execute(raise_on_error=False)
         if isinstance(num_letters, redis.ResponseError):
             raise num_letters
         queues = [queue_of(stage, model, *replies[2 * at : 2 * at + 2]) for at, (stage, model, _) in enumerate(streams)]
-        in_flight = replies[2 * len(streams) : 2 * len(streams) + len(models)]
-        views = [view for packed in replies[2 * len(streams) + len(models) :] if (view := view_in(packed)) is not None]
+        rest = iter(replies[2 * len(streams) :])
+        in_flight = list(islice(rest, len(models)))
+        views = [view for packed in islice(rest, len(served)) if (view := view_in(packed)) is not None]
+        for course, is_in_flight in zip(lost, rest, strict=True):
+            course.is_over = not is_in_flight
         look = Look(queues, views, sum(max(num - 1, 0) for num in in_flight if isinstance(num, int)), num_letters)
         self._killed &= {replica.replica_id for replica in replicas}
         shown = snapshot(replicas, look, here=self.stage.replica_id, killed=self._killed, can_kill=self.settings.chaos_demo)
-        live = {replica.replica_id for replica in computes} - self._killed
+        live = {replica_id: model for replica_id, model in served.items() if replica_id not in self._killed}
         return shown | {"timeline": self._timeline.after(shown["time"], views, live)}
 
 

@@ -27,7 +27,8 @@ const unsaved = new Set();
 let current = chats[0] ?? null;
 let models = [];
 let view = "chat";
-let hasSettings = matchMedia("(min-width: 1240px)").matches;
+const screens = {narrow: matchMedia("(max-width: 959px)"), wide: matchMedia("(min-width: 1240px)"), large: matchMedia("(min-width: 1600px)")};
+let hasSettings = screens.wide.matches;
 
 const pane = new ChatPane(element("chat"), {send, stop, drop, edit, again, answer, copy: message => copyText(message.content), choose: message => {
   if (running.has(current.id)) return;
@@ -38,7 +39,7 @@ const pane = new ChatPane(element("chat"), {send, stop, drop, edit, again, answe
 const sidebar = new Sidebar(element("sidebar"), {start, open, remove, rename, theme: toggleTheme, help: showHelp, close: () => setMenu(false)});
 const bar = new Bar(element("bar"), {menu: () => setMenu(!element("app").classList.contains("has-menu")), model: chooseModel, view: setView, settings: toggleSettings});
 const settings = new SettingsPanel(element("settings"), {onclose: toggleSettings, onkey: connect, onchange: () => changed(current)});
-const pipeline = new PipelinePane(element("pipeline"));
+const pipeline = new PipelinePane(element("pipeline"), () => modelOf(current));
 
 for (const message of chats.flatMap(chat => Object.values(chat.messages))) {
   if (message.isRunning) Object.assign(message, {isRunning: false, finishReason: "stopped"}); // the page was left in the middle of it
@@ -61,6 +62,7 @@ await connect();
 setInterval(connect, MODELS_EVERY_MS);
 setInterval(save, SAVE_EVERY_MS);
 addEventListener("pagehide", save);
+for (const screen of Object.values(screens)) screen.addEventListener("change", layOut);
 
 // Chats ------------------------------------------------------------------------------------------------------------------------------------------------
 
@@ -189,7 +191,7 @@ function drop() {
 function escape() {
   if (element("app").classList.contains("has-menu")) setMenu(false);
   else if (running.has(current.id)) stop();
-  else if (hasSettings && !matchMedia("(min-width: 1240px)").matches) toggleSettings();
+  else if (hasSettings && !screens.wide.matches) toggleSettings();
 }
 
 // Models and keeping -----------------------------------------------------------------------------------------------------------------------------------
@@ -233,15 +235,16 @@ function setView(name) {
 
 function toggleSettings() {
   hasSettings = element("settings").hidden;
-  if (hasSettings && view === "pipeline" && !matchMedia("(min-width: 1700px)").matches) setView("chat");
+  if (hasSettings && view === "pipeline") setView("chat");
   else layOut();
   if (hasSettings) element("settings").querySelector("button")?.focus({preventScroll: true});
 }
 
 function layOut() {
   element("pipeline").hidden = view !== "pipeline";
-  element("settings").hidden = !hasSettings || (view === "pipeline" && !matchMedia("(min-width: 1700px)").matches);
+  element("settings").hidden = !hasSettings || view === "pipeline";
   element("app").dataset.view = view;
+  element("app").classList.toggle("has-drawer", screens.narrow.matches || (view === "pipeline" && !screens.large.matches));
   bar.showView(view, !element("settings").hidden);
 }
 

@@ -15,10 +15,12 @@ const INLINES = {strong_open: "strong", em_open: "em", s_open: "s"};
 // Show a text in `container`. Blocks that have not changed keep their elements, so an answer that grows redraws its last block only.
 export function showMarkdown(container, text) {
   const lines = text.split("\n");
-  const groups = topLevel(parser.parse(text, {}));
+  const environment = {};
+  const groups = topLevel(parser.parse(text, environment));
+  const links = Object.keys(environment.references ?? {}).length; // a definition may change links in any block
   const before = container.markdownBlocks ?? [];
   const blocks = groups.map(({tokens, from, to}, index) => {
-    const source = lines.slice(from, to).join("\n");
+    const source = `${links} ${lines.slice(from, to).join("\n")}`;
     const old = before[index];
     return old?.source === source ? old : {source, element: build(tokens)};
   });

@@ -85,7 +85,7 @@ export class MessageView {
     const {message, parts} = this;
     const notes = (message.breaks ?? []).map(({position, resumedAfterMs}) => h("p", {class: "note"}, resumedAfterMs === null
       ? `Connection gone after token ${position ?? 0}; resuming …`
-      : `Connection gone after token ${position ?? 0}, resumed at token ${(Number(position) || 0) + 1} after ${(resumedAfterMs / 1000).toFixed(1)} s: nothing lost, nothing twice.`));
+      : `Connection gone after token ${position ?? 0}, resumed at token ${(Number(position) || 0) + 1} after ${(resumedAfterMs / 1000).toFixed(1)} s.`));
     if (message.error) notes.push(h("p", {class: "note is-error", role: "alert"}, message.error.message));
     replace(parts.notes, notes);
   }

@@ -15,7 +15,9 @@ import {TimelineView} from "./timeline-view.js";
 const TAIL = 320; // characters of the running answer
 
 export class PipelinePane {
-  constructor(element) {
+  // getModel(): the name of the model that is asked.
+  constructor(element, getModel) {
+    this.getModel = getModel;
     this.rates = new Rates();
     this.stages = new StagesView({onkill: replica => kill(replica)});
     this.cache = new CacheView();
@@ -26,7 +28,7 @@ export class PipelinePane {
     this.spark = svg("svg", {class: "spark", viewBox: "0 0 120 32", preserveAspectRatio: "none", "aria-hidden": "true"}, svg("path", {}));
     this.tail = h("p", {class: "tail-text"});
     this.tailCard = h("section", {class: "panel tail", hidden: true}, h("h3", {}, "The answer"), this.tail);
-    const burst = h("button", {type: "button", class: "secondary", onclick: () => this.#burst(burst)}, "Send eight requests");
+    const burst = h("button", {type: "button", class: "secondary", onclick: () => this.#burst(burst)}, "Send eight prompts");
     replace(element, h("div", {class: "pipeline-body"},
       h("header", {class: "live-head"}, this.totals, this.spark, h("div", {class: "live-side"}, this.state, burst)),
       this.tailCard, this.stages.element,
@@ -93,7 +95,7 @@ export class PipelinePane {
   async #burst(button) {
     button.disabled = true;
     try {
-      await sendBurst();
+      await sendBurst(this.getModel());
     } catch (error) {
       notify(error.message, {isError: true});
     }

@@ -39,6 +39,7 @@ export class SettingsPanel {
     const {parameters} = this.settings;
     const id = `parameter-${field.name}`;
     const problem = h("p", {class: "problem", id: `${id}-problem`, hidden: true});
+    let input, slider = null;
     const store = value => {
       if (isGiven(value)) parameters[field.name] = value;
       else delete parameters[field.name];
@@ -46,12 +47,11 @@ export class SettingsPanel {
       this.#changed();
     };
     if (field.kind === "flag") {
-      const input = h("input", {type: "checkbox", id, checked: parameters[field.name] ?? field.fallback, onchange: event => store(event.target.checked)});
+      input = h("input", {type: "checkbox", id, checked: parameters[field.name] ?? field.fallback, onchange: event => store(event.target.checked)});
       return h("label", {class: "flag", for: id}, input, h("span", {}, h("span", {class: "name"}, field.name), h("span", {class: "hint"}, field.hint)));
     }
     const described = {id, "aria-describedby": `${id}-problem`, spellcheck: "false", autocomplete: "off"};
     const value = parameters[field.name] ?? "";
-    let input, slider = null;
     if (field.kind === "json" || field.kind === "lines") {
       input = h("textarea", {...described, rows: 2, value, placeholder: field.kind === "json" ? field.hint : "", oninput: event => store(event.target.value)});
     } else if (field.kind === "choice") {
@@ -138,7 +138,7 @@ export class SettingsPanel {
       this.onkey();
     }});
     return h("details", {class: "group", open: Boolean(key.get())}, h("summary", {}, "Access"),
-      h("div", {class: "field text"}, h("label", {for: "setting-key"}, "API key"), input,
+      h("form", {class: "field text", onsubmit: event => event.preventDefault()}, h("label", {for: "setting-key"}, "API key"), input,
         h("p", {class: "hint"}, "Kept until this tab is closed, and sent to this server only.")));
   }
 }

@@ -11,7 +11,7 @@ export class TimelineView {
     this.rows = h("ul", {class: "courses"});
     this.axis = h("div", {class: "axis", "aria-hidden": "true"});
     this.element = h("div", {class: "timeline"},
-      h("p", {class: "phases"}, Object.entries(PHASES).map(([phase, text]) => h("span", {}, h("i", {class: `phase is-${phase}`}), text))), this.rows, this.axis);
+      h("p", {class: "phases"}, Object.entries(PHASES).map(([phase, text]) => h("span", {}, h("i", {class: `phase of-${phase}`}), text))), this.rows, this.axis);
   }
 
   show({time, timeline}) {
@@ -36,7 +36,7 @@ function courseOf(course, from, length) {
     const left = place(span.started_at), width = Math.max(0.4, place(span.ended_at) - left);
     const text = `${PHASES[span.phase]}${span.replica_id ? `, compute ${shortReplica(span.replica_id)}` : ""}, ${(span.ended_at - span.started_at).toFixed(1)} s`;
     const label = span.phase === "decode" && width > 14 ? shortReplica(span.replica_id) : "";
-    return h("span", {class: `span is-${span.phase}`, title: text, style: {left: `${left}%`, width: `${width}%`}}, label);
+    return h("span", {class: `span of-${span.phase}`, title: text, style: {left: `${left}%`, width: `${width}%`}}, label);
   });
   const told = `${count(course.num_prompt_tokens)} + ${count(course.num_output_tokens)} tokens`;
   const replicas = [...new Set(course.spans.map(span => span.replica_id).filter(Boolean).map(shortReplica))];
