@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.launcher import up
 
             settings = load_settings(UpSettings, rest)
-            setup_logging(settings.log_level)
+            setup_logging(settings.log_level, settings.log_format)
             return up(settings)
         case "serve":
             from shared.stage import run_stage

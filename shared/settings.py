@@ -38,6 +38,7 @@ class StageSettings(BaseSettings):
     redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
     replica_id: str = Field("", description="this replica's name in the registry; made up by default", pattern=r"^[A-Za-z0-9._-]*$")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
+    log_format: Literal["text", "json"] = Field("text", description="of the log, on standard error; json: an object a line")
 
 
 class ModelSettings(StageSettings):

@@ -56,6 +56,7 @@ def main() -> None:
         build_app(context),
         http=patient(settings),
         log_level="warning",
+        log_config=None,  # our own
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=int(DRAIN_S + LAST_WORDS_S) + 2,

@@ -70,7 +70,7 @@ class Admission:
             raise self._missing(missing, model)
 
     def _missing(self, stages: list[str], model: str | None) -> Rejected:
-        self.metrics.rejected.inc()
+        self.metrics.rejected.labels(model or "", "stage_missing").inc()
         suffix = f" for the model {model}" if model else ""
         return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
 
@@ -82,7 +82,7 @@ class Admission:
         tokens = [estimate_tokens(request) for request in submitted]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
-            raise self._full(0, 0, len(submitted), sum(tokens))
+            raise self._full(model, 0, 0, len(submitted), sum(tokens))
         arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
         arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
         for request, count in zip(submitted, tokens, strict=True):
@@ -91,10 +91,10 @@ class Admission:
                 await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
         held = await self.client.eval(SUBMIT, 0, *arguments)
         if held is not None:
-            raise self._full(held[0], held[1], len(submitted), sum(tokens))
+            raise self._full(model, held[0], held[1], len(submitted), sum(tokens))
 
-    def _full(self, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
-        self.metrics.rejected.inc()
+    def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
+        self.metrics.rejected.labels(model, "server_full").inc()
         words = f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most {self.settings.max_tokens_in_flight}"
         message = f"the server is full: {words} are in it, and this would add {more_requests} and {more_tokens}"
         return Rejected(message, status=429, retry_after_s=RETRY_AFTER_S)

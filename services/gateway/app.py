@@ -17,6 +17,7 @@ from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.live.routes import router as live
 from services.gateway.middleware import BodyLimit, Head, RequestId
+from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
@@ -62,6 +63,7 @@ def build_app(context: Context) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
     app.add_middleware(Head)
     app.add_middleware(RequestId)
+    app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
     if context.settings.allow_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],

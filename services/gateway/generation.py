@@ -6,6 +6,7 @@ Submits the requests or takes a running response over, hands out their events, a
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from services.gateway.canceller import Canceller
 from services.gateway.record import ResponseRecord
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
+from services.gateway.traces import admission_span, current_root
 from shared.errors import Invalid, Recoverable, Rejected
 from shared.messages import GenerateRequest, TokenEvent
 from shared.streams import response_key
@@ -34,6 +36,14 @@ def away() -> Iterator[None]:
         raise Recoverable(str(error)) from error
 
 
+def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> tuple[ResponseRecord, list[GenerateRequest]]:
+    """The same, with the trace of the request that is being answered, if there is one."""
+    root = current_root()
+    if root is None or not root.traceparent:
+        return record, requests
+    return replace(record, traceparent=root.traceparent), [replace(each, traceparent=root.traceparent) for each in requests]
+
+
 class Generation:
     """The events of a response's sequences, from submission or from a resumption to the end."""
 
@@ -48,29 +58,29 @@ class Generation:
         by_request = dict(zip(self.request_ids, begin, strict=True))
         self.subscription = pipeline.subscriptions.subscribe(record.response_id, by_request, generation, record.served_model)
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
+        self.max_tokens: list[int | None] = [None] * len(positions)  # that the client asked for, of each sequence; of a resumed response nobody knows
         self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
         """The events that have come, each with its sequence's index; none after timeout_s. Raises ResponseFailed."""
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
-    def close(self) -> int:
-        """Listen no more, and have what is unfinished cancelled, unless others read on. Returns how many that are. Safe to call twice.
+    def close(self) -> None:
+        """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice.
 
         A response whose client may come back is cancelled when that time is over, unless somebody has resumed it by then.
         """
         self.pipeline.subscriptions.unsubscribe(self.subscription)
         if self._is_closed or self.subscription.has_failed:
-            return 0
+            return
         self._is_closed = True
-        unfinished = sorted(self.subscription.unfinished)
-        cancel = partial(self.pipeline.canceller.cancel, self.record.response_id, unfinished, self.subscription.generation)
-        if unfinished and self.record.resume_within_s and self.subscription.is_submitted:
+        if not self.subscription.unfinished:
+            return
+        cancel = partial(self.pipeline.canceller.cancel, self.record.response_id, sorted(self.subscription.unfinished), self.subscription.generation)
+        if self.record.resume_within_s and self.subscription.is_submitted:
             asyncio.get_running_loop().call_later(self.record.resume_within_s, cancel)
-            return 0
-        if unfinished:
+        else:
             cancel()
-        return len(unfinished)
 
 
 class Pipeline:
@@ -85,9 +95,10 @@ class Pipeline:
 
     async def submit(self, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
         """Admit the requests and hand them over, with the record, all or nothing. Raises Rejected (429), Recoverable if Redis can't serve."""
+        record, requests = joined_to_trace(record, requests)
         generation = Generation(self, record, [0] * len(requests), 0)
         try:
-            with away():
+            with away(), admission_span(len(requests)):
                 await self.admission.submit(record.response_id, record.pack(), record.served_model, requests, stored)
         except Rejected:
             self.subscriptions.unsubscribe(generation.subscription)
@@ -96,12 +107,14 @@ class Pipeline:
             generation.close()  # nobody knows whether Redis took them: if so, they are cancelled
             raise
         generation.subscription.is_submitted = True
+        generation.max_tokens = [each.params.max_tokens for each in requests]
         return generation
 
     async def submit_unread(self, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
         """The same for a response that runs whoever reads it. Raises as above."""
+        record, requests = joined_to_trace(record, requests)
         try:
-            with away():
+            with away(), admission_span(len(requests)):
                 await self.admission.submit(record.response_id, record.pack(), record.served_model, requests, stored)
         except Rejected:
             raise

@@ -139,11 +139,14 @@ class Subscriptions:
 
     def _dispatch(self, values: dict[bytes, bytes]) -> None:
         try:
-            payloads = decode(StepEvents, values[MESSAGE]).events
+            step = decode(StepEvents, values[MESSAGE])
         except (Invalid, KeyError) as error:
             self._garbage.append((self.stream.key, values, error))
             return
-        for payload in payloads:
+        for moments in step.moments:
+            if (subscription := self._by_request.get(moments.request_id)) is not None:
+                subscription.timelines[moments.request_id].note(moments)
+        for payload in step.events:
             try:
                 event = decode(TokenEvent, payload)
             except Invalid as error:  # the others of the step are none the worse for it

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.routes import check

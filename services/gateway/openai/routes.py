@@ -9,7 +9,7 @@ from fastapi import APIRouter, Header, Request, Response
 
 from services.gateway.admission import served_names
 from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.ask import unless_gone
 from services.gateway.openai.beams import check_beams, search_prompt
 from services.gateway.openai.docs import takes
@@ -208,7 +208,7 @@ async def respond_with_beams(context: Context, body: GenerateBody, record: Respo
         for each in requests:
             found = await search_prompt(context, each, width=width, length_penalty=length_penalty, early_stopping=body.early_stopping or False, num_best=body.n)
             choices += [parsed(replace(choice, index=len(choices) + choice.index), record) for choice in found]
-        measured.whole(choices)
+        measured.whole(record, choices)
         answer = format_for(record).whole(choices)
         told = usage([replace(choice, answer=None) for choice in choices], body.n)  # of texts that come whole nobody knows how many tokens are thoughts
         return Response(orjson.dumps(answer | {"usage": told}), media_type="application/json")

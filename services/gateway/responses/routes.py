@@ -6,7 +6,7 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
 from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import EventStream
 from services.gateway.openai.routes import prepare_chat
