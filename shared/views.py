@@ -23,6 +23,9 @@ class SequenceView:
     num_blocks: int
     block_runs: tuple[int, ...]  # its first blocks: first id, count, first id, count, …
     created_at: float  # wall clock, s, as its gateway has it
+    tokenized_at: float  # the same, as its tokenizer has it
+    taken_at: float  # it came to this replica
+    scheduled_at: float  # its first step here began; 0: not yet
 
 
 @dataclass(frozen=True, slots=True)

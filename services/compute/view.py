@@ -38,6 +38,9 @@ def view_of(active: ActiveRequest, *, is_running: bool) -> SequenceView:
         num_blocks=len(block_ids),
         block_runs=runs_of(block_ids[:MAX_BLOCKS_SHOWN]),
         created_at=active.request.created_at,
+        tokenized_at=active.request.tokenized_at,
+        taken_at=active.taken_at,
+        scheduled_at=active.scheduled_at,
     )
 
 

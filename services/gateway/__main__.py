@@ -38,7 +38,7 @@ def build(settings: GatewaySettings) -> Context:
     pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), pipeline, settings.ping_interval_s)
-    watch = Watch(stage, client, settings)
+    watch = Watch(stage, client, pipeline.subscriptions, can_kill=settings.chaos_demo)
     return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store, watch)
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import redis
 import redis.asyncio
 
+from services.gateway.live.courses import Courses
 from services.gateway.live.snapshot import Look, Queue, snapshot
-from services.gateway.live.timeline import Timeline
 from services.gateway.sse import PING, encode_event
+from services.gateway.subscriptions import Subscriptions
 from shared.errors import Invalid, Rejected
 from shared.messages import decode
-from shared.settings import GatewaySettings
 from shared.stage import Stage
 from shared.streams import DEAD_LETTER, WATCHED, inflight_key, prompts, requests, view_key
 from shared.telemetry import get_logger
@@ -29,13 +29,15 @@ PING_EVERY_S = 5.0  # while nothing can be shown
 
 
 class Watch:
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: GatewaySettings) -> None:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", subscriptions: Subscriptions, *, can_kill: bool) -> None:
+        """can_kill: the page may offer to."""
         self.stage = stage
         self.client = client
-        self.settings = settings
+        self.subscriptions = subscriptions
+        self.can_kill = can_kill
         self._num_watchers = 0
         self._task: asyncio.Task[None] | None = None
-        self._timeline = Timeline()
+        self._courses = Courses()
         self._latest = b""
         self._has_new = asyncio.Event()
         self._is_ending = False
@@ -47,7 +49,7 @@ class Watch:
             raise Rejected(f"{MAX_WATCHERS} watch the pipeline already", status=429, retry_after_s=5)
         self._num_watchers += 1
         if self._task is None:
-            self._timeline = Timeline()
+            self._courses = Courses()
             self._task = asyncio.create_task(self._run())
 
     def leave(self) -> None:
@@ -103,7 +105,7 @@ class Watch:
         replicas = self.stage.registry.replicas
         served = {replica.replica_id: replica.model for replica in replicas if replica.stage == "compute" and replica.model is not None}
         models = sorted(set(served.values()))
-        lost = self._timeline.lost()
+        lost = self._courses.lost()
         streams = [(stage, model, stream(model)) for model in models for stage, stream in (("tokenizer", requests), ("compute", prompts))]
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.set(WATCHED, 1, px=WATCHED_TTL_MS)
@@ -125,12 +127,15 @@ class Watch:
         in_flight = list(islice(rest, len(models)))
         views = [view for packed in islice(rest, len(served)) if (view := view_in(packed)) is not None]
         for course, is_in_flight in zip(lost, rest, strict=True):
-            course.is_over = not is_in_flight
+            if not is_in_flight:
+                course.ended_at, course.is_lost = course.stays[-1].seen_at, False
         look = Look(queues, views, sum(max(num - 1, 0) for num in in_flight if isinstance(num, int)), num_letters)
         self._killed &= {replica.replica_id for replica in replicas}
-        shown = snapshot(replicas, look, here=self.stage.replica_id, killed=self._killed, can_kill=self.settings.chaos_demo)
-        live = {replica_id: model for replica_id, model in served.items() if replica_id not in self._killed}
-        return shown | {"timeline": self._timeline.after(shown["time"], views, live)}
+        shown = snapshot(replicas, look, here=self.stage.replica_id, killed=self._killed, can_kill=self.can_kill)
+        now = shown["time"]
+        self._courses.see(now, views, {replica_id: model for replica_id, model in served.items() if replica_id not in self._killed})
+        self._courses.hear([*self.subscriptions.recent, *self.subscriptions.all()])
+        return shown | {"courses": self._courses.shown(now)}
 
 
 def queue_of(stage: str, model: str, length: Any, pending: Any) -> Queue:

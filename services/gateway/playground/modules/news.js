@@ -37,10 +37,10 @@ function changes(before, now) {
     if (each.is_killed && !old.get(each.replica_id)?.is_killed) found.push(`${named(each)} was killed`);
   }
   for (const each of before.replicas) if (!present.has(each.replica_id)) found.push(`${named(each)} has left the registry`);
-  const earlier = new Map(before.timeline.map(course => [course.request_id, course]));
-  for (const course of now.timeline) {
+  const earlier = new Map(before.courses.map(course => [course.request_id, course]));
+  for (const course of now.courses) {
     const last = course.spans.at(-1), was = earlier.get(course.request_id);
-    if (!was) continue;
+    if (!was || !last || !was.spans.length) continue;
     const lastCompute = was.spans.filter(span => span.replica_id).at(-1)?.replica_id;
     if (last.phase === "lost" && was.spans.at(-1).phase !== "lost") found.push(`request ${shortRequest(course.request_id)} lost its replica; its ${course.num_output_tokens} tokens are in the log`);
     if (last.replica_id && lastCompute && last.replica_id !== lastCompute) found.push(`request ${shortRequest(course.request_id)} goes on at compute ${shortReplica(last.replica_id)}`);

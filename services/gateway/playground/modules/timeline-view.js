@@ -4,7 +4,7 @@ import {h, replace} from "./dom.js";
 import {count, shortReplica, shortRequest} from "./names.js";
 
 const SHORTEST_S = 10, LONGEST_S = 60, MOST_ROWS = 12;
-const PHASES = {before: "gateway, tokenizer", waiting: "waits in compute", prefill: "prefill", decode: "decode", lost: "its replica died"};
+const PHASES = {tokenizing: "gateway and tokenizer", waiting: "waits for compute", prefill: "prefill", decode: "decode", lost: "its replica died"};
 
 export class TimelineView {
   constructor() {
@@ -14,8 +14,8 @@ export class TimelineView {
       h("p", {class: "phases"}, Object.entries(PHASES).map(([phase, text]) => h("span", {}, h("i", {class: `phase of-${phase}`}), text))), this.rows, this.axis);
   }
 
-  show({time, timeline}) {
-    const shown = timeline.filter(course => time - course.spans.at(-1).ended_at < LONGEST_S).slice(0, MOST_ROWS);
+  show({time, courses}) {
+    const shown = courses.filter(course => course.spans.length && time - course.spans.at(-1).ended_at < LONGEST_S).slice(0, MOST_ROWS);
     if (!shown.length) {
       replace(this.rows, h("li", {class: "empty"}, "No request in the last minute."));
       replace(this.axis);
@@ -34,11 +34,11 @@ function courseOf(course, from, length) {
   const place = seconds => Math.max(0, Math.min(100, (100 * (seconds - from)) / length));
   const bars = course.spans.filter(span => span.ended_at > from).map(span => {
     const left = place(span.started_at), width = Math.max(0.4, place(span.ended_at) - left);
-    const text = `${PHASES[span.phase]}${span.replica_id ? `, compute ${shortReplica(span.replica_id)}` : ""}, ${(span.ended_at - span.started_at).toFixed(1)} s`;
+    const text = `${PHASES[span.phase]}${span.replica_id ? `, compute ${shortReplica(span.replica_id)}` : ""}, ${(span.ended_at - span.started_at).toFixed(3)} s`;
     const label = span.phase === "decode" && width > 14 ? shortReplica(span.replica_id) : "";
     return h("span", {class: `span of-${span.phase}`, title: text, style: {left: `${left}%`, width: `${width}%`}}, label);
   });
-  const told = `${count(course.num_prompt_tokens)} + ${count(course.num_output_tokens)} tokens`;
+  const told = `${course.num_prompt_tokens ? `${count(course.num_prompt_tokens)} + ` : ""}${count(course.num_output_tokens)} tokens`;
   const replicas = [...new Set(course.spans.map(span => span.replica_id).filter(Boolean).map(shortReplica))];
   const said = `Request ${shortRequest(course.request_id)}, ${told}, at compute ${replicas.join(", then ") || "none yet"}${course.is_over ? ", over" : ", running"}`;
   return h("li", {class: `course${course.is_over ? " is-over" : ""}`},
