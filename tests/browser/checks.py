@@ -10,7 +10,7 @@ from selenium.webdriver.common.keys import Keys
 from tests.browser.page import Page
 
 QUESTION, ANSWER = "What is Penstock?", "Penstock is a server for large language models."
-LONG: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True, "seed": 7, "temperature": 0.8}
+LONG: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "seed": 7, "temperature": 0.8}
 
 HOSTILE = (
     "<img src=x onerror=\"document.title='hacked'\"> <script>document.title='hacked'</script> [a](javascript:document.title='hacked') "
@@ -31,7 +31,7 @@ def enter(page: Page, **parameters: Any) -> None:
 def reference(page: Page, **parameters: Any) -> str:
     """The answer to QUESTION without a page between."""
     body = {"model": "penstock-demo", "messages": [{"role": "user", "content": QUESTION}]} | parameters
-    reply = httpx.post(f"{page.url}/v1/chat/completions", json=body, timeout=120, trust_env=False)
+    reply = httpx.post(f"{page.url}/v1/chat/completions", json=body, timeout=240, trust_env=False)
     text: str = reply.json()["choices"][0]["message"]["content"]
     return text
 
@@ -98,7 +98,7 @@ def schemas_and_tools_reach_the_model(page: Page) -> None:
     parameters = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     page.set("setting-tools", json.dumps([{"type": "function", "function": {"name": "roll", "parameters": parameters}}]))
     page.set("setting-toolChoice", "roll")
-    page.say("Roll")
+    page.say("Roll a die")
     page.wait("a call", lambda: page.all(".call-answer textarea"))
     assert "roll" in page.text(".call-name") and json.loads(page.text(".call pre"))["n"] in (1, 2)
     page.set("setting-toolChoice", "none")
@@ -150,15 +150,16 @@ def hostile_text_stays_text(page: Page) -> None:
 
 @check
 def the_keyboard_suffices(page: Page) -> None:
+    enter(page, temperature=0)
     page.run("document.activeElement.blur()")
     page.press("/")
     page.press(QUESTION, Keys.ENTER)
     page.answer()
-    page.press(Keys.chord(Keys.ALT, "n"))
+    page.press(Keys.ALT, "n")
     assert not page.all(".message")
-    page.press(Keys.chord(Keys.ALT, Keys.ARROW_DOWN))
+    page.press(Keys.ALT, Keys.ARROW_DOWN)
     assert len(page.all(".message")) == 2
-    page.press(Keys.chord(Keys.ALT, "p"))
+    page.press(Keys.ALT, "p")
     assert page.one("#pipeline").is_displayed()
     unnamed = page.run(
         """return [...document.querySelectorAll("button, input, select, textarea")]
@@ -170,6 +171,7 @@ def the_keyboard_suffices(page: Page) -> None:
 @check
 def every_text_has_contrast(page: Page) -> None:
     """WCAG's 4.5 : 1 of what can be seen, in both themes and both views; of composed colours as the browser computes them."""
+    enter(page, temperature=0)
     page.say(QUESTION)
     page.answer()
     for theme in ("light", "dark"):
@@ -202,6 +204,7 @@ return [...document.querySelectorAll("body *")].filter(each => {
 def a_phone_needs_no_sideways_scrolling(page: Page) -> None:
     page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True})
     page.open()
+    enter(page, temperature=0)
     page.say(QUESTION)
     page.answer()
     assert page.run("return document.documentElement.scrollWidth") <= 390

@@ -9,7 +9,7 @@ from selenium.webdriver.common.keys import Keys
 
 from tests.waiting import wait_until
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 EXPECTED = ("Failed to load resource", "net::ERR_")  # what the browser says of connections that a check cuts, and of processes that it kills
 
 
