@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos browser clients compose-test lm-eval bench
+.PHONY: up test check chaos browser clients compose-test telemetry lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -54,6 +54,9 @@ browser: $(VENV)/dev
 
 compose-test: $(VENV)/dev
 	$(BIN)/python tests/compose/run.py
+
+telemetry: $(VENV)/dev
+	$(BIN)/python -m tests.telemetry $(ARGS)
 
 # Loglikelihoods by lm-eval, through a pipeline and by transformers. Installs what it needs beside dev's.
 lm-eval: $(VENV)/dev

@@ -9,9 +9,10 @@ import httpx
 from shared.errors import StartupError
 
 
-def chat(url: str, model: str | None, system: str | None, temperature: float) -> None:
+def chat(url: str, model: str | None, system: str | None, temperature: float, api_key: str) -> None:
     """Until Ctrl-D. Ctrl-C stops an answer. Raises StartupError if the gateway can't be reached."""
-    with httpx.Client(base_url=url, timeout=httpx.Timeout(10.0, read=None), trust_env=False) as client:
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None), trust_env=False) as client:
         model = model or first_model(client)
         print(f"{model} at {url} — Ctrl-C stops an answer, Ctrl-D ends the chat")
         messages = [{"role": "system", "content": system}] if system else []
@@ -28,7 +29,10 @@ def chat(url: str, model: str | None, system: str | None, temperature: float) ->
 
 def first_model(client: httpx.Client) -> str:
     try:
-        models = client.get("/v1/models").json()["data"]
+        reply = client.get("/v1/models")
+        if reply.status_code == 401:
+            raise StartupError(f"{reply.json()['error']['message']} Give penstock chat one with --api-key, or PENSTOCK_API_KEY")
+        models = reply.json()["data"]
     except (httpx.HTTPError, ValueError, KeyError) as error:
         raise StartupError(f"no gateway at {client.base_url}: is Penstock up? ({error})") from None
     if not models:

@@ -2,9 +2,11 @@
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
+from services.keys import add_arguments as add_keys_arguments
 from shared.errors import StartupError
 from shared.settings import DEFAULT_REDIS_URL, StageSettings, UpSettings, load_settings
 from shared.telemetry import setup_logging
@@ -37,11 +39,13 @@ def build_parser() -> argparse.ArgumentParser:
     chat.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
     chat.add_argument("--model", help="default: the first that the gateway serves")
     chat.add_argument("--system", help="a system prompt")
+    chat.add_argument("--api-key", default=os.environ.get("PENSTOCK_API_KEY", ""), help="default: PENSTOCK_API_KEY of the environment")
     chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
     pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name")
     pull.add_argument("name", help="smollm2-135m, or a hub id, owner/name")
     pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
     commands.add_parser("models", help="the models that were pulled: name, size, form")
+    add_keys_arguments(commands.add_parser("keys", help="API keys: add, list, rotate, revoke"))
     commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
     quantize = commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds")
     quantize.add_argument("source", help="a checkpoint folder, a hub id, or demo")
@@ -66,7 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Errors are one line on standard error and exit code 2."""
     args, rest = build_parser().parse_known_args(argv)
-    if rest and args.command in ("chat", "pull", "models", "make-model", "quantize", "build-kernels"):
+    if rest and args.command in ("chat", "pull", "models", "keys", "make-model", "quantize", "build-kernels"):
         print(f"penstock: unknown arguments: {' '.join(rest)}", file=sys.stderr)
         return 2
     try:
@@ -98,7 +102,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         case "chat":
             from services.chat import chat
 
-            chat(args.url, args.model, args.system, args.temperature)
+            chat(args.url, args.model, args.system, args.temperature, args.api_key)
         case "simulate":
             from services.compute.simulation.__main__ import simulate
 
@@ -119,6 +123,10 @@ def run_tool(args: argparse.Namespace) -> None:
             from services.model_store import list_models
 
             print(list_models())
+        case "keys":
+            from services.keys import keys
+
+            keys(args)
         case "quantize":
             run_quantize(args)
         case "build-kernels":

@@ -69,11 +69,12 @@ class Tracer:
         threading.Thread(target=self._close, name="tracer-close", daemon=True).start()  # at exit no thread can begin, and none may wait for ever
         atexit.register(self._at_exit)
 
-    def start(self, name: str, headers: Mapping[str, str], attributes: Attributes) -> "Span":
-        """A server's span that begins now, in the trace that a client's headers name, or in one of its own."""
+    def start(self, name: str, headers: Mapping[str, str], started_at: float, attributes: Attributes) -> "Span":
+        """A server's span that has just begun, in the trace that a client's headers name, or in one of its own."""
         from opentelemetry.trace import SpanKind
 
-        return self._tracer.start_span(name, context=self._propagator.extract(headers), kind=SpanKind.SERVER, attributes=dict(attributes))
+        context, begin = self._propagator.extract(headers), int(started_at * 1e9)
+        return self._tracer.start_span(name, context=context, kind=SpanKind.SERVER, start_time=begin, attributes=dict(attributes))
 
     def record(self, name: str, parent: str, started_at: float, ended_at: float, attributes: Attributes) -> str:
         """A span that has ended. parent: a traceparent; times: wall clock, s. Returns the span's own traceparent, for its children."""

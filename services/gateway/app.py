@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.admission import STAGES
 from services.gateway.anthropic.routes import router as anthropic
+from services.gateway.auth import Auth
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.live.routes import router as live
@@ -62,6 +63,7 @@ def build_app(context: Context) -> FastAPI:
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
     app.add_middleware(Head)
+    app.add_middleware(Auth, keys=context.keys)
     app.add_middleware(RequestId)
     app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
     if context.settings.allow_origin:

@@ -21,6 +21,7 @@ log = get_logger("penstock.gateway")
 TYPE_BY_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "invalid_request_error",
     405: "invalid_request_error",
     408: "timeout_error",
@@ -79,9 +80,8 @@ async def on_validation(request: Request, error: Exception) -> JSONResponse:
 
 async def on_rejected(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Rejected)
-    code = "server_full" if error.status == 429 else "stage_missing"
-    say_refused(request, error.status, code)
-    return error_response(request.url.path, error.status, str(error), None, code, headers={"Retry-After": str(error.retry_after_s)})
+    say_refused(request, error.status, error.code)
+    return error_response(request.url.path, error.status, str(error), None, error.code, headers={"Retry-After": str(error.retry_after_s)})
 
 
 async def on_failed(request: Request, error: Exception) -> JSONResponse:

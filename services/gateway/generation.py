@@ -15,13 +15,15 @@ import redis.asyncio
 
 from services.gateway.admission import Admission
 from services.gateway.canceller import Canceller
+from services.gateway.limits import Caller
 from services.gateway.record import ResponseRecord
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from services.gateway.traces import admission_span, current_root
 from shared.errors import Invalid, Recoverable, Rejected
-from shared.messages import GenerateRequest, TokenEvent
+from shared.messages import GenerateRequest, SchedulingParams, TokenEvent
 from shared.streams import response_key
+from shared.tenants import Tenant
 from shared.transport import is_temporary
 
 
@@ -93,14 +95,16 @@ class Pipeline:
         self.canceller = canceller
         self.takeover = takeover
 
-    async def submit(self, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
-        """Admit the requests and hand them over, with the record, all or nothing. Raises Rejected (429), Recoverable if Redis can't serve."""
+    async def submit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
+        """Admit the requests as the caller's and hand them over, with the record, all or nothing.
+
+        Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
+        """
         record, requests = joined_to_trace(record, requests)
         generation = Generation(self, record, [0] * len(requests), 0)
         try:
-            with away(), admission_span(len(requests)):
-                await self.admission.submit(record.response_id, record.pack(), record.served_model, requests, stored)
-        except Rejected:
+            await self._admit(caller, record, requests, stored)
+        except (Rejected, Invalid):
             self.subscriptions.unsubscribe(generation.subscription)
             raise
         except BaseException:
@@ -110,25 +114,33 @@ class Pipeline:
         generation.max_tokens = [each.params.max_tokens for each in requests]
         return generation
 
-    async def submit_unread(self, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+    async def submit_unread(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
         """The same for a response that runs whoever reads it. Raises as above."""
         record, requests = joined_to_trace(record, requests)
         try:
-            with away(), admission_span(len(requests)):
-                await self.admission.submit(record.response_id, record.pack(), record.served_model, requests, stored)
-        except Rejected:
+            await self._admit(caller, record, requests, stored)
+        except (Rejected, Invalid):
             raise
         except BaseException:
             self.canceller.cancel(record.response_id, record.request_ids, 0)  # as above
             raise
 
-    async def resume(self, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]) -> Generation:
-        """Take a response of one of these kinds over: from now on its events come here.
+    async def _admit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+        """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's, and has his priority."""
+        packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
+        owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
+        with away(), admission_span(len(requests)):
+            await self.admission.submit(caller, record.response_id, packed, record.served_model, owned, stored)
+
+    async def resume(self, tenant: Tenant, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]) -> Generation:
+        """Take a response of the tenant's, of one of these kinds, over: from now on its events come here.
 
         Raises Invalid (400, 404), having disturbed nobody; Recoverable as above.
         """
         with away():
-            record = await self.record_of(response_id)
+            record = await self.find_record(tenant, response_id)
+            if record is None:
+                raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
             if record.kind not in kinds:
                 raise Invalid(f"the response {response_id!r} is of another API, and can't be resumed here", param="response_id", code="response_of_another_api")
             positions, number = await self.takeover.take(response_id, record.served_model, record.request_ids, last_event_id)
@@ -136,9 +148,13 @@ class Pipeline:
         self.subscriptions.catch_up(generation.subscription)
         return generation
 
-    async def record_of(self, response_id: str) -> ResponseRecord:
-        """Raises Invalid (404), and what the client raises."""
+    async def find_record(self, tenant: Tenant, response_id: str) -> ResponseRecord | None:
+        """None if there is none, or none of this tenant's. Raises what the client raises."""
         packed: Any = await self.client.get(response_key(response_id))
-        if packed is None:
-            raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
-        return ResponseRecord.unpack(packed)
+        record = ResponseRecord.unpack(packed) if packed is not None else None
+        return record if record is not None and record.tenant_id == tenant.tenant_id else None
+
+
+def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:
+    """How the tenant's request is scheduled."""
+    return replace(scheduling, priority=scheduling.priority + tenant.priority, cache_salt=tenant.salted(scheduling.cache_salt))

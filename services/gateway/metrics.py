@@ -25,7 +25,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
 CHOICES = (1, 2, 5, 10, 20, 50, 100)
 FINISH_REASONS = ("stop", "length", "cancelled", "error")
-REJECTIONS = ("server_full", "stage_missing")
+REJECTIONS = ("server_full", "stage_missing", "rate_limit_exceeded")
 REDIS_PATIENCE_S = 2.0  # of a scrape: Prometheus waits for 10 s by default
 
 
@@ -61,8 +61,10 @@ class Metrics:
         self.success = self._counter(
             "request_success", "Sequences that ended, by reason: stop, length, cancelled (its client went away), error", "finished_reason"
         )
-        self.errors = self._counter("request_errors", "Sequences that ended with an error, by its code", "code")
-        self.rejected = self._counter("requests_rejected", "Responses refused with 429 (server_full) or 503 (stage_missing)", "reason")
+        self.errors = self._counter("request_errors", "Sequences that ended with an error, by its code and HTTP status", "code", "status")
+        self.rejected = self._counter(
+            "requests_rejected", "Responses that were not admitted: 429 (server_full, rate_limit_exceeded) or 503 (stage_missing)", "reason"
+        )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
         self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Those of them that were found in the prefix cache")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated, as they reach the gateway")
@@ -105,7 +107,7 @@ class Metrics:
     def failed(self, model: str, error: RequestError) -> None:
         """A sequence ended with this error."""
         self.of(model).success["error"].inc()
-        self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error")).inc()
+        self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)).inc()
 
     async def render(self, client: Any) -> bytes:
         """The Prometheus text format. What Redis would have to say is missing while it is away; the rest is there."""

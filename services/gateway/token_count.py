@@ -34,5 +34,5 @@ async def count_tokens(
     with own_terms(names):
         record, requests = await prepare_chat(context, chat, kind, chat.model, context.stage.replica_id)
     requests = [replace(each, task="tokenize", params=replace(each.params, max_tokens=0)) for each in requests]
-    generation = await context.pipeline.submit(record, requests)
+    generation = await context.pipeline.submit(context.caller, record, requests)
     return await TokenCount(generation, measured, context.settings.ping_interval_s, describe).whole(request)

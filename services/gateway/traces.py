@@ -40,7 +40,7 @@ def current_root() -> Root | None:
 def rooted(tracer: Tracer, name: str, headers: dict[str, str], said: Attributes) -> Iterator["Span"]:
     """A root for what happens within, and in tasks that begin there."""
     started_at = time.time()
-    span = tracer.start(name, headers, said)
+    span = tracer.start(name, headers, started_at, said)
     token = _root.set(Root(tracer, span, started_at, tracer.traceparent(span)))
     try:
         yield span
