@@ -69,7 +69,7 @@ def step_s(deployment: Deployment, *, is_watched: bool) -> float:
 
 
 def run_without_end(url: str, is_over: threading.Event) -> None:
-    body = {"model": MODEL, "prompt": ["The"] * NUM_SEQUENCES, "max_tokens": 1000, "ignore_eos": True}
+    body = {"model": MODEL, "prompt": ["The"] * NUM_SEQUENCES, "max_tokens": 200, "ignore_eos": True}
     while not is_over.is_set():
         httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False).raise_for_status()
 

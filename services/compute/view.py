@@ -11,7 +11,7 @@ from shared.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, Seq
 
 
 def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterable[int], blocks: BlockManager) -> ComputeView:
-    """running: handles. Each argument is a copy of its own moment: a sequence may be gone from one, and still be in the other."""
+    """Of this replica; `running` has handles. Each argument is a copy of its own moment: a sequence may be gone from one, and still be in the other."""
     handles = set(running)
     everything = list(active)
     shown = sorted(everything, key=lambda each: (each.sequence.handle not in handles, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]

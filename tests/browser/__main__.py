@@ -31,7 +31,7 @@ def main() -> int:
         return 1
     num_failed = 0
     with tempfile.TemporaryDirectory() as folder:
-        up = Up(Path(folder), "--samplers", "2", "--chaos-demo")
+        up = Up(Path(folder), "--samplers", "2", "--chaos-demo", timeout_s=180)
         try:
             for name, check in found.items():
                 if not arguments.names or name in arguments.names:
