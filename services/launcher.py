@@ -6,7 +6,6 @@ launcher itself is killed is in lifeline.py.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ import redis
 
 from services.lifeline import Lifeline
 from services.model_store import DEFAULT_MODEL, pull
+from services.preflight import check_device, check_memory, check_ports
 from services.redis_server import socket_path, start_server
 from shared.api_keys import check_exposure, wants_keys
 from shared.errors import StartupError
@@ -82,14 +82,15 @@ class Launcher:
         """Check what can be checked before anything starts; then list the processes."""
         settings = self.settings
         check_exposure(settings)
+        self.lifeline = Lifeline(settings.data_dir)  # before the ports: those of an earlier launcher's gateways are free then
+        check_ports(settings)
+        check_device(settings.device)
         models = settings.model or [default_model()]
         self.models = [open_model(model, settings.names_of(number), weights=True) for number, model in enumerate(models)]  # fails here, once
         names = [name for each in self.models for name in (each.name, *each.aliases)]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
-        self.lifeline = Lifeline(settings.data_dir)
-        for number in range(settings.gateways):
-            check_port(settings.host, settings.port + number)
+        check_memory(settings, self.models)
         environment = self._environment()
         self.redis_url = settings.redis_url
         if settings.redis_url == DEFAULT_REDIS_URL:
@@ -201,17 +202,6 @@ def example(files: ModelFiles) -> tuple[str, str]:
         return "/v1/completions", f'{{"model": "{files.name}", "prompt": "A hydroelectric power plant is", "max_tokens": 40}}'
     question = "What is Penstock?" if files.name == "penstock-demo" else "What is a hydroelectric power plant?"
     return "/v1/chat/completions", f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises StartupError for a port that something listens on: better said now than when everything else has started."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartupError(f"can't listen on {host}:{port}: {error.strerror}. Another one with --port") from None
 
 
 def terminate(children: list[Child]) -> None:

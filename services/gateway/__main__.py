@@ -27,6 +27,7 @@ from shared.api_keys import check_exposure
 from shared.errors import StartupError
 from shared.settings import GatewaySettings, load_settings
 from shared.stage import Stage, run_stage, start_logging
+from shared.transport import Pipeline as RedisPipeline
 
 REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and what a client waits for a 503
 
@@ -37,7 +38,13 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     client = connect(settings)
     metrics = Metrics(stage)
     admission = Admission(stage, client, settings, metrics)
-    pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
+    subscriptions = Subscriptions(stage, client)
+    pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
+
+    def announce_load(_: RedisPipeline) -> None:
+        stage.load = metrics.load() | {"running": subscriptions.num_sequences}
+
+    stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), pipeline, settings.ping_interval_s)
     watch = Watch(stage, client, pipeline.subscriptions, can_kill=settings.chaos_demo)

@@ -76,11 +76,11 @@ class Measured:
     def _token(self, clock: SequenceClock) -> None:
         now = time.monotonic()
         clock.num_tokens += 1
-        self._figures.generation_tokens.inc()
+        self.metrics.token(self._figures)
         if not self.is_resumed:
             if clock.first_at is None:
                 clock.first_at = now
-                self._figures.ttft.observe(now - self._started_at)
+                self.metrics.first_token(self._figures, now - self._started_at)
             else:
                 self._figures.itl.observe(now - clock.last_at)
         clock.last_at = now
@@ -117,7 +117,7 @@ class Measured:
         figures = self.metrics.of(record.served_model)
         for choice in choices:
             figures.success[choice.finish_reason if choice.finish_reason in figures.success else "stop"].inc()
-            figures.generation_tokens.inc(choice.num_output_tokens)
+            self.metrics.token(figures, choice.num_output_tokens)
             figures.prompt_tokens.inc(choice.num_prompt_tokens)
             figures.e2e.observe(time.monotonic() - self._started_at)
 

@@ -5,6 +5,9 @@ prompt and choice. What a gateway counts itself adds up over gateways; what it t
 """
 
 import asyncio
+import statistics
+import time
+from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from shared.stage import Stage
 from shared.streams import DEAD_LETTER, inflight_key, prompts, requests
 from shared.telemetry import get_logger
 
+RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the median of so many, no older than that
 log = get_logger("penstock.gateway")
 
 # From a small model's step on a GPU to a queue before a laptop's CPU
@@ -87,6 +91,8 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self._of: dict[str, ModelMetrics] = {}
+        self.num_output_tokens = 0  # of all models, as the registry has them
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=RECENT_TTFTS)  # when, and s
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"penstock_{name}", text, ["model_name", *labels], registry=self.registry)
@@ -108,6 +114,22 @@ class Metrics:
         """A sequence ended with this error."""
         self.of(model).success["error"].inc()
         self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)).inc()
+
+    def token(self, figures: ModelMetrics, count: int = 1) -> None:
+        """So many tokens came."""
+        figures.generation_tokens.inc(count)
+        self.num_output_tokens += count
+
+    def first_token(self, figures: ModelMetrics, seconds: float) -> None:
+        """A sequence's first token came so long after its submission."""
+        figures.ttft.observe(seconds)
+        self._ttfts.append((time.monotonic(), seconds))
+
+    def load(self) -> dict[str, float]:
+        """For the registry, where penstock status reads it. From any thread."""
+        since = time.monotonic() - RECENT_S
+        recent = [seconds for at, seconds in list(self._ttfts) if at > since]
+        return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}
 
     async def render(self, client: Any) -> bytes:
         """The Prometheus text format. What Redis would have to say is missing while it is away; the rest is there."""

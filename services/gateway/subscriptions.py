@@ -63,6 +63,11 @@ class Subscriptions:
         found = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
         return found + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
 
+    @property
+    def num_sequences(self) -> int:
+        """That are read here. From any thread."""
+        return len(self._by_request)
+
     def all(self) -> set[Subscription]:
         return set(self._by_request.values())
 
