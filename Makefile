@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos batch-chaos clients compose-test redis-test telemetry hostile audit lm-eval bench
+.PHONY: up test check chaos batch-chaos browser clients compose-test redis-test telemetry hostile audit lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,12 @@ $(VENV)-clients/clients: pyproject.toml
 # Some clients hold older versions of what we use: they have an environment of their own.
 clients: $(VENV)/dev $(VENV)-clients/clients
 	$(VENV)-clients/bin/python -m tests.clients $(BIN)/python $(ARGS)
+
+# The playground in Debian's Chromium: apt install chromium chromium-driver.
+browser: $(VENV)/dev
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "pip>=25.1"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --group browser
+	$(BIN)/python -m tests.browser $(ARGS)
 
 compose-test: $(VENV)/dev
 	$(BIN)/python tests/compose/run.py

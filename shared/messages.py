@@ -19,6 +19,7 @@ from shared.constraint import Constraint
 from shared.dry_breakers import unpack_breakers
 from shared.errors import Invalid
 from shared.sampling_params import SamplingParams
+from shared.views import ComputeView
 
 Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
 Float32Array = Annotated[np.ndarray[Any, np.dtype[np.float32]], "<f4"]
@@ -349,6 +350,7 @@ TAGS: dict[type, tuple[str, int]] = {
     StepEvents: ("events", 1),
     Control: ("control", 1),
     Replica: ("replica", 1),
+    ComputeView: ("view", 1),
 }
 
 M = TypeVar("M")

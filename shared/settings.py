@@ -1,5 +1,6 @@
 """Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made from the descriptions here."""
 
+import ipaddress
 import re
 import sys
 from pathlib import Path
@@ -21,6 +22,14 @@ DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
 
 def split_list(value: Any) -> Any:
     return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 class StageSettings(BaseSettings):
@@ -83,6 +92,14 @@ class GatewaySettings(RequestSettings):
     allow_origin: Annotated[list[str], NoDecode] = Field(
         [], description="a web origin whose pages may call the API, as https://chat.example, or *; may be given several times"
     )
+    chaos_demo: bool = Field(False, description="the playground may kill this machine's replicas, to show that nothing is lost; on a loopback address only")
+
+    @model_validator(mode="after")
+    def check_chaos(self) -> "GatewaySettings":
+        if self.chaos_demo and not is_loopback(self.host):
+            where = self.host or "every interface"
+            raise ValueError(f"--chaos-demo lets whoever reaches this gateway kill processes: it takes a loopback --host, not {where}")
+        return self
 
     @field_validator("allow_origin", mode="before")
     @classmethod

@@ -22,7 +22,9 @@ from services.compute.exchange.undecided import Decision
 from services.compute.pooling import pool
 from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
+from services.compute.view import make_view
 from shared.messages import Control, Moments, RequestError, TokenEvent
+from shared.registry import show
 from shared.settings import ComputeSettings
 from shared.stage import Stage
 from shared.streams import prompts
@@ -278,6 +280,8 @@ class ComputeService:
         """From the heartbeat's thread: keep the entries of what is active here, and say how much that is."""
         self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        if self.stage.registry.is_watched:
+            show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks))
         self.stage.load = {
             "running": len(scheduler.running),
             "waiting": len(self.active) - len(scheduler.running),

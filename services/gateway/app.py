@@ -4,10 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
@@ -19,6 +18,7 @@ from services.gateway.batches.routes import router as batches
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
+from services.gateway.live.routes import router as live
 from services.gateway.middleware import BodyLimit, Head, RequestId
 from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
@@ -27,11 +27,10 @@ from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.embeddings import router as embeddings
 from services.gateway.openai.routes import router
 from services.gateway.openai.tokens import router as tokens_router
+from services.gateway.pages import add_playground
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
-
-INDEX = Path(__file__).with_name("index.html")
 
 
 def build_app(context: Context) -> FastAPI:
@@ -82,7 +81,8 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(anthropic)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
-    app.add_api_route("/", index, include_in_schema=False)
+    app.include_router(live)
+    add_playground(app)
     app.include_router(tokens_router)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
@@ -90,11 +90,6 @@ def build_app(context: Context) -> FastAPI:
     app.add_api_route("/metrics", metrics)
     describe_bodies(app)
     return app
-
-
-async def index() -> FileResponse:
-    """What this is, and where things are."""
-    return FileResponse(INDEX)
 
 
 def own_problems(context: Context) -> list[str]:

@@ -23,10 +23,10 @@ log = get_logger("penstock.gateway")
 
 # For everybody: what load balancers ask, and pages that say nothing of anybody's requests
 OPEN = frozenset({"/", "/health", "/ready", "/ping", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
-OPEN_FOLDERS = ("/static-offline-docs/",)
+OPEN_FOLDERS = ("/static-offline-docs/", "/playground/")
 # For administrators: what shows the work of all tenants
-ADMIN = frozenset({"/metrics"})
-ADMIN_FOLDERS: tuple[str, ...] = ()
+ADMIN = frozenset({"/metrics", "/live"})
+ADMIN_FOLDERS = ("/live/",)
 LOOK_EVERY_S = 1.0  # at the file of keys, whether it has changed
 MAX_KEY_LENGTH = 512
 OF_ENVIRONMENT = Tenant("environment", "environment", is_admin=True)

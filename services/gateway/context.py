@@ -18,6 +18,7 @@ from services.gateway.files.store import FileStore
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
 from services.gateway.limits import Caller
+from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
@@ -57,6 +58,7 @@ class Context(RequestContext):
     bodies: BodyReader
     pipeline: Pipeline
     metrics: Metrics
+    watch: Watch
     keys: KeyRing
     files: FileStore
     batches: BatchStore

@@ -3,9 +3,11 @@
 Submits the requests or takes a running response over, hands out their events, and cancels what is unfinished when nobody listens any more.
 """
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import redis
@@ -66,13 +68,21 @@ class Generation:
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
     def close(self) -> None:
-        """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice."""
+        """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice.
+
+        A response whose client may come back is cancelled when that time is over, unless somebody has resumed it by then.
+        """
         self.pipeline.subscriptions.unsubscribe(self.subscription)
         if self._is_closed or self.subscription.has_failed:
             return
         self._is_closed = True
-        if unfinished := sorted(self.subscription.unfinished):
-            self.pipeline.canceller.cancel(self.record.response_id, unfinished, self.subscription.generation)
+        if not self.subscription.unfinished:
+            return
+        cancel = partial(self.pipeline.canceller.cancel, self.record.response_id, sorted(self.subscription.unfinished), self.subscription.generation)
+        if self.record.resume_within_s and self.subscription.is_submitted:
+            asyncio.get_running_loop().call_later(self.record.resume_within_s, cancel)
+        else:
+            cancel()
 
 
 class Pipeline:

@@ -125,7 +125,7 @@ class Measured:
         """The response has ended here: all of it, or its client has gone, or `failure` says why. Sequences that have not ended end with it, unless they go
         on elsewhere."""
         failure = self.failure
-        is_elsewhere = failure is not None and failure.code in HANDED_OVER
+        is_elsewhere = failure.code in HANDED_OVER if failure is not None else self._generation.record.resume_within_s > 0
         for index, clock in enumerate(self._clocks):
             if clock.finish_reason is None and not is_elsewhere:
                 self._end(index, "cancelled" if failure is None else "error", failure)

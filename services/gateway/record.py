@@ -48,6 +48,7 @@ class ResponseRecord:
     is_background: bool = False  # nobody's leaving cancels it; its readers follow the log
     tenant_id: str = ""  # whose it is
     traceparent: str = ""  # of its trace; empty: it has none
+    resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
 
     @property
     def request_ids(self) -> list[str]:

@@ -75,6 +75,7 @@ class DrainingServer(uvicorn.Server):
         await asyncio.sleep(DRAIN_S)
         self.context.pipeline.subscriptions.drain()
         self.context.store.drain()
+        self.context.watch.drain()
         await asyncio.sleep(LAST_WORDS_S)
         for connection in list(self.server_state.connections):
             if isinstance(connection, PatientProtocol):

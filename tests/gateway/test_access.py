@@ -115,7 +115,9 @@ def test_only_a_key_that_is_good_opens_anything_but_health(site: Site) -> None:
 
 
 def test_what_shows_all_tenants_takes_an_administrator(site: Site) -> None:
-    assert error_of(site.get("/metrics", site.key("user"))) == (403, "insufficient_permissions")
+    user = site.key("user")
+    assert error_of(site.get("/metrics", user)) == error_of(site.get("/live", user)) == (403, "insufficient_permissions")
+    assert error_of(site.post("/live/kill", {}, user)) == (403, "insufficient_permissions") and site.get("/playground/modules/main.js").status_code == 200
     assert site.get("/metrics", site.key("root", is_admin=True)).status_code == 200 == site.get("/metrics", OWN_KEY).status_code
 
 

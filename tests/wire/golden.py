@@ -32,6 +32,7 @@ from shared.messages import (
     TopLogprob,
 )
 from shared.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.views import ComputeView, SequenceView
 
 
 @dataclass(frozen=True)
@@ -253,4 +254,22 @@ REPLICA = Golden(
     {"parsers": {}, "fingerprint": ""},
 )
 
-GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, REPLICA)
+VIEW_NOW = (
+    "99a47669657701a9636f6d707574652d31106407030291dc0010a57265712d31c3a973616d706c65722d31ff09080b030102049405020901cb3ff8000000000000cb400400000000"
+    "0000cb400c000000000000cb4012000000000000"
+)
+VIEW = Golden(
+    ComputeView(
+        "compute-1", block_size=16, num_blocks=100, num_held_blocks=7, num_cached_blocks=3, num_sequences=2,
+        sequences=(
+            SequenceView(
+                "req-1", True, "sampler-1", -1, num_prompt_tokens=9, num_cached_tokens=8, num_computed_tokens=11, num_output_tokens=3,
+                num_undecided_tokens=1, num_preemptions=2, num_blocks=4, block_runs=(5, 2, 9, 1), created_at=1.5, tokenized_at=2.5, taken_at=3.5,
+                scheduled_at=4.5,
+            ),
+        ),
+    ),
+    VIEW_NOW,
+)  # fmt: skip
+
+GOLDEN: tuple[Golden, ...] = (GENERATE, TOKENIZED, CANDIDATES, DECISIONS, TOKEN, EVENTS, CONTROL, REPLICA, VIEW)

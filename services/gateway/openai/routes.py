@@ -190,7 +190,7 @@ def each_choice(body: GenerateBody, *, has_logprobs: bool) -> dict[str, Any]:
     picks = body.num_beams is None and body.num_sequences > body.n
     return {
         "n": 1 if body.num_beams is not None else body.num_sequences, "num_best": body.n if picks else None, "hides_logprobs": picks and not has_logprobs,
-        "has_token_ids": body.return_token_ids, "names_tokens_by_id": body.return_tokens_as_token_ids,
+        "has_token_ids": body.return_token_ids, "names_tokens_by_id": body.return_tokens_as_token_ids, "resume_within_s": body.resume_within_s,
     }  # fmt: skip
 
 

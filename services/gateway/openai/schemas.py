@@ -41,6 +41,7 @@ MAX_INPUTS = 2048  # of embeddings, in one request
 
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
+MAX_RESUME_S = 60.0
 
 
 class StreamOptions(Body):
@@ -48,6 +49,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="usage so far, in each chunk")
     include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
     include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
+    resume_within_s: float = Field(0.0, ge=0, le=MAX_RESUME_S, description="how long it goes on without its client, who may resume it; then it is cancelled")
 
 
 class GenerateBody(Body):
@@ -211,6 +213,10 @@ class GenerateBody(Body):
     @property
     def has_positions(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_position
+
+    @property
+    def resume_within_s(self) -> float:
+        return self.stream_options.resume_within_s if self.stream_options is not None else 0.0
 
     def _token_bias(self) -> dict[int, float] | None:
         try:
