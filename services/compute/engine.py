@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 
 from services.compute.backends.backend import Backend, RowSearch
-from services.compute.backends.choose import choose_backend
+from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
@@ -45,14 +45,6 @@ class Engine:
     pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
     is_encoder: bool  # it makes embeddings, and no tokens
     publish_interval_s: float  # candidates of steps shorter than this go out together
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises StartupError for a device that is not there."""
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise StartupError("--device cuda: torch sees no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
