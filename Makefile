@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos clients compose-test lm-eval bench
+.PHONY: up test check chaos clients compose-test cuda-kernels lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,11 @@ clients: $(VENV)/dev $(VENV)-clients/clients
 
 compose-test: $(VENV)/dev
 	$(BIN)/python tests/compose/run.py
+
+# The CUDA backend without a GPU: every kernel in Triton's interpreter, with its errors, and compiled for Ampere and Hopper.
+cuda-kernels: $(VENV)/dev
+	TRITON_INTERPRET=1 $(BIN)/python -m bench.gpu --out build $(ARGS)
+	$(BIN)/python -m tests.kernels.cuda.compiled 80 90
 
 # Loglikelihoods by lm-eval, through a pipeline and by transformers. Installs what it needs beside dev's.
 lm-eval: $(VENV)/dev

@@ -113,9 +113,12 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     backend = choose_backend(choose_dtype(settings.dtype, files), device)
     asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
     log.info("loading the model", model=files.name, weights=files.weights)
-    model = load_model(settings, files, backend, asked)
+    try:
+        model = load_model(settings, files, backend, asked)
+        workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
     config = model.config
-    workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
     whole = model.longest_text if not model.splits_prompts else None  # of a model whose texts are computed whole
     asked = min((limit for limit in (asked, whole) if limit is not None), default=None)
     if model.splits_prompts:

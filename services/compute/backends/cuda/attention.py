@@ -10,7 +10,7 @@ import triton
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cuda.graphs import pad_to_bucket
 from services.compute.backends.cuda.kernels import attention as kernels
-from services.compute.backends.cuda.row_math import prepare
+from services.compute.backends.cuda.row_math import prepare, warps_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from shared.errors import StartupError
 
@@ -119,9 +119,11 @@ class CudaAttention:
         scales = kv.view(torch.float16) if shape["GROUP"] else None
         strides = (kv.stride(0), kv.stride(1))
         cos, sin = plan.ropes[rope]
-        kernels.rotate_and_write[(len(qkv), heads.num_heads + 2 * heads.num_kv_heads)](
+        num_rows = triton.next_power_of_2(heads.num_heads + 2 * heads.num_kv_heads)
+        kernels.rotate_and_write[(len(qkv),)](
             qkv, kv, scales, cos, sin, plan.slots, plan.num_tokens, q_norm, k_norm, eps, *strides,
-            **shape, NUM_HEADS=heads.num_heads, ROTARY_DIM=heads.rotary_dim or heads.head_dim, DIM=self.dim, num_warps=1,
+            **shape, NUM_HEADS=heads.num_heads, ROTARY_DIM=heads.rotary_dim or heads.head_dim, HEADS=num_rows, DIM=self.dim,
+            num_warps=warps_of(num_rows * self.dim),
         )  # fmt: skip
         num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
         keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32

@@ -118,9 +118,7 @@ class CudaBackend:
         """Buffers for a step of so many tokens of each sequence, with the longest context; its plan."""
         heads, num_tokens = attention.heads, sum(lens)
         table = tuple(range(-(-longest // RESERVED_BLOCK)))
-        ropes = tuple(
-            self.buffers.take(f"{name} 0", (num_tokens, (heads.rotary_dim or heads.head_dim) // 2), torch.float32) for name in ("cos", "sin")
-        )
+        ropes = tuple(self.buffers.take(f"{name} 0", (num_tokens, (heads.rotary_dim or heads.head_dim) // 2), torch.float32) for name in ("cos", "sin"))
         slots = self.buffers.fill("slot_mapping", list(range(num_tokens)))
         inputs = AttentionInputs(lens, [longest] * len(lens), [table] * len(lens), slots, ((ropes[0], ropes[1]),))
         plan = attention.plan(inputs, RESERVED_BLOCK)

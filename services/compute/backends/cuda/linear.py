@@ -37,11 +37,11 @@ class Tile:
 
 
 def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile:
-    """docs/gpu.md says why. In every dense tile rows are at least 64, so that all of them run through the same instructions; with int8 any tile gives the
-    same bits. is_wide: weights in float32, which take twice the room of others."""
+    """docs/gpu.md says why. Dense tiles have 64 rows or more and one depth, so that all rows run through the same instructions in the same order; with int8
+    any tile gives the same bits. is_wide: weights in float32, which take twice the room of others."""
     if form == Form.DENSE:
         depth = 32 if is_wide else 64
-        return Tile(64, 32, 2 * depth, 4, 4) if num_rows <= FEW_ROWS else Tile(128, 64, depth, 8, 3)
+        return Tile(64, 32, depth, 4, 6) if num_rows <= FEW_ROWS else Tile(128, 64, depth, 8, 3)
     if form == Form.COLUMNS:
         return Tile(16, 32, 256, 4, 4) if num_rows <= 16 else Tile(64, 32, 128, 4, 4) if num_rows <= FEW_ROWS else Tile(128, 64, 128, 8, 3)
     return Tile(16, 32, group, 4, 4) if num_rows <= 16 else Tile(64, 32, group, 4, 3) if num_rows <= FEW_ROWS else Tile(128, 64, group, 8, 3)

@@ -10,7 +10,7 @@ from services.compute.backends.cuda.kernels import search as kernels
 
 Array = np.ndarray[Any, Any]
 
-CHUNK = 1024  # logits, or keys, of a program, or four times as many as it keeps
+CHUNK = 1024  # logits, or keys, of a program: no more than there are, no less than four times what it keeps
 PART, BLOCK = 8192, 1024  # of the vocabulary, whose masses are summed apart; and at a time
 
 
@@ -21,7 +21,7 @@ class CudaRowSearch:
         """Chunk by chunk, and then among those that were found, until one chunk is left."""
         num_rows, vocab_size = logits.shape
         kept = max(triton.next_power_of_2(k), 2)
-        chunk = max(CHUNK, 4 * kept)
+        chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
         num_chunks = triton.cdiv(vocab_size, chunk)
         keys = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
         if num_rows:

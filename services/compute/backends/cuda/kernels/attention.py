@@ -16,66 +16,73 @@ from services.compute.backends.cuda.kernels.common import dot, largest_magnitude
 
 @triton.jit
 def normed_and_weighted(x, weight, inverse_norm):
-    """As reference.rms_norm rounds. x: in its dtype. Returns float32."""
-    return widened(rounded(widened(rounded(widened(x) * inverse_norm, x.dtype)) * widened(weight), x.dtype))
+    """As reference.rms_norm rounds. x, weight: [HEADS, DIM] in their dtype; inverse_norm: [HEADS]. Returns float32."""
+    return widened(rounded(widened(rounded(widened(x) * inverse_norm[:, None], x.dtype)) * widened(weight), x.dtype))
 
 
 @triton.jit
 def rotate_and_write(
     qkv_ptr, kv_ptr, kv_scales_ptr, cos_ptr, sin_ptr, slots_ptr, num_tokens_ptr, q_norm_ptr, k_norm_ptr, eps, kv_stride, block_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    GROUP: tl.constexpr, DIM: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """A program a token and head of qkv [T, (heads + 2 kv_heads) * head_dim]: q is normalized and rotated in place, k too on its way into the cache, v only
-    goes there. Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64; num_tokens: [1] int64, beyond which rows
-    are padding. GROUP: of an int8 cache; 0: it has qkv's dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's elements."""
+    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim]: q is normalized and rotated in place, k too on its way into the cache, v only goes there.
+
+    Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64; num_tokens: [1] int64, beyond which rows are padding. GROUP: of an
+    int8 cache; 0: it has qkv's dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's elements.
+    """
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
     if token < tl.load(num_tokens_ptr):
         slot = tl.load(slots_ptr + token)
+        head = tl.arange(0, HEADS)
         at = tl.arange(0, DIM)
-        is_in = at < HEAD_DIM
-        base = qkv_ptr + (token * (NUM_HEADS + 2 * NUM_KV_HEADS) + head) * HEAD_DIM
-        x = tl.load(base + at, mask=is_in, other=0.0)
-        y = widened(x)
-        if head < NUM_HEADS + NUM_KV_HEADS:
-            half: tl.constexpr = ROTARY_DIM // 2
-            is_first, is_rotated = at < half, at < ROTARY_DIM
-            partner_at = tl.where(is_first, at + half, tl.where(is_rotated, at - half, at))
-            partner_in_dtype = tl.load(base + partner_at, mask=is_in, other=0.0)
-            partner = widened(partner_in_dtype)
-            if q_norm_ptr is not None:
-                inverse_norm = tl.rsqrt(tl.sum(y * y, 0) / HEAD_DIM + eps)
-                weight_ptr = q_norm_ptr
-                if head >= NUM_HEADS:
-                    weight_ptr = k_norm_ptr
-                y = normed_and_weighted(x, tl.load(weight_ptr + at, mask=is_in, other=0.0), inverse_norm)
-                partner = normed_and_weighted(partner_in_dtype, tl.load(weight_ptr + partner_at, mask=is_in, other=0.0), inverse_norm)
-            angle_at = token * half + tl.where(is_first, at, at - half)
-            cos = tl.load(cos_ptr + angle_at, mask=is_rotated, other=1.0)
-            sin = tl.load(sin_ptr + angle_at, mask=is_rotated, other=0.0)
-            rotated = tl.where(is_first, y * cos - partner * sin, y * cos + partner * sin)
-            y = widened(rounded(tl.where(is_rotated, rotated, y), x.dtype))
-        if head < NUM_HEADS:
-            tl.debug_barrier()  # all lanes have read their partners
-            tl.store(base + at, rounded(y, x.dtype), mask=is_in)
+        is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (at < HEAD_DIM)[None, :]
+        base = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        half: tl.constexpr = ROTARY_DIM // 2
+        is_first = at < half
+        partner_at = tl.where(is_first, at + half, tl.where(at < ROTARY_DIM, at - half, at))
+        x = tl.load(base + head[:, None] * HEAD_DIM + at[None, :], mask=is_in, other=0.0)
+        partner = tl.load(base + head[:, None] * HEAD_DIM + partner_at[None, :], mask=is_in, other=0.0)
+        y, z = widened(x), widened(partner)
+        is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        if q_norm_ptr is not None:
+            inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
+            is_query = (head < NUM_HEADS)[:, None]
+            weight = tl.where(is_query, tl.load(q_norm_ptr + at, mask=at < HEAD_DIM)[None, :], tl.load(k_norm_ptr + at, mask=at < HEAD_DIM)[None, :])
+            in_dim = partner_at < HEAD_DIM
+            partner_weight = tl.where(
+                is_query, tl.load(q_norm_ptr + partner_at, mask=in_dim)[None, :], tl.load(k_norm_ptr + partner_at, mask=in_dim)[None, :]
+            )  # fmt: skip
+            y = tl.where(is_value, y, normed_and_weighted(x, weight, inverse_norm))
+            z = normed_and_weighted(partner, partner_weight, inverse_norm)
+        angle_at = token * half + tl.where(is_first, at, at - half)
+        cos = tl.load(cos_ptr + angle_at, mask=at < ROTARY_DIM, other=1.0)[None, :]
+        sin = tl.load(sin_ptr + angle_at, mask=at < ROTARY_DIM, other=0.0)[None, :]
+        rotated = tl.where(is_first[None, :], y * cos - z * sin, y * cos + z * sin)
+        y = tl.where(is_value | (at >= ROTARY_DIM)[None, :], y, widened(rounded(rotated, x.dtype)))
+        tl.debug_barrier()  # all threads have read their partners
+        tl.store(base + head[:, None] * HEAD_DIM + at[None, :], rounded(y, x.dtype), mask=is_in & (head < NUM_HEADS)[:, None])
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        is_cached = is_in & (head >= NUM_HEADS)[:, None]
+        row = kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
+        block = tl.where(head >= NUM_HEADS + NUM_KV_HEADS, kv_stride, 0) + slot // BLOCK_SIZE * block_stride
+        kv_at = kv_ptr + (block + row * HEAD_DIM)[:, None] + at[None, :]
+        if GROUP == 0:
+            tl.store(kv_at, rounded(y, x.dtype), mask=is_cached)
         else:
-            is_value = head >= NUM_HEADS + NUM_KV_HEADS
-            kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
-            block = tl.where(is_value, kv_stride, 0).to(tl.int64) + slot // BLOCK_SIZE * block_stride
-            row = kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
-            if GROUP == 0:
-                tl.store(kv_ptr + block + row * HEAD_DIM + at, rounded(y, x.dtype), mask=is_in)
-            else:
-                groups = tl.reshape(y, [DIM // GROUP, GROUP])
-                scales = tl.maximum(tl.div_rn(largest_magnitude(groups, 1), 127.0), 1e-7).to(tl.float16)
-                codes = nearest(tl.div_rn(groups, tl.broadcast_to(scales.to(tl.float32)[:, None], [DIM // GROUP, GROUP])))
-                codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
-                tl.store(kv_ptr + block + row * HEAD_DIM + at, tl.reshape(codes, [DIM]).to(tl.int8), mask=is_in)
-                num_groups: tl.constexpr = HEAD_DIM // GROUP
-                group = tl.arange(0, DIM // GROUP)
-                first = (block + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) // 2
-                tl.store(kv_scales_ptr + first + row * num_groups + group, scales, mask=group < num_groups)
+            groups = tl.reshape(y, [HEADS, DIM // GROUP, GROUP])
+            scales = tl.maximum(tl.div_rn(largest_magnitude(groups, 2), 127.0), 1e-7).to(tl.float16)
+            codes = nearest(tl.div_rn(groups, tl.broadcast_to(scales.to(tl.float32)[:, :, None], [HEADS, DIM // GROUP, GROUP])))
+            codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+            tl.store(kv_at, tl.reshape(codes, [HEADS, DIM]).to(tl.int8), mask=is_cached)
+            num_groups: tl.constexpr = HEAD_DIM // GROUP
+            group = tl.arange(0, DIM // GROUP)
+            first = (block + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) // 2 + row * num_groups
+            tl.store(
+                kv_scales_ptr + first[:, None] + group[None, :],
+                scales,
+                mask=(head >= NUM_HEADS)[:, None] & (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (group < num_groups)[None, :],
+            )
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-# On a CPU, in numpy. That has no bfloat16, and the interpreter rounds to it by cutting off bits: what is done to it here is said in bits.
+# On a CPU, in numpy. That has no bfloat16, and the interpreter rounds to it by cutting off bits: so it is rounded in bits here.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -30,8 +30,9 @@ def rounded(x, dtype: tl.constexpr):
 @triton.jit
 def dot(a, b, total):
     """total + a b. a: [m, k]; b: [k, n]; total: [m, n] float32, or int32 where a and b are int8. In float32 nothing is rounded to fewer bits before."""
-    if INTERPRETED and a.dtype == tl.bfloat16:
-        return tl.dot(widened(a), widened(b), total)
+    if INTERPRETED and a.dtype != tl.int8:  # numpy adds up in an order that depends on where a row is: in float64 that can't be seen
+        wide_a, wide_b = widened(a).to(tl.float64), widened(b).to(tl.float64)
+        return tl.dot(wide_a, wide_b, total.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
     elif a.dtype == tl.int8:
         return tl.dot(a, b, total, out_dtype=tl.int32)
     else:

@@ -60,7 +60,7 @@ def multiply_groups(
     half_steps = tl.arange(0, GROUP // 2)
     x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    for group in range(0, num_groups):
+    for group in range(num_groups):
         start = group * GROUP
         x = tl.load(x_at + start, mask=(steps < k - start)[None, :], other=0)
         if IS_FOUR_BIT:  # what a last byte's upper half holds is multiplied by 0

@@ -15,8 +15,8 @@ def prepare_rows(
 ):  # fmt: skip
     """y = x + multiplier * norm(h), of which x and norm may be None; either as it is, or in int8 by groups of GROUP inputs (0: as it is).
 
-    h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8; scales: [T, num_groups] float32; sums: [T, num_groups] int32, of each group's codes. As in
-    reference.py, a normalized value is rounded to h's dtype before its weight, and after it.
+    h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8; scales: [T, num_groups] float32; sums: [T, num_groups] int32, of each
+    group's codes. As in reference.py, a normalized value is rounded to h's dtype before its weight, and after it.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
