@@ -52,6 +52,7 @@ compose-test: $(VENV)/dev
 # The CUDA backend without a GPU: every kernel in Triton's interpreter, with its errors, and compiled for Ampere and Hopper.
 cuda-kernels: $(VENV)/dev
 	TRITON_INTERPRET=1 $(BIN)/python -m bench.gpu --out build $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto tests/kernels/cuda/more_models.py
 	$(BIN)/python -m tests.kernels.cuda.compiled 80 90
 
 # Loglikelihoods by lm-eval, through a pipeline and by transformers. Installs what it needs beside dev's.

@@ -177,7 +177,7 @@ def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
         qkv = torch.cat([prompts[number][first:last] for number, first, last in spans]).to(device)
         given = (norms[0].to(device), norms[1].to(device)) if case.norm else (None, None)
         out = attention(qkv, kv, plan, window=case.window, norms=given, eps=EPS).clone().cpu()
-        return list(out.split(inputs.query_lens))
+        return list(torch.split(out, inputs.query_lens))
 
     caches = [backend.make_kv_layer(sum(counts), BLOCK_SIZE, num_kv_heads, dim, group=case.kv_group) for _ in range(2)]
     for kv in caches:

@@ -60,8 +60,8 @@ class Compiler:
         self.too_large = 0
         self.launch = JITFunction.run
 
-    def run(self, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        compiled = self.launch(kernel, *args, grid=grid, warmup=True, **options)
+    def run(self, kernel: Any, *args: Any, **options: Any) -> Any:
+        compiled = self.launch(kernel, *args, **options | {"warmup": True})
         if compiled.hash in self.seen:
             return compiled
         self.seen.add(compiled.hash)

@@ -35,10 +35,11 @@ def has_held(check: Check) -> bool:
 
 @pytest.mark.parametrize(("form", "dtype"), [("none", FLOAT32), *((form, BFLOAT16) for form in FORMS)])
 def test_linear_layers(form: str, dtype: torch.dtype) -> None:
-    """Few rows and many, whole tiles and parts of one, an odd number of inputs; and what the epilogue adds."""
+    """An odd number of inputs and parts of a tile; of few rows, and of many with all that the epilogue adds."""
     backend = CudaBackend(dtype, CPU)
-    assert has_held(check_linear(backend, form, LinearCase(5, 40, 65, has_norm=True)))
-    assert has_held(check_linear(backend, form, LinearCase(66, 36, 96, activation="silu", has_bias=True, has_residual=True)))
+    assert has_held(check_linear(backend, form, LinearCase(2, 36, 65, has_norm=True)))
+    if form in ("none", "w8a8", "w4"):
+        assert has_held(check_linear(backend, form, LinearCase(66, 24, 40, activation="silu", has_bias=True, has_residual=True)))
 
 
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
@@ -49,10 +50,10 @@ def test_a_gate_of_gelu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("dtype", "case"),
     [
-        (FLOAT32, AttentionCase(Heads(4, 2, 32), (5, 40), (1, 9))),
-        (BFLOAT16, AttentionCase(Heads(3, 1, 24, 16), (37, 18), (1, 17), window=20, norm="heads")),
-        (BFLOAT16, AttentionCase(Heads(4, 2, 32), (21, 33), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
-        (BFLOAT16, AttentionCase(Heads(2, 1, 16), (150,), (1,))),
+        (FLOAT32, AttentionCase(Heads(4, 2, 32), (5, 20), (1, 9))),
+        (BFLOAT16, AttentionCase(Heads(3, 1, 24, 16), (27, 18), (1, 17), window=20, norm="heads")),
+        (BFLOAT16, AttentionCase(Heads(4, 2, 32), (11, 18), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
+        (BFLOAT16, AttentionCase(Heads(2, 1, 16), (70,), (1,))),
     ],
 )
 def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,10 +68,10 @@ def test_adding_to_the_residual(dtype: torch.dtype, has_norm: bool) -> None:
     assert has_held(check_rows(CudaBackend(dtype, CPU), 3, 100, has_norm=has_norm, multiplier=0.22))
 
 
-@pytest.mark.parametrize(("vocab_size", "k"), [(150, 1), (20, 20), (150, 10)])
+@pytest.mark.parametrize(("vocab_size", "k"), [(70, 1), (20, 20), (70, 10)])
 def test_the_search_for_candidates(vocab_size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one chunk and in several."""
-    monkeypatch.setattr(search_module, "CHUNK", 64)
+    monkeypatch.setattr(search_module, "CHUNK", 32)
     assert has_held(check_search(CudaBackend(BFLOAT16, CPU), 2, vocab_size, k))
 
 

@@ -3,7 +3,7 @@
 import torch
 
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.graphs import Recordings, pad_to_bucket
+from services.compute.backends.cuda.graphs import Forward, Recordings, pad_to_bucket
 from tests.kernels.backends import CPU
 
 
@@ -19,7 +19,7 @@ class Recorder:
     def __init__(self) -> None:
         self.num_recorded = self.num_replayed = 0
 
-    def __call__(self, forward):  # type: ignore[no-untyped-def]
+    def __call__(self, forward: Forward) -> Forward:
         self.num_recorded += 1
 
         def replay() -> torch.Tensor:

@@ -17,7 +17,7 @@ from shared.errors import StartupError
 Tensor = torch.Tensor
 
 ROWS = 64  # of a tile: queries times the query heads that share a KV head
-RANGE = 512  # positions whose results are merged in order
+RANGE = 512  # positions whose results are merged in order: a multiple of the keys of a block
 SPLITS = 16  # programs among which a token's ranges are divided, at most
 MAX_HEAD_DIM = 256
 NARROWEST = 16  # blocks of the tables: each further power of two is recorded anew
@@ -62,8 +62,8 @@ class CudaAttention:
         self.dtype = dtype
         self.heads = heads
         self.scores = scores or Scores.of(heads)
-        self.sharing = triton.next_power_of_2(sharing)
-        self.dim = max(triton.next_power_of_2(heads.head_dim), 16)
+        self.sharing: int = triton.next_power_of_2(sharing)
+        self.dim: int = max(triton.next_power_of_2(heads.head_dim), 16)
 
     @property
     def queries(self) -> int:
@@ -93,7 +93,7 @@ class CudaAttention:
             count = -(-context // block_size)
             tables[number, :count] = table[:count]
         filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], tiles, contexts, tables], axis=None))
-        num_tokens_at, tiles_at, contexts_at, tables_at = filled.split([1, tiles.size, contexts.size, tables.size])
+        num_tokens_at, tiles_at, contexts_at, tables_at = torch.split(filled, [1, tiles.size, contexts.size, tables.size])
         num_rows = num_sequences if is_recordable else num_tokens
         heads, num_ranges = self.heads, triton.cdiv(width * block_size, RANGE)
         parts = (len(singles), heads.num_heads, num_ranges)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
-from services.compute.backends.backend import LargestStep, LayerWeights, Wiring
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, run_again
@@ -50,14 +50,15 @@ class CudaBackend:
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
 
-    def make_mlp(self, gate_up: CudaLinear, down: CudaLinear) -> TorchMlp:
+    def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
         return TorchMlp(gate_up, down)
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
-    def stack(self, layers: Sequence[LayerWeights], attention: CudaAttention, wiring: Wiring) -> CudaStack | None:
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
         """None for mixtures of experts: how many tokens an expert gets is known on the host only, so their steps can't be recorded."""
+        assert isinstance(attention, CudaAttention)
         if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
             return None
         return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.record)
@@ -102,6 +103,7 @@ class CudaBackend:
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
                 linear(x, norm=torch.ones_like(x[0]))
+        assert isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
         heads = step.attention.heads
         num_blocks = -(-step.num_tokens // RESERVED_BLOCK)
         kv = self.make_kv_layer(num_blocks, RESERVED_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)

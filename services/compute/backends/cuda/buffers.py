@@ -42,7 +42,7 @@ class CudaBuffers(Buffers):
         self._first, self._last = 0, 0
         self.num_uploads += 1
         if self._is_pinned:
-            self._copied = torch.cuda.Event()
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
 
     @property

@@ -24,7 +24,7 @@ def why_unusable() -> str | None:
 def _why_unavailable() -> str:
     """What the driver says, in a line."""
     try:
-        torch.cuda.init()
+        torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
         return str(error).strip().splitlines()[0]
     return "there is no CUDA device"
