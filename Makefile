@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos clients compose-test cuda-kernels lm-eval bench
+.PHONY: up test check chaos clients compose-test telemetry cuda-kernels lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,6 +48,9 @@ clients: $(VENV)/dev $(VENV)-clients/clients
 
 compose-test: $(VENV)/dev
 	$(BIN)/python tests/compose/run.py
+
+telemetry: $(VENV)/dev
+	$(BIN)/python -m tests.telemetry $(ARGS)
 
 # The CUDA backend without a GPU: every kernel in Triton's interpreter, with its errors, and compiled for Ampere and Hopper.
 cuda-kernels: $(VENV)/dev

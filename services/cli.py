@@ -2,11 +2,14 @@
 
 import argparse
 import importlib
+import os
 import sys
 from pathlib import Path
 
+from services.keys import add_arguments as add_keys_arguments
+from shared.arguments import Parser
 from shared.errors import StartupError
-from shared.settings import DEFAULT_REDIS_URL, StageSettings, UpSettings, load_settings
+from shared.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
 from shared.telemetry import setup_logging
 
 STAGES = ("gateway", "tokenizer", "compute", "sampler")
@@ -16,36 +19,92 @@ EXAMPLES = """examples:
   penstock up                                   a small model, fetched once, on http://127.0.0.1:8000
   penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2
   penstock chat                                 talk to it
-  penstock status                               replicas, queues, tokens/s
+  penstock status --watch                       replicas, queues, tokens/s
   penstock serve sampler --redis-url redis://10.0.0.5:6379/0     one more sampler, on any host
-"""
+
+penstock COMMAND --help says more of each."""
+
+CHAT_EXAMPLES = """examples:
+  penstock chat                                         with the penstock up of this machine
+  penstock chat "What is a penstock?"                   one answer
+  git diff | penstock chat "Write a commit message."    about what a pipe brings
+  penstock chat --url https://host/v1 --model NAME      with any OpenAI-compatible server
+
+A key is taken from PENSTOCK_API_KEY or OPENAI_API_KEY."""
+
+STATUS_EXAMPLES = """examples:
+  penstock status                               one look
+  penstock status --watch                       every two seconds, until Ctrl-C
+  penstock status --data-dir /srv/penstock      of a penstock up with that --data-dir
+  penstock status --json | jq .replicas         for programs
+
+It reads Redis alone, so it works while no gateway does. The exit code is 1 if a stage is missing."""
+
+QUANTIZE_EXAMPLES = """examples:
+  penstock quantize ~/models/mine ~/models/mine-w8a8
+  penstock quantize ~/models/mine ~/models/mine-w4 --quantization w4 --calibrate default"""
+
+MAKE_MODEL_EXAMPLES = """examples:
+  penstock make-model /tmp/m --shape qwen2.5-0.5b
+  penstock up --model /tmp/m"""
+
+PULL_EXAMPLES = """examples:
+  penstock pull smollm2-135m
+  penstock pull Qwen/Qwen2.5-0.5B-Instruct
+  penstock pull owner/name-GGUF --file name-Q4_K_M.gguf
+  penstock up --model owner/name-GGUF"""
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="penstock",
-        description="Serve large language models as a durable pipeline. Every flag can also be set as PENSTOCK_<FLAG> in the environment.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    commands.add_parser("up", add_help=False, help="start everything on this machine (penstock up --help lists the flags)")
+    commands.add_parser("up", add_help=False, help="start everything on this machine")
     serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)")
-    serve.add_argument("stage", choices=STAGES)
-    commands.add_parser("status", add_help=False, help="replicas, queues, running requests, tokens/s")
-    chat = commands.add_parser("chat", help="a chat in the terminal")
-    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
-    chat.add_argument("--model", help="default: the first that the gateway serves")
-    chat.add_argument("--system", help="a system prompt")
-    chat.add_argument("--temperature", type=float, default=0.7, help="0 is greedy (default: %(default)s)")
-    pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name")
-    pull.add_argument("name", help="smollm2-135m, or a hub id, owner/name")
+    serve.add_argument("stage", choices=STAGES, metavar="STAGE")
+    add_status(commands.add_parser("status", help="replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES))
+    add_chat(commands.add_parser("chat", help="a chat in the terminal", epilog=CHAT_EXAMPLES))
+    pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name", epilog=PULL_EXAMPLES)
+    pull.add_argument("name", metavar="NAME", help="smollm2-135m, or a hub id, owner/name")
     pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
-    commands.add_parser("models", help="the models that were pulled: name, size, form")
+    commands.add_parser("models", help="the models that were pulled: name, size, form", epilog="example:\n  penstock models")
+    examples = "example:\n  penstock keys add team-a --rpm 600"
+    add_keys_arguments(commands.add_parser("keys", help="API keys: add, list, rotate, revoke", epilog=examples))
     commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
-    quantize = commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds")
-    quantize.add_argument("source", help="a checkpoint folder, a hub id, or demo")
-    quantize.add_argument("out", type=Path, help="folder to write")
+    add_quantize(commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES))
+    built = "example:\n  apt install g++ && penstock build-kernels"
+    commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)", epilog=built)
+    make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests", epilog=MAKE_MODEL_EXAMPLES)
+    make.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
+    make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    make.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of the random numbers (default: %(default)s)")
+    add_force(make)
+    for command in commands.choices.values():  # up, serve and simulate hand what they don't know to parsers of their own
+        command.set_defaults(parser=command if command.add_help else None)
+    serve.set_defaults(parser=None)
+    return parser
+
+
+def add_status(status: argparse.ArgumentParser) -> None:
+    place = status.add_mutually_exclusive_group()
+    place.add_argument("--redis-url", metavar="URL", help="the Redis that the stages share (default: PENSTOCK_REDIS_URL, else the one of penstock up)")
+    place.add_argument("--data-dir", type=Path, metavar="FOLDER", help="the --data-dir of the penstock up that is meant")
+    status.add_argument("--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="look again every so many seconds (default: %(const)s)")
+    status.add_argument("--json", action="store_true", help="for programs; with --watch, a line for each look")
+
+
+def add_chat(chat: argparse.ArgumentParser) -> None:
+    chat.add_argument("question", nargs="?", default="", metavar="QUESTION", help="asked instead of a chat; what a pipe brings is put below it")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    chat.add_argument("--model", help="default: the first that the server serves")
+    chat.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
+    chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="of an answer, at most (default: what the context has room for)")
+
+
+def add_quantize(quantize: argparse.ArgumentParser) -> None:
+    quantize.add_argument("source", metavar="SOURCE", help="a checkpoint folder, a hub id, or demo")
+    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     quantize.add_argument("--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s")
     quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
     quantize.add_argument("--attention-output", action="store_true", help="quantize attention's output projection too, whose inputs have outliers")
@@ -53,22 +112,43 @@ def build_parser() -> argparse.ArgumentParser:
     quantize.add_argument(
         "--calibrate", metavar="TEXT", help="a text file, or default: round by what the layers see of it. Takes minutes, and keeps more of what the model knows"
     )
-    quantize.add_argument("--calibration-tokens", type=int, default=16_384, help="of the text, at most (default: %(default)s)")
-    commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)")
-    make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests")
-    make.add_argument("out", type=Path, help="folder to write")
-    make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
-    make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
-    make.add_argument("--seed", type=int, default=0)
-    return parser
+    quantize.add_argument("--calibration-tokens", type=positive_number, default=16_384, metavar="N", help="of the text, at most (default: %(default)s)")
+    add_force(quantize)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace the model that the folder holds already")
+
+
+def whole_number(text: str) -> int:
+    """From 0 to what torch takes for a seed."""
+    if not (text.isascii() and text.isdecimal()) or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
+    return int(text)
+
+
+def positive_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0.1 or more")
+    return value
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Errors are one line on standard error and exit code 2."""
-    args, rest = build_parser().parse_known_args(argv)
-    if rest and args.command in ("chat", "pull", "models", "make-model", "quantize", "build-kernels"):
-        print(f"penstock: unknown arguments: {' '.join(rest)}", file=sys.stderr)
-        return 2
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and args.parser is not None:
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         return run(args, rest)
     except StartupError as error:
@@ -76,6 +156,9 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has gone, as head does; what is still buffered must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
@@ -84,7 +167,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.launcher import up
 
             settings = load_settings(UpSettings, rest)
-            setup_logging(settings.log_level)
+            setup_logging(settings.log_level, settings.log_format)
             return up(settings)
         case "serve":
             from shared.stage import run_stage
@@ -94,11 +177,11 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         case "status":
             from services.status import show_status
 
-            show_status(default_redis(load_settings(StageSettings, rest)))
+            return show_status(redis_of(args.redis_url, args.data_dir), watch_s=args.watch, as_json=args.json)
         case "chat":
-            from services.chat import chat
+            from services.chat.chat import ChatOptions, chat
 
-            chat(args.url, args.model, args.system, args.temperature)
+            return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens), args.question)
         case "simulate":
             from services.compute.simulation.__main__ import simulate
 
@@ -119,6 +202,10 @@ def run_tool(args: argparse.Namespace) -> None:
             from services.model_store import list_models
 
             print(list_models())
+        case "keys":
+            from services.keys import keys
+
+            keys(args)
         case "quantize":
             run_quantize(args)
         case "build-kernels":
@@ -130,7 +217,8 @@ def run_tool(args: argparse.Namespace) -> None:
         case "make-model":
             from services.compute.tools.make_model import make_model
 
-            make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed)
+            make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed, force=args.force)
+            print(f"written to {args.out}; serve it: penstock up --model {args.out}")
 
 
 def run_quantize(args: argparse.Namespace) -> None:
@@ -138,7 +226,7 @@ def run_quantize(args: argparse.Namespace) -> None:
     from services.compute.tools.quantize import quantize
 
     packing = Packed(args.quantization, args.group, args.attention_output, args.lm_head)
-    result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens)
+    result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens, force=args.force)
     texts = ["", ""]
     if result.perplexities is not None:
         before, after = result.perplexities
@@ -149,11 +237,20 @@ def run_quantize(args: argparse.Namespace) -> None:
     print(f"written to {args.out}; serve it: penstock up --model {args.out}")
 
 
-def default_redis(settings: StageSettings) -> StageSettings:
-    """The settings as they are, once it is clear that their Redis can exist."""
-    if settings.redis_url == DEFAULT_REDIS_URL and not Path(DEFAULT_REDIS_URL.removeprefix("unix://")).exists():
-        raise StartupError(f"no Redis at {DEFAULT_REDIS_URL}: is Penstock up? With a --data-dir of your own, give --redis-url unix://DIR/redis.sock")
-    return settings
+def redis_of(redis_url: str | None, data_dir: Path | None) -> str:
+    """The Redis that is meant: by a flag, by the environment, or penstock up's own. Raises StartupError if it can't be there."""
+    if redis_url is None and data_dir is None:
+        redis_url = os.environ.get("PENSTOCK_REDIS_URL")
+    if redis_url is not None:
+        return redis_url
+    from services.redis_server import socket_path
+
+    folder = data_dir or Path(os.environ.get("PENSTOCK_DATA_DIR") or DEFAULT_DATA_DIR)
+    path = socket_path(folder)
+    if not path.exists():
+        hint = "" if data_dir else "; of another --data-dir, or of a Redis of your own (--redis-url), say which"
+        raise StartupError(f"nothing runs with its data in {folder}: penstock up starts it{hint}")
+    return f"unix://{path}"
 
 
 if __name__ == "__main__":

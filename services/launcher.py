@@ -6,7 +6,6 @@ launcher itself is killed is in lifeline.py.
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,15 +14,20 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import httpx
+import redis
 
 from services.lifeline import Lifeline
 from services.model_store import DEFAULT_MODEL, pull
+from services.preflight import check_device, check_memory, check_ports
 from services.redis_server import socket_path, start_server
+from shared.api_keys import check_exposure, wants_keys
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
+from shared.registry import look
 from shared.settings import DEFAULT_REDIS_URL, UpSettings
 from shared.stage import LIFELINE, STOP_TIMEOUT_S
 from shared.telemetry import get_logger
+from shared.transport import connect
 
 log = get_logger("penstock.launcher")
 
@@ -48,12 +52,13 @@ class Child:
 @dataclass(slots=True)
 class Launcher:
     settings: UpSettings
-    redis: list[Child] = field(default_factory=list)  # the embedded one and its watchman
+    servers: list[Child] = field(default_factory=list)  # the embedded one and its watchman
     stages: list[Child] = field(default_factory=list)
     models: list[ModelFiles] = field(default_factory=list)
     is_stopping: bool = False
     exit_code: int = 0
     lifeline: Lifeline = field(init=False)
+    redis_url: str = field(init=False)
 
     def run(self) -> int:
         """Until a signal, or until a stage can't run as configured. Returns the exit code."""
@@ -76,22 +81,25 @@ class Launcher:
     def _prepare(self) -> None:
         """Check what can be checked before anything starts; then list the processes."""
         settings = self.settings
+        check_exposure(settings)
+        self.lifeline = Lifeline(settings.data_dir)  # before the ports: those of an earlier launcher's gateways are free then
+        check_ports(settings)
+        check_device(settings.device)
         models = settings.model or [default_model()]
         self.models = [open_model(model, settings.names_of(number), weights=True) for number, model in enumerate(models)]  # fails here, once
         names = [name for each in self.models for name in (each.name, *each.aliases)]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
             raise StartupError(f"--served-model-name: {doubled[0]} would name two models")
-        self.lifeline = Lifeline(settings.data_dir)
-        for number in range(settings.gateways):
-            check_port(settings.host, settings.port + number)
+        check_memory(settings, self.models)
         environment = self._environment()
+        self.redis_url = settings.redis_url
         if settings.redis_url == DEFAULT_REDIS_URL:
             path, inherited = socket_path(settings.data_dir), self.lifeline.of_redis
-            self.redis = [
+            self.servers = [
                 Child("watchman", partial(self.lifeline.start_watchman, path)),
                 Child("redis", partial(start_server, settings.data_dir, port=settings.redis_port, inherited=inherited)),
             ]
-            environment["PENSTOCK_REDIS_URL"] = f"unix://{path}"
+            self.redis_url = environment["PENSTOCK_REDIS_URL"] = f"unix://{path}"
         for files in self.models:
             own = environment | {"PENSTOCK_MODEL": str(files.weights), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
             suffix = f" of {files.name}" if len(self.models) > 1 else ""
@@ -101,9 +109,11 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
-        values = self.settings.model_dump(exclude={"replica_id", "gateways", "tokenizers", "samplers", "data_dir", "redis_port", "model", "served_model_name"})
+        own = {"replica_id", "gateways", "tokenizers", "samplers", "data_dir", "redis_port", "model", "served_model_name", "api_key"}
+        values = self.settings.model_dump(exclude=own)
         texts = {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in values.items() if value is not None}
         environment = {f"PENSTOCK_{key.upper()}": text for key, text in texts.items()}
+        os.environ.pop("PENSTOCK_API_KEY", None)  # for the gateways only
         return {**os.environ, **environment}
 
     def _child(self, stage: str, number: int, environment: dict[str, str], suffix: str = "") -> Child:
@@ -111,6 +121,8 @@ class Launcher:
         own.pop("PENSTOCK_REPLICA_ID", None)
         if stage == "gateway":
             own["PENSTOCK_PORT"] = str(self.settings.port + number)
+            if self.settings.api_key:
+                own["PENSTOCK_API_KEY"] = self.settings.api_key.get_secret_value()
         if stage != "compute":
             own |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
@@ -126,7 +138,7 @@ class Launcher:
     def _keep_alive(self) -> None:
         """Start what is not running, Redis first; a dead process comes back after a growing pause."""
         now = time.monotonic()
-        for child in self.redis + self.stages:
+        for child in self.servers + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
                 if code == STARTUP_ERROR:  # it has said why
                     self.exit_code, self.is_stopping = code, True
@@ -148,17 +160,19 @@ class Launcher:
         try:
             if httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False).status_code != 200:
                 return False
-            served = {card["id"] for card in httpx.get(f"{self._url}/v1/models", timeout=1.0, trust_env=False).json()["data"]}
-        except (httpx.HTTPError, ValueError, KeyError):
+            with connect(self.redis_url) as client:
+                served = look(client)
+        except (httpx.HTTPError, redis.RedisError):
             return False
-        return all(files.name in served for files in self.models)
+        return all(served.of("compute", files.name) for files in self.models)
 
     def _announce(self, seconds: float) -> None:
         print(
             f"\nPenstock serves {', '.join(files.name for files in self.models)} at {self._url}/v1 (ready after {seconds:.1f} s; Ctrl-C stops it)\n", flush=True
         )
         path, body = example(self.models[0])
-        print(f"  curl {self._url}{path} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
+        key = ' -H "Authorization: Bearer $PENSTOCK_API_KEY"' if wants_keys(self.settings) else ""
+        print(f"  curl {self._url}{path}{key} -H 'Content-Type: application/json' \\\n    -d '{body}'\n", flush=True)
 
     def _ask_to_stop(self) -> None:
         if not self.is_stopping:
@@ -168,7 +182,7 @@ class Launcher:
     def _stop(self) -> None:
         """All stages at once, then Redis: whatever they still hand over is written before it goes."""
         terminate(self.stages)
-        for child in self.redis:
+        for child in self.servers:
             terminate([child])
 
 
@@ -188,17 +202,6 @@ def example(files: ModelFiles) -> tuple[str, str]:
         return "/v1/completions", f'{{"model": "{files.name}", "prompt": "A hydroelectric power plant is", "max_tokens": 40}}'
     question = "What is Penstock?" if files.name == "penstock-demo" else "What is a hydroelectric power plant?"
     return "/v1/chat/completions", f'{{"model": "{files.name}", "messages": [{{"role": "user", "content": "{question}"}}]}}'
-
-
-def check_port(host: str, port: int) -> None:
-    """Raises StartupError for a port that something listens on: better said now than when everything else has started."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartupError(f"can't listen on {host}:{port}: {error.strerror}. Another one with --port") from None
 
 
 def terminate(children: list[Child]) -> None:

@@ -16,10 +16,11 @@ class PenstockError(Exception):
 class Rejected(PenstockError):
     """The request is fine, the moment is not."""
 
-    def __init__(self, message: str, *, status: int, retry_after_s: int) -> None:
+    def __init__(self, message: str, *, status: int, retry_after_s: int, code: str | None = None) -> None:
         super().__init__(message)
         self.status = status
         self.retry_after_s = retry_after_s
+        self.code = code or ("server_full" if status == 429 else "stage_missing")
 
 
 class Invalid(PenstockError):

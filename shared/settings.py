@@ -3,17 +3,20 @@
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import ByteSize, Field, ValidationError, field_validator, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, SettingsError
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
 
+from shared.arguments import Parser, add_setting
 from shared.errors import StartupError
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
-DEFAULT_REDIS_URL = f"unix://{Path.home()}/.penstock/redis.sock"
+DEFAULT_DATA_DIR = Path.home() / ".penstock"
+DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
+DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
 
 
 def split_list(value: Any) -> Any:
@@ -23,12 +26,15 @@ def split_list(value: Any) -> Any:
 class StageSettings(BaseSettings):
     """What every stage takes."""
 
+    command: ClassVar[str] = "penstock"  # that takes these settings as flags
+    examples: ClassVar[str] = ""  # lines of it, for --help
     model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True)
 
     redis_url: str = Field(DEFAULT_REDIS_URL, description="Redis or Valkey, 6.2 or newer: redis://host:port/0 or unix:///path")
     redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
     replica_id: str = Field("", description="this replica's name in the registry; made up by default", pattern=r"^[A-Za-z0-9._-]*$")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
+    log_format: Literal["text", "json"] = Field("text", description="of the log, on standard error; json: an object a line")
 
 
 class ModelSettings(StageSettings):
@@ -41,8 +47,14 @@ class ModelSettings(StageSettings):
 class GatewaySettings(StageSettings):
     """The front door: OpenAI's API over HTTP."""
 
+    command: ClassVar[str] = "penstock serve gateway"
+    examples: ClassVar[str] = "penstock serve gateway --redis-url redis://10.0.0.5:6379/0 --host 0.0.0.0 --port 8000"
+
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    auth: bool = Field(True, description="--no-auth: whoever reaches the gateway may use it, with a key or without")
+    keys_file: Path = Field(DEFAULT_KEYS_FILE, description="API keys, as penstock keys writes them; where the file is, requests need one")
+    api_key: SecretStr = Field(SecretStr(""), description="one more API key, of an administrator; others see a flag: set PENSTOCK_API_KEY instead")
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
     max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body")
@@ -84,11 +96,17 @@ class FormatSettings(StageSettings):
 class TokenizerSettings(ModelSettings, FormatSettings):
     """Text to token ids."""
 
+    command: ClassVar[str] = "penstock serve tokenizer"
+    examples: ClassVar[str] = "penstock serve tokenizer --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
+
     max_batch: int = Field(64, gt=0, description="requests encoded together")
 
 
 class SamplerSettings(ModelSettings):
     """Candidates to tokens and text."""
+
+    command: ClassVar[str] = "penstock serve sampler"
+    examples: ClassVar[str] = "penstock serve sampler --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
 
     drain_s: float = Field(2.5, ge=0, description="after SIGTERM, how long no candidates must have come before it exits")
 
@@ -131,9 +149,20 @@ class EngineSettings(StageSettings):
 class ComputeSettings(ModelSettings, EngineSettings):
     """The model."""
 
+    command: ClassVar[str] = "penstock serve compute"
+    examples: ClassVar[str] = (
+        "penstock serve compute --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct --quantization w8a8 --kv-cache-memory 4GiB"
+    )
+
 
 class UpSettings(GatewaySettings, EngineSettings, FormatSettings):
-    """`penstock up`: everything on this machine."""
+    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url names none."""
+
+    command: ClassVar[str] = "penstock up"
+    examples: ClassVar[str] = """penstock up                                    a small model, fetched once, on http://127.0.0.1:8000
+  penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2 --port 9000
+  penstock up --model owner/name --quantization w8a8 --kv-cache-memory 4GiB
+  penstock up --model ~/models/A --model ~/models/B     both behind one address"""
 
     model: Annotated[list[str], NoDecode] = Field(
         [], description="a checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo; may be given several times. "
@@ -145,7 +174,7 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings):
     gateways: int = Field(1, gt=0, description="gateway replicas, on ports from --port upwards")
     tokenizers: int = Field(1, gt=0, description="tokenizer replicas")
     samplers: int = Field(1, gt=0, description="sampler replicas")
-    data_dir: Path = Field(Path.home() / ".penstock", description="where the embedded Redis keeps its data and socket")
+    data_dir: Path = Field(DEFAULT_DATA_DIR, description="where the embedded Redis keeps its data and socket")
     redis_port: int = Field(0, ge=0, le=65535, description="loopback TCP port of the embedded Redis; 0: Unix socket only")
 
     @field_validator("model", "served_model_name", mode="before")
@@ -167,14 +196,20 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings):
         return self.served_model_name[number] if self.served_model_name else ""
 
 
-S = TypeVar("S", bound=BaseSettings)
+S = TypeVar("S", bound=StageSettings)
 
 
 def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed: Any) -> S:
     """Settings from flags (argv, by default the command line's) over the environment. Raises StartupError in one line."""
     arguments = sys.argv[1:] if argv is None else argv
+    name = settings_type.command
+    parser = Parser(
+        prog=name, usage=f"{name} [--FLAG VALUE ...]", description=f"{settings_type.__doc__} Every flag can also be set as PENSTOCK_<FLAG> in the environment.",
+        epilog=f"examples:\n  {settings_type.examples}",
+    )  # fmt: skip
+    flags: CliSettingsSource[Any] = CliSettingsSource(settings_type, root_parser=parser, add_argument_method=add_setting)
     try:
-        return settings_type(_cli_parse_args=arguments, _cli_prog_name=f"penstock {settings_type.__name__.removesuffix('Settings').lower()}", **fixed)
+        return settings_type(_cli_settings_source=flags(args=arguments), **fixed)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"])

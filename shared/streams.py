@@ -100,6 +100,16 @@ def inflight_key(model: str) -> str:
     return f"inflight:{model}"
 
 
+def quota_key(tenant_id: str) -> str:
+    """What a tenant may still ask in this minute: a hash of its `requests` and `tokens`, and the moment `at` which they are from. Gateways."""
+    return f"quota:{tenant_id}"
+
+
+def running_key(tenant_id: str) -> str:
+    """A tenant's requests that were admitted: a hash of their inflight keys by request id. Gateways; those that are no longer in flight count no more."""
+    return f"running:{tenant_id}"
+
+
 def attempts_key(request_id: str) -> str:
     """How often a claimed request was begun in quarantine, and the length of its log then: compute → the compute that claims it next."""
     return f"attempts:{request_id}"

@@ -260,12 +260,16 @@ ATTENTIONS = (
     AttentionCase(Heads(2, 1, 16), (RANGE + 40,), (1,), scores=Scores(0.3, 5.0)),
     AttentionCase(Heads(4, 2, 32), (45, 33), (1, 17), kv_group=32, norm="joint"),
     AttentionCase(Heads(14, 2, 64), (33, 7, 1, 90), (1, 7, 1, 3), kv_group=64),
-    AttentionCase(Heads(8, 2, 128), (2 * RANGE + 100, 50), (1, 1)),
     AttentionCase(Heads(8, 2, 128), (200, 1), (64, 1), kv_group=8),
     AttentionCase(Heads(4, 4, 96), (130, 40), (1, 40), kv_group=32, window=70),
     AttentionCase(Heads(2, 2, 256), (90,), (1,), norm="heads", scores=Scores(0.1, 50.0)),
-    AttentionCase(Heads(3, 1, 64), (2 * RANGE + 1, 2 * RANGE), (2, 1), window=RANGE + 10),
     AttentionCase(Heads(4, 2, 32), tuple(5 + 3 * number for number in range(11)), (1,) * 11),
+)
+ATTENTIONS_ON_DEVICE = (
+    AttentionCase(Heads(8, 2, 128), (2 * RANGE + 100, 50), (1, 1)),
+    AttentionCase(Heads(3, 1, 64), (2 * RANGE + 1, 2 * RANGE), (2, 1), window=RANGE + 10),
+    AttentionCase(Heads(32, 8, 128), tuple(100 + 37 * number for number in range(33)), (1,) * 33),
+    AttentionCase(Heads(28, 4, 128), (4000,), (1500,), kv_group=64),
 )
 
 
@@ -276,7 +280,7 @@ def run_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[Chec
         for form in FORMS[: 1 if is_wide else None]:
             for linear in LINEARS:
                 yield check_linear(backend, form, linear)
-        for attention in ATTENTIONS:
+        for attention in (*ATTENTIONS, *(ATTENTIONS_ON_DEVICE if on_device else ())):
             yield check_attention(backend, attention)
         for rows, hidden in ((1, 64), (5, 300), (40, 4096), (3, 14336)):
             yield check_rows(backend, rows, hidden, has_norm=True, multiplier=0.22)

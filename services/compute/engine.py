@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import Literal
 
 import torch
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from services.compute.backends.backend import Backend, RowSearch
 from services.compute.backends.choose import choose_backend, choose_device
@@ -113,8 +114,13 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     backend = choose_backend(choose_dtype(settings.dtype, files), device)
     asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
     log.info("loading the model", model=files.name, weights=files.weights)
+    if settings.max_model_len is not None and files.max_model_len is not None and settings.max_model_len > files.max_model_len:
+        log.warning(
+            "--max-model-len is more than the model was made for, and what that is holds", asked=settings.max_model_len, max_model_len=files.max_model_len
+        )
     try:
-        model = load_model(settings, files, backend, asked)
+        with logging_redirect_tqdm():  # lines of log go above the bar
+            model = load_model(settings, files, backend, asked)
         workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
     except torch.OutOfMemoryError as error:
         raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None

@@ -10,6 +10,7 @@ from redis.backoff import NoBackoff
 
 from services.gateway.admission import Admission
 from services.gateway.app import build_app
+from services.gateway.auth import KeyRing
 from services.gateway.bodies import BodyReader
 from services.gateway.canceller import Canceller
 from services.gateway.context import Context
@@ -21,23 +22,31 @@ from services.gateway.responses.stored import MAX_FOLLOWERS, Store
 from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
+from shared.api_keys import check_exposure
 from shared.errors import StartupError
 from shared.settings import GatewaySettings, load_settings
 from shared.stage import Stage, run_stage, start_logging
+from shared.transport import Pipeline as RedisPipeline
 
 REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and what a client waits for a 503
 
 
-def build(settings: GatewaySettings) -> Context:
+def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     stage = Stage("gateway", settings)
     stage.transport.wait_until_up(settings.redis_timeout_s)
     client = connect(settings)
     metrics = Metrics(stage)
     admission = Admission(stage, client, settings, metrics)
-    pipeline = Pipeline(client, admission, Subscriptions(stage, client), Canceller(client), Takeover(stage, client))
+    subscriptions = Subscriptions(stage, client)
+    pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
+
+    def announce_load(_: RedisPipeline) -> None:
+        stage.load = metrics.load() | {"running": subscriptions.num_sequences}
+
+    stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), pipeline, settings.ping_interval_s)
-    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store)
+    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store, keys)
 
 
 def connect(settings: GatewaySettings, **options: Any) -> "redis.asyncio.Redis":
@@ -47,13 +56,16 @@ def connect(settings: GatewaySettings, **options: Any) -> "redis.asyncio.Redis":
 def main() -> None:
     settings = load_settings(GatewaySettings)
     start_logging(settings)
+    check_exposure(settings)
+    keys = KeyRing(settings)
     sockets = listen(settings.host, settings.port)
     raise_file_limit()
-    context = build(settings)
+    context = build(settings, keys)
     config = uvicorn.Config(
         build_app(context),
         http=patient(settings),
         log_level="warning",
+        log_config=None,  # our own
         access_log=False,
         lifespan="on",
         timeout_graceful_shutdown=int(DRAIN_S + LAST_WORDS_S) + 2,

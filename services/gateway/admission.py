@@ -10,6 +10,7 @@ import asyncio
 
 import redis.asyncio
 
+from services.gateway.limits import NUM_ARGUMENTS, SCRIPT, Caller
 from services.gateway.metrics import Metrics
 from shared.errors import Invalid, Rejected
 from shared.messages import GenerateRequest, Replica, encode
@@ -17,6 +18,7 @@ from shared.registry import Registry
 from shared.settings import GatewaySettings
 from shared.stage import Stage
 from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, requests, response_key, stored_key
+from shared.tenants import Tenant
 
 STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
@@ -25,24 +27,43 @@ RETRY_AFTER_S = 2
 LONG_BYTES = 256 << 10
 
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
-# tokens, tokens in all, gateway id; then for each request its id, its tokens and its message. Returns nil, or, if they do not fit, what is held: requests
-# and tokens.
-SUBMIT = f"""
+# tokens, tokens in all, gateway id; what limits.py says of the tenant; then for each request its id, its tokens and its message. Returns what is left to the
+# tenant (nothing, if it has no limits), and, if they do not fit, why: {'full', requests, tokens} with what is held, or {'requests' | 'tokens' |
+# 'concurrency', ms to wait}.
+FIRST = 12 + NUM_ARGUMENTS
+SUBMIT = (
+    SCRIPT
+    + f"""
 local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 11)
+local quota, running = ARGV[12], ARGV[13]
+local rpm, tpm, concurrency = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
+local num_sequences = (#ARGV - {FIRST - 1}) / 3
+local left, wanting = {{}}, nil
+if quota ~= '' then
+  left, wanting = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(ARGV[17]), tonumber(ARGV[18]), num_sequences)
+  if wanting then return {{left, wanting}} end
+end
 local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
 local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
-if held_requests + (#ARGV - 11) / 3 > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
-  return {{held_requests, held_tokens}}
+if held_requests + num_sequences > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
+  return {{left, {{'full', held_requests, held_tokens}}}}
 end
+if quota ~= '' then charge(quota, rpm, tpm, left) end
 redis.call('SET', response, record, 'EX', ttl)
 if content ~= '' then redis.call('SET', stored, content, 'EX', ttl) end
-for i = 12, #ARGV, 3 do
+for i = {FIRST}, #ARGV, 3 do
   redis.call('HSET', inflight, ARGV[i], ARGV[i + 1])
   redis.call('XADD', stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
 end
 redis.call('HINCRBY', inflight, '', tokens)
 redis.call('EXPIRE', inflight, ttl)
+if concurrency > 0 then
+  for i = {FIRST}, #ARGV, 3 do redis.call('HSET', running, ARGV[i], inflight) end
+  redis.call('EXPIRE', running, ttl)
+end
+return {{left}}
 """
+)
 
 
 class Admission:
@@ -52,17 +73,20 @@ class Admission:
         self.settings = settings
         self.metrics = metrics
 
-    def resolve(self, name: str) -> str:
-        """The model that clients call so. Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it."""
+    def resolve(self, name: str, tenant: Tenant) -> str:
+        """The model that the tenant calls so.
+
+        Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it, or not to him.
+        """
         registry = self.stage.registry
         for replica in sorted(registry.replicas, key=lambda each: each.started_at):
-            if replica.model is not None and name in names_of(replica):
+            if replica.model is not None and name in (names := names_of(replica)) and tenant.may_use(names):
                 self._check_stages(registry, replica.model)
                 return replica.model
         missing = [stage for stage in STAGES if not registry.of(stage)]
         if missing:  # it may be the model of those that are not there yet
             raise self._missing(missing, None)
-        known = ", ".join(sorted(served_names(registry)))
+        known = ", ".join(sorted(served_names(registry, tenant)))
         raise Invalid(f"the model {name!r} does not exist; served: {known}", param="model", code="model_not_found", status=404)
 
     def _check_stages(self, registry: Registry, model: str) -> None:
@@ -70,31 +94,39 @@ class Admission:
             raise self._missing(missing, model)
 
     def _missing(self, stages: list[str], model: str | None) -> Rejected:
-        self.metrics.rejected.inc()
+        self.metrics.rejected.labels(model or "", "stage_missing").inc()
         suffix = f" for the model {model}" if model else ""
         return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
 
-    async def submit(self, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"") -> None:
-        """Hand the requests of a response over, with its record and what is to be stored of it, all or none.
+    async def submit(self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"") -> None:
+        """Hand the requests of a response over, with its record and what is to be stored of it, all or none, and charge the caller for them.
 
-        Raises Rejected (429) if they do not fit, and what the client raises.
+        Raises Rejected (429) if they do not fit, Invalid if they never will, and what the client raises.
         """
-        tokens = [estimate_tokens(request) for request in submitted]
+        outputs = [estimate_output(request) for request in submitted]
+        tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
-            raise self._full(0, 0, len(submitted), sum(tokens))
+            raise self._full(model, 0, 0, len(submitted), sum(tokens))
         arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
         arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
+        arguments += caller.arguments(sum(tokens), sum(outputs), len(submitted))
         for request, count in zip(submitted, tokens, strict=True):
             arguments += [request.request_id, count, message := encode(request)]
             if len(message) > LONG_BYTES:
                 await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
-        held = await self.client.eval(SUBMIT, 0, *arguments)
-        if held is not None:
-            raise self._full(held[0], held[1], len(submitted), sum(tokens))
+        left, *wanting = await self.client.eval(SUBMIT, 0, *arguments)
+        if not wanting:
+            return caller.admitted(left)
+        kind, *rest = wanting[0]
+        if kind == b"full":
+            raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
+        refusal = caller.refused(kind.decode(), rest[0], left)
+        self.metrics.rejected.labels(model, refusal.code).inc()
+        raise refusal
 
-    def _full(self, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
-        self.metrics.rejected.inc()
+    def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
+        self.metrics.rejected.labels(model, "server_full").inc()
         words = f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most {self.settings.max_tokens_in_flight}"
         message = f"the server is full: {words} are in it, and this would add {more_requests} and {more_tokens}"
         return Rejected(message, status=429, retry_after_s=RETRY_AFTER_S)
@@ -105,19 +137,23 @@ def names_of(replica: Replica) -> tuple[str, ...]:
     return () if replica.model is None else (replica.model, *replica.aliases)
 
 
-def served_names(registry: Registry) -> dict[str, Replica]:
-    """Every name of every model that a live compute replica serves, and one such replica."""
+def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
+    """Every name of every model that a live compute replica serves to the tenant, and one such replica."""
     computes = sorted(registry.of("compute"), key=lambda each: each.started_at, reverse=True)
-    return {name: replica for replica in computes for name in names_of(replica)}
+    return {name: replica for replica in computes for name in names_of(replica) if tenant.may_use(names_of(replica))}
 
 
-def estimate_tokens(request: GenerateRequest) -> int:
-    """Prompt and output tokens; the prompt's by its length in bytes, for the gateway has no tokenizer."""
+def estimate_prompt(request: GenerateRequest) -> int:
+    """Tokens of the prompt, by its length in bytes, for the gateway has no tokenizer."""
     ids = request.prompt_token_ids
-    prompt = len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1
-    if request.embedding is not None:
-        return prompt
-    return prompt + (UNBOUNDED_TOKENS if request.params.max_tokens is None else request.params.max_tokens)
+    return len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1
+
+
+def estimate_output(request: GenerateRequest) -> int:
+    """Tokens that it may generate."""
+    if request.embedding is not None or request.task != "generate":
+        return 0
+    return UNBOUNDED_TOKENS if request.params.max_tokens is None else request.params.max_tokens
 
 
 def texts_of(request: GenerateRequest) -> list[str]:

@@ -14,9 +14,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.admission import STAGES
 from services.gateway.anthropic.routes import router as anthropic
+from services.gateway.auth import Auth
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.middleware import BodyLimit, Head, RequestId
+from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
@@ -62,7 +64,9 @@ def build_app(context: Context) -> FastAPI:
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
     app.add_middleware(Head)
+    app.add_middleware(Auth, keys=context.keys)
     app.add_middleware(RequestId)
+    app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
     if context.settings.allow_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],

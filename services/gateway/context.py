@@ -1,20 +1,25 @@
-"""Context: the objects that a gateway's routes work with, built once at the start."""
+"""Context: the objects that a gateway's routes work with, built once at the start; and who asks, of each request its own."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import redis
 import redis.asyncio
+from fastapi import Request
 
-from services.gateway.admission import Admission
+from services.gateway.admission import Admission, served_names
+from services.gateway.auth import KeyRing
 from services.gateway.bodies import BodyReader
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
+from services.gateway.limits import Caller
 from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
+from shared.messages import Replica
 from shared.settings import GatewaySettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
+from shared.tenants import NOBODY, Tenant
 
 log = get_logger("penstock.gateway")
 
@@ -30,9 +35,35 @@ class Context:
     pipeline: Pipeline
     metrics: Metrics
     store: Store
+    keys: KeyRing
+    caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.caller.tenant
+
+    def resolve(self, name: str) -> str:
+        """The served model that the caller calls so. Raises Rejected, Invalid."""
+        return self.admission.resolve(name, self.tenant)
+
+    def served_names(self) -> dict[str, Replica]:
+        """Every name that the caller may use, and a live compute replica of its model."""
+        return served_names(self.stage.registry, self.tenant)
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
             "request submitted", response_id=record.response_id, kind=record.kind, num_sequences=record.num_prompts * record.n,
-            x_request_id=request_id, user=(user or "-")[:128],
+            x_request_id=request_id, user=(user or "-")[:128], tenant=self.tenant.name,
         )  # fmt: skip
+
+
+def context_of(request: Request) -> Context:
+    """The gateway's objects, for this request's caller."""
+    context: Context = request.app.state.context
+    return replace(context, caller=request.state.caller)
+
+
+def tenant_of(request: Request) -> Tenant:
+    """Whose request this is."""
+    caller: Caller = request.state.caller
+    return caller.tenant

@@ -46,6 +46,8 @@ class ResponseRecord:
     has_token_ids: bool = False  # return_token_ids
     names_tokens_by_id: bool = False  # return_tokens_as_token_ids
     is_background: bool = False  # nobody's leaving cancels it; its readers follow the log
+    tenant_id: str = ""  # whose it is
+    traceparent: str = ""  # of its trace; empty: it has none
 
     @property
     def request_ids(self) -> list[str]:

@@ -61,6 +61,11 @@ class Subscriptions:
         found = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
         return found + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
 
+    @property
+    def num_sequences(self) -> int:
+        """That are read here. From any thread."""
+        return len(self._by_request)
+
     def all(self) -> set[Subscription]:
         return set(self._by_request.values())
 
@@ -139,11 +144,14 @@ class Subscriptions:
 
     def _dispatch(self, values: dict[bytes, bytes]) -> None:
         try:
-            payloads = decode(StepEvents, values[MESSAGE]).events
+            step = decode(StepEvents, values[MESSAGE])
         except (Invalid, KeyError) as error:
             self._garbage.append((self.stream.key, values, error))
             return
-        for payload in payloads:
+        for moments in step.moments:
+            if (subscription := self._by_request.get(moments.request_id)) is not None:
+                subscription.timelines[moments.request_id].note(moments)
+        for payload in step.events:
             try:
                 event = decode(TokenEvent, payload)
             except Invalid as error:  # the others of the step are none the worse for it

@@ -8,7 +8,7 @@ from fastapi import Request, Response
 
 from services.gateway.context import Context
 from services.gateway.generation import Generation
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.routes import prepare_chat
 from services.gateway.openai.schemas import ChatCompletionBody
@@ -34,5 +34,5 @@ async def count_tokens(
     with own_terms(names):
         record, requests = await prepare_chat(context, chat, kind, chat.model, context.stage.replica_id)
     requests = [replace(each, task="tokenize", params=replace(each.params, max_tokens=0)) for each in requests]
-    generation = await context.pipeline.submit(record, requests)
+    generation = await context.pipeline.submit(context.caller, record, requests)
     return await TokenCount(generation, measured, context.settings.ping_interval_s, describe).whole(request)

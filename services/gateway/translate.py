@@ -15,7 +15,7 @@ from fastapi import Request, Response
 
 from services.gateway.errors import RequestFailed
 from services.gateway.generation import Generation
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai import parse
 from services.gateway.openai.formats import Choice, format_for, usage
 from services.gateway.openai.respond import EventStream, Responder, check

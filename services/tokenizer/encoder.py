@@ -157,6 +157,7 @@ class Encoder:
             constraint=request.constraint,
             dry_breakers=dry_breakers,
             embedding=request.embedding,
+            traceparent=request.traceparent,
         )
 
     def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

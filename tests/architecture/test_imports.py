@@ -60,6 +60,7 @@ def test_only_streams_makes_keys() -> None:
     """No f-string or literal elsewhere looks like one of our keys."""
     prefixes = (
         "requests:", "prompts:", "candidates:", "decisions:", "events:", "log:", "cancelled:", "reader:", "response:", "replica:", "inflight:", "attempts:",
+        "quota:", "running:",
     )  # fmt: skip
     offenders = []
     for path in [*(ROOT / "services").rglob("*.py"), *(ROOT / "shared").rglob("*.py")]:

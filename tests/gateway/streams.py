@@ -62,13 +62,15 @@ class Stream:
 
 
 @contextmanager
-def streaming(deployment: Deployment, *, resume: str = "", last_id: str = "", gateway: str | None = None, **body: Any) -> Iterator[Stream]:
+def streaming(
+    deployment: Deployment, *, resume: str = "", last_id: str = "", gateway: str | None = None, headers: dict[str, str] | None = None, **body: Any
+) -> Iterator[Stream]:
     """A stream of completions, new or resumed."""
     if resume:
-        headers = {"Last-Event-ID": last_id} if last_id else {}
+        headers = (headers or {}) | ({"Last-Event-ID": last_id} if last_id else {})
         context = httpx.stream("GET", deployment.url(gateway) + f"/v1/streams/{resume}", headers=headers, timeout=60, trust_env=False)
     else:
-        context = httpx.stream("POST", deployment.url(gateway) + "/v1/completions", json=BODY | body, timeout=60, trust_env=False)
+        context = httpx.stream("POST", deployment.url(gateway) + "/v1/completions", json=BODY | body, headers=headers, timeout=60, trust_env=False)
     with context as response:
         assert response.status_code == 200, response.read()
         yield Stream(response)

@@ -274,9 +274,9 @@ def test_weights_that_were_written_by_half_are_no_weights(tmp_path: Path, monkey
         raise OSError("No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr("services.compute.tools.quantize.save_file", full_disk)
+        patched.setattr("services.compute.tools.out_folder.save_file", full_disk)
         assert main(["quantize", "demo", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.splitlines()[-1].endswith("the checkpoint can't be written: No space left on device")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("the model can't be written: No space left on device")
     assert not list(tmp_path.glob("*.safetensors"))
     assert main(["quantize", "demo", str(tmp_path)]) == 0
     assert [path.name for path in tmp_path.glob("model*")] == ["model.safetensors"]

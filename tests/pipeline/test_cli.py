@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,7 +19,7 @@ from shared.model_files import DEMO_MODEL, open_model
 from tests.deployment import free_port
 from tests.kernels.families import CONFIGS
 from tests.kernels.gguf_files import Kind, Writer
-from tests.pipeline.up import Up, run
+from tests.pipeline.up import COMMAND, Up, run
 from tests.waiting import wait_until
 
 
@@ -29,20 +32,45 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     assert up.ask() == 200
-    status = run("status", "--redis-url", f"unix://{up.data_dir}/redis.sock")
+    status = run("status", "--data-dir", str(up.data_dir))
     assert status.returncode == 0, status.stderr
     lines = status.stdout.splitlines()
-    assert [sum(line.startswith(f"{stage}-") for line in lines) for stage in ("gateway", "tokenizer", "compute", "sampler")] == [1, 2, 1, 2]
-    assert any(line.startswith("output tokens/s") for line in lines)
-    [compute] = [line for line in lines if line.startswith("compute-")]
-    assert compute.endswith("running 0 waiting 0 kv 0%"), "and nothing of the rest that /metrics has"
+    assert lines[0].split() == ["STAGE", "MODEL", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "KV", "UP", "REPLICA", "HOST", "PID"]
+    stages = ["gateway", "tokenizer", "tokenizer", "compute", "sampler", "sampler"]
+    assert [line.split()[0] for line in lines[1:7]] == stages
+    shown = json.loads(run("status", "--redis-url", f"unix://{up.data_dir}/redis.sock", "--json").stdout)
+    replicas = {replica["stage"]: replica for replica in shown["replicas"]}
+    assert [replica["stage"] for replica in shown["replicas"]] == stages and shown["missing"] == [] and shown["dead_letters"] == 0
+    assert replicas["compute"]["model"] == "penstock-demo" and replicas["compute"]["waiting"] == 0
+    assert replicas["compute"]["tokens_per_s"] is not None and 0 <= replicas["compute"]["kv_cache_usage"] <= 1
+    assert replicas["gateway"]["ttft_s"] > 0
+    assert shown["queues"] == {"requests:penstock-demo": 0, "prompts:penstock-demo": 0}
 
 
-def test_chat_answers_and_remembers_nothing_wrong(up: Up) -> None:
-    chat = run("chat", "--url", up.url, "--temperature", "0", text="What is Penstock?\n\nThank you!\n")
-    assert chat.returncode == 0, chat.stderr
-    assert "Penstock is a server for large language models." in chat.stdout
-    assert "You are welcome!" in chat.stdout
+def test_a_piped_question_has_the_answer_alone(up: Up) -> None:
+    chat = run("chat", "--url", up.url, "--temperature", "0", text="What is\nPenstock?\n")
+    assert chat.returncode == 0 and chat.stderr == "", chat.stderr
+    assert chat.stdout.startswith("Penstock is a server for large language models.") and chat.stdout.endswith(".\n")
+
+
+def test_a_chat_goes_on_when_its_gateway_is_killed(up: Up) -> None:
+    """All that it printed is what the token log holds: nothing lost, nothing doubled."""
+    command = [*COMMAND, "chat", "--url", up.url, "--temperature", "100", "--max-tokens", "800", "Go."]
+    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
+        assert chat.stdout is not None and chat.stderr is not None
+        printed = chat.stdout.read(200)
+        [gateway] = [child for child in up.children() if "services.gateway" in child.cmdline()]
+        gateway.kill()
+        printed += chat.stdout.read()
+        errors = chat.stderr.read()
+    assert chat.returncode == 0, errors
+    response_id = re.findall(r"response_id=(chatcmpl-\w+)", up.log.read_text())[-1]
+    whole = httpx.get(f"{up.url}/v1/streams/{response_id}", timeout=60, trust_env=False)
+    assert whole.status_code == 200
+    data = [line.removeprefix("data: ") for line in whole.text.splitlines() if line.startswith("data: {")]
+    deltas = [choice["delta"] for chunk in data for choice in json.loads(chunk)["choices"]]
+    text = "".join(delta.get("content") or "" for delta in deltas)
+    assert printed.decode().removesuffix("\n") == text.removesuffix("\n") and len(text) > 400
 
 
 def test_a_second_up_on_the_same_data_is_one_line(up: Up) -> None:
@@ -86,7 +114,7 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         (["serve", "compute", "--dtype", "float8"], "--dtype"),
         (["chat", "--url", "http://127.0.0.1:1"], "no gateway at"),
         (["status", "--redis-url", f"unix://{tmp_path}/none.sock"], "Redis does not answer"),
-        (["chat", "--nope"], "unknown arguments"),
+        (["chat"], "there is no question"),
     ]
     for arguments, message in cases:
         result = run(*arguments)

@@ -1,18 +1,15 @@
 """KVCache: the tensors behind the block ids, and how many there can be. Who has which block is block_manager.py's."""
 
-from pathlib import Path
 from typing import Protocol
 
-import psutil
 import torch
 
 from services.compute.backends.backend import Backend
 from shared.errors import StartupError
+from shared.host_memory import GIB, free_host_memory
 from shared.settings import ComputeSettings
 
-GIB = 1 << 30
 CUDA_SHARE, CPU_SHARE = 0.9, 0.25  # of the free memory: a GPU is the server's own, a laptop is not
-CGROUP = Path("/sys/fs/cgroup")  # a container sees its own limits here
 
 
 class CacheShape(Protocol):
@@ -81,12 +78,4 @@ def free_memory(device: torch.device) -> int:
     """Bytes that this process could still take on the device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit, used, details = ((CGROUP / name).read_text() for name in ("memory.max", "memory.current", "memory.stat"))
-    except OSError:  # no cgroups here, or an older kind
-        return available
-    if limit.strip() == "max":
-        return available
-    droppable = int(dict(line.split() for line in details.splitlines())["inactive_file"])  # files read once, as weights are
-    return min(available, int(limit) - int(used) + droppable)
+    return free_host_memory()

@@ -9,6 +9,7 @@ from services.compute.scheduling.scheduler import Scheduler
 from services.compute.simulation.hardware import HARDWARE, MODELS, find_hardware, find_model
 from services.compute.simulation.simulator import PERCENTILES, Replay, percentiles, replay
 from services.compute.simulation.trace import load_trace, with_rate
+from shared.arguments import Parser
 from shared.errors import StartupError
 
 EXAMPLES = """examples:
@@ -20,11 +21,10 @@ EXAMPLES = """examples:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="penstock simulate",
         description="Replay a trace of requests through the scheduler and the KV cache's accounting under a cost model of the steps.",
         epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--trace", default="synthetic", help="synthetic, a ShareGPT .json, or a .jsonl of prompt_tokens, output_tokens, arrived_at")
     parser.add_argument("--model", default="llama-3-8b", help=f"a checkpoint folder, or one of {', '.join(MODELS)} (default: %(default)s)")

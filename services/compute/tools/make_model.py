@@ -5,14 +5,15 @@ to the shape's vocabulary.
 """
 
 import json
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from tqdm import tqdm
 
+from services.compute.tools.out_folder import open_out_folder, write_model
 from shared.model_files import DEMO_MODEL
 
 
@@ -48,18 +49,24 @@ SHAPES = {
 }  # fmt: skip
 
 
-def make_model(out: Path, *, shape: str, dtype: str, seed: int) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files to `out`."""
+def make_model(out: Path, *, shape: str, dtype: str, seed: int, force: bool = False) -> None:
+    """Write config.json, model.safetensors and the tokenizer's files to `out`, with force in the stead of a model that is there. Raises StartupError."""
     chosen = SHAPES[shape]
-    out.mkdir(parents=True, exist_ok=True)
+    open_out_folder(out, force=force)
+    if not sys.stderr.isatty():  # where there are no bars
+        sys.stderr.write(f"making a model of shape {shape}\n")
     generator = torch.Generator().manual_seed(seed)
     tensors = {
         name: _random(name, size, generator).to(getattr(torch, dtype)) for name, size in tqdm(list(tensor_sizes(chosen)), desc="making weights", unit="tensor")
     }
-    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(config_json(chosen, dtype), indent=2) + "\n")
+    write_model(out, tensors, lambda: describe(out, chosen, dtype))
+
+
+def describe(out: Path, shape: Shape, dtype: str) -> None:
+    """Write config.json, generation_config.json and the tokenizer's files."""
+    (out / "config.json").write_text(json.dumps(config_json(shape, dtype), indent=2) + "\n")
     (out / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}) + "\n")
-    write_tokenizer(out, chosen.vocab_size)
+    write_tokenizer(out, shape.vocab_size)
 
 
 def config_json(shape: Shape, dtype: str) -> dict[str, Any]:

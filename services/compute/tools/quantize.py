@@ -5,15 +5,12 @@ LM head is stored beside the embedding.
 """
 
 import json
-import os
 import shutil
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.backend import CpuBackend
@@ -25,11 +22,11 @@ from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.tools.calibration.calibrate import calibrate
 from services.compute.tools.calibration.perplexity import perplexity
 from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
+from services.compute.tools.out_folder import open_out_folder, write_model
 from services.compute.weights.loader import Loader, check_quantizable, load_weights, norm_names, open_source
 from shared.errors import StartupError
 from shared.model_files import TOKENIZER_FILES, ModelFiles, open_model
 
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")  # as a folder's readers find them
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
 
@@ -41,16 +38,14 @@ class Result:
     perplexities: tuple[float, float] | None  # of text that calibration did not see; None without calibration
 
 
-def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS) -> Result:
-    """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`. Raises StartupError.
+def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS, force: bool = False) -> Result:
+    """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`, with force in the stead of a model that is there. Raises StartupError.
 
     calibration: a text's path, or default, of which so many tokens are used; None: weights are rounded to nearest, whatever the layers' inputs are.
     """
     files = open_model(model, weights=True)
-    if out.resolve() in (files.folder, files.weights):
+    if out.resolve() in (files.folder, files.weights, files.weights.parent if files.weights.is_file() else files.weights):
         raise StartupError(f"{out}: the quantized checkpoint needs a folder of its own")
-    if (old := next((file for pattern in WEIGHTS for file in sorted(out.glob(pattern))), None)) is not None:
-        raise StartupError(f"{out}: {old.name} is there already; the quantized checkpoint needs a folder without weights")
     backend = choose_backend(BFLOAT16, CPU)
     if not isinstance(backend, CpuBackend):
         raise StartupError("quantizing needs the native kernels: penstock build-kernels")
@@ -63,21 +58,15 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
     source = open_source(files.weights, config, backend if windows is None else TorchBackend(torch.float32, CPU))
     source.close()
     check_quantizable(source, f"--quantization {packing.quantization}")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartupError(f"{out}: {error.strerror}") from None
+    open_out_folder(out, force=force)
+    before = _num_bytes(files.weights)
     if not sys.stderr.isatty():  # where there are no bars
         sys.stderr.write(f"quantizing {model}\n")
     if windows is None:
         weights, perplexities = load_weights(files.weights, config, backend, **asdict(packing)), None
     else:
         weights, perplexities = _calibrated(files, config, packing, windows, backend)
-    size = _write(out, files, config, packing, weights)
-    umask = os.umask(0o077)
-    os.umask(umask)
-    (out / "model.safetensors").chmod(0o666 & ~umask)  # like its neighbours: safetensors keeps what it writes from everybody else
-    return Result((_num_bytes(files.weights), size), perplexities)
+    return Result((before, write_model(out, collect(config, weights), lambda: _describe(out, files, packing))), perplexities)
 
 
 def _num_bytes(weights: Path) -> int:
@@ -99,20 +88,14 @@ def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows
     return weights, (before, perplexity(Decoder(config, weights, backend), windows.held_out))
 
 
-def _write(out: Path, files: ModelFiles, config: ModelConfig, packing: Packed, weights: ModelWeights) -> int:
-    """Write the tokenizer's files, config.json and the weights, which have their name when all is there. Returns the bytes of the weights' file."""
-    aside = out / "model.safetensors.unfinished"
+def _describe(out: Path, files: ModelFiles, packing: Packed) -> None:
+    """Write the tokenizer's files and config.json."""
     described = {"quant_method": PACKED_METHOD} | asdict(packing)
-    try:
-        for pattern in TOKENIZER_FILES:
-            for file in files.folder.glob(pattern):
-                if not file.name.endswith(".index.json"):
-                    shutil.copy(file, out)
-        (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
-        save_file(collect(config, weights), aside, metadata={"format": "pt"})
-        return aside.rename(out / "model.safetensors").stat().st_size
-    except (OSError, SafetensorError) as error:
-        raise StartupError(f"{out}: the checkpoint can't be written: {error}") from None
+    for pattern in TOKENIZER_FILES:
+        for file in files.folder.glob(pattern):
+            if not file.name.endswith(".index.json"):
+                shutil.copy(file, out)
+    (out / "config.json").write_text(json.dumps(files.config | {"quantization_config": described}, indent=2) + "\n")
 
 
 def collect(config: ModelConfig, weights: ModelWeights) -> dict[str, torch.Tensor]:

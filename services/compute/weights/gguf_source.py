@@ -2,7 +2,6 @@
 
 import mmap
 import re
-import sys
 from collections import Counter
 from dataclasses import fields, replace
 from pathlib import Path
@@ -12,10 +11,10 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from tqdm import tqdm
 
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.gguf_blocks import FORMATS, GROUP, to_grouped
+from services.compute.weights.progress import Progress
 from shared.errors import StartupError
 from shared.gguf.reader import GgufHead, TensorInfo, read_head
 from shared.telemetry import get_logger
@@ -58,7 +57,7 @@ class GgufSource:
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         num_reads = len(self._kinds) + ("output.weight" not in self._kinds)  # a tied embedding is read twice
-        self._bar = tqdm(total=num_reads, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
+        self._progress = Progress(num_reads)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
         """The tensor's type. Raises StartupError."""
@@ -122,7 +121,7 @@ class GgufSource:
         return self.matrix("model.embed_tokens.", (rows, columns))
 
     def close(self) -> None:
-        self._bar.close()
+        self._progress.close()
         self._map.close()
 
     def _find(self, name: str, shape: tuple[int, ...]) -> tuple[TensorInfo, GGMLQuantizationType]:
@@ -150,7 +149,7 @@ class GgufSource:
         data = torch.from_numpy(np.frombuffer(self._map, np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
         self._forget(info.offset, size)
         self._read.add(info.name)
-        self._bar.update()
+        self._progress.update()
         heads = {".self_attn.q_proj.": "head_count", ".self_attn.k_proj.": "head_count_kv"}
         for part, key in heads.items():
             if self.architecture == "llama" and part in name:

@@ -1,17 +1,16 @@
 """Safetensors: a folder with one file, or with several and an index."""
 
 import json
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from tqdm import tqdm
 
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.formats import Format, StoredLayer, read_format
+from services.compute.weights.progress import Progress
 from shared.errors import StartupError
 from shared.telemetry import get_logger
 
@@ -38,7 +37,7 @@ class SafetensorsSource:
         self._name_in_file = {_text_name(name): name for name in files}
         self.format: Format | None = read_format(config) if (config := quantization_config or self._older_config()) else None
         self.kept: Counter[str] = Counter()  # quantized matrices, by how they are kept
-        self._bar = tqdm(total=len(self.file_by_name), desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
+        self._progress = Progress(len(self.file_by_name))
         self._open: dict[Path, Any] = {}
 
     def _index(self) -> dict[str, Path]:
@@ -104,7 +103,7 @@ class SafetensorsSource:
             tensor: Tensor = file.get_tensor(self._name_in_file[name])
         except (SafetensorError, OSError) as error:
             raise StartupError(f"{self.file_by_name[name]}: {error}") from None
-        self._bar.update()
+        self._progress.update()
         return tensor
 
     def stored_dtype(self, name: str) -> str:
@@ -152,7 +151,7 @@ class SafetensorsSource:
             log.info("the checkpoint is quantized", format=self.format.description, matrices=kept or "all dense")
 
     def close(self) -> None:
-        self._bar.close()
+        self._progress.close()
         self._open.clear()
 
 

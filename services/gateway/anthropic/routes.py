@@ -1,12 +1,12 @@
-"""Anthropic's endpoints: a message is a chat inside. docs/api-others.md says what is understood. Keys and versions in headers are accepted, and ignored."""
+"""Anthropic's endpoints: a message is a chat inside. docs/api-others.md says what is understood. Versions in headers are accepted, and ignored."""
 
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.anthropic.chat import NAME_HERE, chat_of
 from services.gateway.anthropic.events import MessageEvents
 from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
-from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.context import context_of
+from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.routes import prepare_chat
 from services.gateway.token_count import count_tokens
@@ -18,14 +18,14 @@ router = APIRouter(prefix="/v1/messages")
 @router.post("", openapi_extra=takes("message"))
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "message")
     assert isinstance(body, MessagesBody)
     chat = chat_of(body)
     measured = Measured(context.metrics)
     with own_terms(NAME_HERE):
         record, requests = await prepare_chat(context, chat, "message", body.model, context.stage.replica_id)
-    generation = await context.pipeline.submit(record, requests)
+    generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, chat.user, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, MessageEvents(record))
     return await (responder.stream() if body.stream else responder.whole(request))
@@ -34,7 +34,7 @@ async def messages(request: Request) -> Response:
 @router.post("/count_tokens", openapi_extra=takes("count"))
 async def count(request: Request) -> Response:
     """How many tokens a conversation has, by the model's own template and tokenizer."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "count")
     assert isinstance(body, CountTokensBody)
     return await count_tokens(context, request, chat_of(body), "message", NAME_HERE, lambda number: {"input_tokens": number})

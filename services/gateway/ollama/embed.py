@@ -5,7 +5,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.context import Context
+from services.gateway.context import context_of
 from services.gateway.ollama.routes import name_here
 from services.gateway.ollama.schemas import OllamaEmbedBody, OllamaEmbeddingsBody
 from services.gateway.openai.docs import takes
@@ -41,7 +41,7 @@ class OneEmbedding(EmbeddingResponder):
 @router.post("/embed", openapi_extra=takes("ollama_embed"))
 async def embed(request: Request) -> Response:
     """A vector of each input."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "ollama_embed")
     assert isinstance(body, OllamaEmbedBody)
     began_ns = time.monotonic_ns()
@@ -56,7 +56,7 @@ async def embed(request: Request) -> Response:
 @router.post("/embeddings", openapi_extra=takes("ollama_embeddings"))
 async def embeddings(request: Request) -> Response:
     """One vector."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "ollama_embeddings")
     assert isinstance(body, OllamaEmbeddingsBody)
     asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False)

@@ -7,9 +7,8 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
-from services.gateway.admission import served_names
-from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.context import Context, context_of
+from services.gateway.measured import Measured
 from services.gateway.ollama.lines import OllamaLines, now_text
 from services.gateway.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody
 from services.gateway.openai.docs import takes
@@ -27,7 +26,7 @@ router = APIRouter(prefix="/api")
 @router.post("/chat", openapi_extra=takes("ollama_chat"))
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "ollama_chat")
     assert isinstance(body, OllamaChatBody)
     if not body.messages:
@@ -38,7 +37,7 @@ async def chat(request: Request) -> Response:
 @router.post("/generate", openapi_extra=takes("ollama_generate"))
 async def generate(request: Request) -> Response:
     """Answer a prompt, or continue it as it is."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "ollama_generate")
     assert isinstance(body, OllamaGenerateBody)
     if not body.prompt:
@@ -72,7 +71,7 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
         record = replace(record, parsing=None)
         requests = [replace(each, messages=None, prompt=raw, chat=ChatOptions(), params=replace(each.params, skip_special_tokens=True)) for each in requests]
     lines = OllamaLines(record, is_chat=isinstance(body, OllamaChatBody))
-    generation = await context.pipeline.submit(record, requests)
+    generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, None, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, lines)
     return await (responder.stream() if body.stream else responder.whole(request))
@@ -80,31 +79,31 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
 
 def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
     """Nothing was asked: Ollama would load the model. It is there, or the error says so."""
-    context.admission.resolve(name_here(context, body.model))
+    context.resolve(name_here(context, body.model))
     return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "load", **nothing})
 
 
 @router.get("/tags")
 async def tags(request: Request) -> dict[str, Any]:
     """The models that live compute replicas serve."""
-    return {"models": [card(name, replica) for name, replica in sorted(served_names(request.app.state.context.stage.registry).items())]}
+    return {"models": [card(name, replica) for name, replica in sorted(context_of(request).served_names().items())]}
 
 
 @router.get("/ps")
 async def running(request: Request) -> dict[str, Any]:
     """The same: what is served is in memory, and stays there."""
-    names = sorted(served_names(request.app.state.context.stage.registry).items())
+    names = sorted(context_of(request).served_names().items())
     return {"models": [card(name, replica) | {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0} for name, replica in names]}
 
 
 @router.post("/show", openapi_extra=takes("ollama_model"))
 async def show(request: Request) -> dict[str, Any]:
     """What is known of a model here: its length, and what it can do."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "ollama_model")
     assert isinstance(body, OllamaModelBody)
     name = name_here(context, body.model)
-    replica = served_names(context.stage.registry).get(name)
+    replica = context.served_names().get(name)
     if replica is None:
         raise Invalid(f"model '{body.model}' not found", param="model", code="model_not_found", status=404)
     described = card(name, replica)
@@ -127,7 +126,7 @@ async def show_version() -> dict[str, str]:
 
 def name_here(context: Context, name: str) -> str:
     """The name as it is served: without the tag that Ollama's clients add."""
-    names = served_names(context.stage.registry)
+    names = context.served_names()
     return name.removesuffix(LATEST) if name not in names and name.endswith(LATEST) else name
 
 

@@ -23,7 +23,7 @@ async def ask_all(context: Context, model: str, requests: list[GenerateRequest])
     """The events of each request, whose ids are given here. Raises Rejected, Recoverable, RequestFailed."""
     record = make_record("internal", model, model, num_prompts=len(requests), n=1, has_usage=False)
     named = [replace(each, request_id=request_id) for each, request_id in zip(requests, record.request_ids, strict=True)]
-    generation = await context.pipeline.submit(record, named)
+    generation = await context.pipeline.submit(context.caller, record, named)
     events: list[list[TokenEvent]] = [[] for _ in requests]
     try:
         while not all(each and each[-1].finish_reason is not None for each in events):

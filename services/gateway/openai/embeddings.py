@@ -6,8 +6,8 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.context import Context, context_of
+from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.routes import check
@@ -45,7 +45,7 @@ R = TypeVar("R", bound=EmbeddingResponder)
 @router.post("/embeddings", openapi_extra=takes("embedding"))
 async def embeddings(request: Request) -> Response:
     """A vector of each input, given as texts or as token ids."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "embedding")
     assert isinstance(body, EmbeddingBody)
     responder = await submit_embeddings(context, body, request, EmbeddingResponder)
@@ -70,6 +70,6 @@ async def submit_embeddings(context: Context, body: EmbeddingBody, request: Requ
         )
         for request_id, prompt in zip(record.request_ids, body.input, strict=True)
     ]  # fmt: skip
-    generation = await context.pipeline.submit(record, requests)
+    generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
     return make(generation, measured, context.settings.ping_interval_s)

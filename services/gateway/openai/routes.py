@@ -7,9 +7,8 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Header, Request, Response
 
-from services.gateway.admission import served_names
-from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.context import Context, context_of
+from services.gateway.measured import Measured
 from services.gateway.openai.ask import unless_gone
 from services.gateway.openai.beams import check_beams, search_prompt
 from services.gateway.openai.docs import takes
@@ -35,7 +34,7 @@ LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_sto
 @router.post("/chat/completions", openapi_extra=takes("chat"))
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
     record, requests = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
@@ -45,7 +44,7 @@ async def chat_completions(request: Request) -> Response:
 @router.post("/completions", openapi_extra=takes("completion"))
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, given as text or as token ids."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "completion")
     assert isinstance(body, CompletionBody)
     params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
@@ -74,21 +73,21 @@ async def completions(request: Request) -> Response:
 @router.get("/streams/{response_id}")
 async def resume_stream(response_id: str, request: Request, last_event_id: str | None = Header(None)) -> Response:
     """Go on with a stream whose gateway died: the events after Last-Event-ID, or all of them."""
-    context: Context = request.app.state.context
-    generation = await context.pipeline.resume(response_id, last_event_id, KINDS)
+    context = context_of(request)
+    generation = await context.pipeline.resume(context.tenant, response_id, last_event_id, KINDS)
     return await Responder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, has_positions=True).stream()
 
 
 @router.get("/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The models that live compute replicas serve."""
-    return {"object": "list", "data": models(request.app.state.context)}
+    return {"object": "list", "data": models(context_of(request))}
 
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     """One of them."""
-    for card in models(request.app.state.context):
+    for card in models(context_of(request)):
         if card["id"] == model:
             return card
     raise Invalid(f"the model {model!r} does not exist", param="model", code="model_not_found", status=404)
@@ -101,7 +100,7 @@ def models(context: Context) -> list[dict[str, Any]]:
             "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
             "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
         }
-        for name, replica in sorted(served_names(context.stage.registry).items())
+        for name, replica in sorted(context.served_names().items())
     ]  # fmt: skip
 
 
@@ -109,7 +108,7 @@ def check(context: Context, body: GenerateBody | EmbeddingBody) -> str:
     """The served model that the body names. Raises Rejected, Invalid."""
     if body.priority < (least := context.settings.min_priority):
         raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")
-    return context.admission.resolve(body.model)
+    return context.resolve(body.model)
 
 
 async def constraint_for(context: Context, constraint: Constraint | None) -> Constraint | None:
@@ -187,7 +186,7 @@ async def respond(context: Context, body: GenerateBody, record: ResponseRecord, 
     if body.num_beams is not None:
         return await respond_with_beams(context, body, record, requests, request)
     measured = Measured(context.metrics)
-    generation = await context.pipeline.submit(record, requests)
+    generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
     responder = Responder(generation, measured, context.settings.ping_interval_s, has_positions=body.has_positions)
     return await (responder.stream() if body.stream else responder.whole(request))
@@ -208,7 +207,7 @@ async def respond_with_beams(context: Context, body: GenerateBody, record: Respo
         for each in requests:
             found = await search_prompt(context, each, width=width, length_penalty=length_penalty, early_stopping=body.early_stopping or False, num_best=body.n)
             choices += [parsed(replace(choice, index=len(choices) + choice.index), record) for choice in found]
-        measured.whole(choices)
+        measured.whole(record, choices)
         answer = format_for(record).whole(choices)
         told = usage([replace(choice, answer=None) for choice in choices], body.n)  # of texts that come whole nobody knows how many tokens are thoughts
         return Response(orjson.dumps(answer | {"usage": told}), media_type="application/json")

@@ -6,8 +6,7 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from services.gateway.admission import served_names
-from services.gateway.context import Context
+from services.gateway.context import Context, context_of
 from services.gateway.openai.ask import ask_tokenizer, question
 from services.gateway.openai.docs import takes
 from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
@@ -20,7 +19,7 @@ router = APIRouter()
 @router.post("/tokenize", openapi_extra=takes("tokenize"))
 async def tokenize(request: Request) -> dict[str, Any]:
     """The tokens of a text or of a conversation, and how many they are."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "tokenize")
     assert isinstance(body, TokenizeBody)
     body.check()
@@ -36,7 +35,7 @@ async def tokenize(request: Request) -> dict[str, Any]:
 @router.post("/detokenize", openapi_extra=takes("detokenize"))
 async def detokenize(request: Request) -> dict[str, Any]:
     """The text of tokens, special ones spelt out."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "detokenize")
     assert isinstance(body, DetokenizeBody)
     model = resolve(context, body.model)
@@ -47,7 +46,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """What the model's tokenizer is: its class, its special tokens, its chat template."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     name = resolve(context, model)
     return await ask_tokenizer(context, name, "describe", question(context, name))
 
@@ -61,8 +60,8 @@ async def show_version() -> dict[str, str]:
 def resolve(context: Context, name: str | None) -> str:
     """The served model of that name; without a name, the one that there is. Raises Invalid, Rejected."""
     if name is not None:
-        return context.admission.resolve(name)
-    names = {replica.model: None for replica in served_names(context.stage.registry).values() if replica.model is not None}
+        return context.resolve(name)
+    names = {replica.model: None for replica in context.served_names().values() if replica.model is not None}
     if len(names) > 1:
         raise Invalid(f"several models are served, name one: {', '.join(sorted(names))}", param="model")
-    return context.admission.resolve(next(iter(names), ""))
+    return context.resolve(next(iter(names), ""))

@@ -5,8 +5,8 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from services.gateway.context import Context
-from services.gateway.metrics import Measured
+from services.gateway.context import Context, context_of
+from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import EventStream
 from services.gateway.openai.routes import prepare_chat
@@ -27,7 +27,7 @@ router = APIRouter(prefix="/v1/responses")
 @router.post("", openapi_extra=takes("response"))
 async def create(request: Request) -> Response:
     """Answer an input, given as a text or as items, upon a conversation that is stored or on its own."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
     before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
@@ -41,13 +41,13 @@ async def create(request: Request) -> Response:
         raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
     events = ResponseEvents(record, stored.asked)
     if body.background:
-        await context.pipeline.submit_unread(record, requests, content)
+        await context.pipeline.submit_unread(context.caller, record, requests, content)
         context.log_submitted(record, body.user, request.state.request_id)
         if body.stream:
             return EventStream(context.store.follow(record, events), on_close=lambda: None)
         return JSONResponse(events.whole())
     measured = Measured(context.metrics)
-    generation = await context.pipeline.submit(record, requests, content)
+    generation = await context.pipeline.submit(context.caller, record, requests, content)
     context.log_submitted(record, body.user, request.state.request_id)
     responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, events)
     return await (responder.stream() if body.stream else responder.whole(request))
@@ -56,7 +56,7 @@ async def create(request: Request) -> Response:
 @router.post("/input_tokens", openapi_extra=takes("response"))
 async def input_tokens(request: Request) -> Response:
     """How many tokens the model would be given, by its own template and tokenizer."""
-    context: Context = request.app.state.context
+    context = context_of(request)
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
     before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
@@ -69,7 +69,7 @@ async def conversation(context: Context, response_id: str) -> list[Json]:
     """The items up to a response's answer, that included. Raises Invalid for one that is not stored, or that can't be gone on with."""
     field = "previous_response_id"
     try:
-        record, stored = await context.store.load(response_id)
+        record, stored = await context.store.load(context.tenant, response_id)
         events = await context.store.read(record, stored)
     except Invalid as error:
         raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
@@ -88,8 +88,8 @@ def without_logprobs(item: Json) -> Json:
 @router.get("/{response_id}")
 async def retrieve(response_id: str, request: Request, stream: bool = False, starting_after: int | None = Query(None, ge=0)) -> Response:
     """A stored response as it is now; or its events, from the first or after one of them, as they were and as they come."""
-    context: Context = request.app.state.context
-    record, stored = await context.store.load(response_id)
+    context = context_of(request)
+    record, stored = await context.store.load(context.tenant, response_id)
     if not stream:
         if starting_after is not None:
             raise Invalid("starting_after is for streams: set stream to true", param="starting_after")
@@ -97,15 +97,15 @@ async def retrieve(response_id: str, request: Request, stream: bool = False, sta
     events = ResponseEvents(record, stored.asked, after=-1 if starting_after is None else starting_after)
     if record.is_background or await context.store.has_ended(record):
         return EventStream(context.store.follow(record, events), on_close=lambda: None)
-    generation = await context.pipeline.resume(response_id, None, ("response",))
+    generation = await context.pipeline.resume(context.tenant, response_id, None, ("response",))
     return await TranslatedResponder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
 
 
 @router.post("/{response_id}/cancel")
 async def cancel(response_id: str, request: Request) -> Response:
     """End a background response. One that has ended stays as it is."""
-    context: Context = request.app.state.context
-    record, stored = await context.store.load(response_id)
+    context = context_of(request)
+    record, stored = await context.store.load(context.tenant, response_id)
     if not record.is_background:
         raise Invalid("Only responses created with background=true can be cancelled: of others, close the connection.", param="response_id")
     await context.store.cancel(record)
@@ -115,8 +115,8 @@ async def cancel(response_id: str, request: Request) -> Response:
 @router.delete("/{response_id}")
 async def delete(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a stored response; one that runs is cancelled."""
-    context: Context = request.app.state.context
-    record, _ = await context.store.load(response_id)
+    context = context_of(request)
+    record, _ = await context.store.load(context.tenant, response_id)
     await context.store.delete(record)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
@@ -126,8 +126,8 @@ async def input_items(
     response_id: str, request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), order: Literal["asc", "desc"] = "desc"
 ) -> dict[str, Any]:
     """The items that the model was given: the conversation before, and the input."""
-    context: Context = request.app.state.context
-    _, stored = await context.store.load(response_id)
+    context = context_of(request)
+    _, stored = await context.store.load(context.tenant, response_id)
     items = stored.items if order == "asc" else stored.items[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]

@@ -23,6 +23,7 @@ from shared.errors import Invalid, Lost, Rejected
 from shared.messages import Control, RequestError, TokenEvent
 from shared.registry import broadcast
 from shared.streams import LOG_TTL_S, inflight_key, log_key, stored_key, tombstone_key
+from shared.tenants import Tenant
 from shared.token_log import END, end_request, parse_log
 from shared.transport import Backoff, entries_of, is_temporary
 
@@ -55,13 +56,13 @@ class Store:
         self._num_followers = 0
         self._is_draining = False
 
-    async def load(self, response_id: str) -> tuple[ResponseRecord, Stored]:
-        """Raises Invalid (404) for what is not stored, or not any more."""
+    async def load(self, tenant: Tenant, response_id: str) -> tuple[ResponseRecord, Stored]:
+        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant."""
         with away():
-            packed = await self.client.get(stored_key(response_id))
-            if packed is None:
-                raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
-            record = await self.pipeline.record_of(response_id)
+            packed: Any = await self.client.get(stored_key(response_id))
+            record = await self.pipeline.find_record(tenant, response_id)
+        if packed is None or record is None:
+            raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
         return record, Stored(**await aside(lambda: orjson.loads(packed), is_long=len(packed) > LONG_BYTES))
 
     async def read(self, record: ResponseRecord, stored: Stored) -> ResponseEvents:

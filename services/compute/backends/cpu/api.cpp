@@ -1,10 +1,12 @@
 // The C interface: contexts, packing, and the operations of a layer. Nothing here is global but constants: two contexts don't know of each other.
 
+#include <omp.h>
 #include <sys/mman.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <new>
 
 #include "kernels.h"
@@ -50,186 +52,30 @@ class Workspace {
 
 }  // namespace
 
-// What a caller opens: an instruction set, and room to work in.
+// What a layer needs besides its rows.
+struct Room {
+  Workspace activations, scales, group_sums, group_totals, hidden, unpacked;
+};
+
+// What a caller opens: an instruction set, and room to work in: the first for all threads together, or one for each.
 struct Context {
   const Kernels& kernels;
-  Workspace activations, scales, group_sums, group_totals, hidden, unpacked, partials;
+  std::deque<Room> rooms;
+  Workspace partials;
 };
 
 namespace {
-
-int64_t padded(int64_t rows) { return (rows + 31) / 32 * 32; }
-
-// How many inputs of a row share a scale.
-int64_t row_group(const Weight& w) { return is_by_groups(w.type) ? w.group : w.padded_k; }
-
-int8_t row_flip(const Context& context, const Weight& w) { return w.type == kInt8 ? context.kernels.flip : 0; }
-
-// The inputs that the layer after a gated one reads, of tiles of its results.
-int64_t hidden_inputs(const Weight& gate_up) { return (gate_up.n / 2 + 31) / 32 * 32; }
 
 // Room for a number of each chunk of some rows of logits.
 float* take_partials(Context& context, int64_t rows, int64_t vocab) {
   return reinterpret_cast<float*>(context.partials.take(rows * (vocab / kChunk + 1) * 4));
 }
 
-// Room for a layer's activations.
-void* take_activations(Context& context, const Weight& w, int64_t rows) {
-  return context.activations.take(padded(rows) * w.padded_k * (w.type == kBf16 ? 2 : 1));
-}
-
-uint16_t* take_hidden(Context& context, const Weight& gate_up, int64_t rows) {
-  return reinterpret_cast<uint16_t*>(context.hidden.take(padded(rows) * hidden_inputs(gate_up) * 2));
-}
-
-// Room for what else a layer needs, which the gemm is told.
-void begin(Context& context, const Weight& w, int64_t rows, Gemm& gemm) {
-  gemm.weight = &w;
-  gemm.rows = rows;
-  const int64_t bytes = padded(rows) * (w.padded_k / row_group(w)) * 4;
-  if (w.type != kBf16) gemm.scales = reinterpret_cast<float*>(context.scales.take(bytes));
-  if (is_by_groups(w.type)) {
-    gemm.sums = reinterpret_cast<int32_t*>(context.group_sums.take(bytes));
-    gemm.totals = reinterpret_cast<float*>(context.group_totals.take(bytes));
-  }
-  gemm.workspace = context.unpacked.take(context.kernels.gemm_workspace(gemm));
-}
-
-// What follows is called by all threads of a region: whatever they share is there before, and once there is only looked at.
-
-void run(Context& context, Gemm& gemm) {
-  const Weight& w = *gemm.weight;
-  if (is_by_groups(w.type)) {
-    const int8_t* activations = static_cast<const int8_t*>(gemm.activations);
-    context.kernels.sum_groups(activations, gemm.scales, gemm.rows, w.padded_k, w.group, const_cast<int32_t*>(gemm.sums), const_cast<float*>(gemm.totals));
-  }
-  context.kernels.gemm(gemm);
-#pragma omp barrier
-}
-
-// The layer of the rows of x, normalized if there is a norm_weight.
-void run_rows(Context& context, const Weight& w, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, Gemm& gemm) {
-  begin(context, w, rows, gemm);
-  void* to = take_activations(context, w, rows);
-  if (w.type == kBf16) {
-    context.kernels.to_bf16(x, norm_weight, eps, rows, w.k, w.padded_k, static_cast<uint16_t*>(to));
-  } else {
-    context.kernels.to_int8(x, norm_weight, eps, rows, w.k, w.padded_k, row_group(w), row_flip(context, w), static_cast<int8_t*>(to),
-                            const_cast<float*>(gemm.scales));
-  }
-  gemm.activations = to;
-  run(context, gemm);
-}
-
-// The layer of rows that stand in tiles of bf16.
-void run_tiles(Context& context, const Weight& w, const uint16_t* tiles, int64_t padded_from, int64_t rows, Gemm& gemm) {
-  begin(context, w, rows, gemm);
-  gemm.activations = tiles;
-  if (w.type != kBf16) {
-    int8_t* to = static_cast<int8_t*>(take_activations(context, w, rows));
-    context.kernels.tiles_to_int8(tiles, padded_from, rows, w.padded_k, row_group(w), row_flip(context, w), to, const_cast<float*>(gemm.scales));
-    gemm.activations = to;
-  }
-  run(context, gemm);
-}
-
-void run_mlp(Context& context, const Weight& gate_up, const Weight& down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
-             const uint16_t* residual, uint16_t* out) {
-  Gemm first = {}, second = {};
-  first.out = take_hidden(context, gate_up, rows);
-  first.out_padded_k = hidden_inputs(gate_up);
-  run_rows(context, gate_up, x, norm_weight, eps, rows, first);
-  second.residual = residual;
-  second.out = out;
-  run_tiles(context, down, first.out, first.out_padded_k, rows, second);
-}
-
-// x + multiplier * norm(h), and h is in l.h; or what the layer before has added already.
-void add_to_residual(Context& context, const Layers& l, const uint16_t* norm_weight, int64_t hidden) {
-  if (l.h == nullptr) return;
-  context.kernels.add_rows({l.x, l.h, norm_weight, l.eps, l.multiplier, l.rotation.tokens, hidden, l.x});
-}
-
-void run_layer(Context& context, const Layers& l, const Layer& layer) {
-  const Norms& norms = layer.norms;
-  const int64_t rows = l.rotation.tokens, hidden = layer.qkv->k;
-  const uint16_t* residual = l.h == nullptr ? l.x : nullptr;
-  Rotation rotation = l.rotation;
-  Attention attention = l.attention;
-  rotation.cache = attention.cache = layer.cache;
-  rotation.cosines = l.cosines[layer.rope], rotation.sines = l.sines[layer.rope];
-  rotation.q_norm = norms.q, rotation.k_norm = norms.k, rotation.is_norm_joint = norms.is_qk_joint;
-  attention.window = layer.window;
-
-  Gemm qkv = {}, output = {};
-  qkv.out = rotation.qkv;
-  run_rows(context, *layer.qkv, l.x, norms.before_attention, l.eps, rows, qkv);
-  context.kernels.rotate_and_write(rotation);
-  context.kernels.attention(attention);
-#pragma omp barrier
-  output.residual = residual;
-  output.out = residual != nullptr ? l.x : l.h;
-  run_rows(context, *layer.output, attention.out, nullptr, 0.0f, rows, output);
-  add_to_residual(context, l, norms.after_attention, hidden);
-  run_mlp(context, *layer.gate_up, *layer.down, l.x, norms.before_mlp, l.eps, rows, residual, output.out);
-  add_to_residual(context, l, norms.after_mlp, hidden);
-}
-
-void reserve(Context& context, const Weight& w, int64_t rows) {
-  Gemm gemm = {};
-  begin(context, w, rows, gemm);
-  take_activations(context, w, rows);
-  if (w.is_gated) take_hidden(context, w, rows);
-}
-
-float widen(uint16_t value) {
-  uint32_t bits = static_cast<uint32_t>(value) << 16;
-  float wide;
-  std::memcpy(&wide, &bits, 4);
-  return wide;
-}
-
-// Where column `column` of the packed weights comes from; -1: padding.
-int64_t source_row(const Weight& w, int64_t column) {
-  if (!w.is_gated) return column < w.n ? column : -1;
-  const int64_t inter = w.n / 2, at = column / kPair * kColumns + column % kColumns;
-  if (at >= inter) return -1;
-  return column % kPair < kColumns ? at : inter + at;
-}
-
-// Where input i of a packed column stands, of tiles that hold `depth` inputs of each column side by side.
-int64_t place(const Weight& w, int64_t column, int64_t i, int64_t depth) {
-  return column / kColumns * w.padded_k * kColumns + i / depth * depth * kColumns + column % kColumns * depth + i % depth;
-}
-
-void pack_bias(const Weight& w, int64_t column, int64_t row, const uint16_t* bias) {
-  if (w.bias != nullptr) const_cast<float*>(w.bias)[column] = row >= 0 && bias != nullptr ? widen(bias[row]) : 0.0f;
-}
-
-// A column of int8 values, with its scale and their sum; row -1: of zeros.
-template <typename Value>
-void pack_int8(const Weight& w, int64_t column, int64_t row, float scale, Value&& value) {
-  int8_t* data = static_cast<int8_t*>(const_cast<void*>(w.data));
-  int32_t sum = 0;
-  for (int64_t i = 0; i < w.padded_k; ++i) {
-    const int8_t some = row >= 0 && i < w.k ? value(i) : 0;
-    data[place(w, column, i, 4)] = some;
-    sum += some;
-  }
-  const_cast<float*>(w.scales)[column] = scale;
-  const_cast<int32_t*>(w.sums)[column] = sum;
-}
-
-// Into a half of its byte; kernels.h has the order.
-void pack_nibble(const Weight& w, int64_t column, int64_t i, uint8_t code) {
-  const int64_t unit = std::min<int64_t>(w.group, 64), inside = i % unit, half = inside % (unit / 2);
-  uint8_t* tile = static_cast<uint8_t*>(const_cast<void*>(w.data)) + column / kColumns * w.padded_k * kColumns / 2;
-  uint8_t& byte = tile[i / unit * unit * kColumns / 2 + half / 4 * 4 * kColumns + column % kColumns * 4 + half % 4];
-  byte = inside < unit / 2 ? static_cast<uint8_t>((byte & 0xf0) | code) : static_cast<uint8_t>((byte & 0x0f) | code << 4);
-}
-
 }  // namespace
 }  // namespace penstock
+
+#include "layers.inc"
+#include "packing.inc"
 
 using namespace penstock;
 
@@ -257,7 +103,7 @@ int64_t penstock_size_of(const char* structure) {
 // A context with the named instruction set, or with the best for "auto"; null if this machine does not have it. One thread at a time uses a context.
 Context* penstock_open(const char* name) {
   const Kernels* kernels = find_kernels(name);
-  return kernels != nullptr ? new Context{*kernels} : nullptr;
+  return kernels != nullptr ? new Context{*kernels, {}, {}} : nullptr;
 }
 
 void penstock_close(Context* context) { delete context; }
@@ -266,10 +112,9 @@ const char* penstock_instruction_set(const Context* context) { return context->k
 
 // What the workspaces have grown to.
 int64_t penstock_workspace_bytes(const Context* context) {
-  int64_t bytes = 0;
-  for (const Workspace* each : {&context->activations, &context->scales, &context->group_sums, &context->group_totals, &context->hidden,
-                                &context->unpacked, &context->partials}) {
-    bytes += each->size();
+  int64_t bytes = context->partials.size();
+  for (const Room& room : context->rooms) {
+    for (const Workspace* each : {&room.activations, &room.scales, &room.group_sums, &room.group_totals, &room.hidden, &room.unpacked}) bytes += each->size();
   }
   return bytes;
 }
@@ -352,7 +197,7 @@ void penstock_linear(Context* context, const Weight* weight, const uint16_t* x, 
     gemm.residual = residual;
     gemm.out = out;
     gemm.out_float = out_float;
-    run_rows(*context, *weight, x, norm_weight, eps, rows, gemm);
+    run_rows(*context, *weight, x, norm_weight, eps, all_of(*context, rows), gemm);
   }
 }
 
@@ -363,7 +208,7 @@ void penstock_mlp(Context* context, const Weight* gate_up, const Weight* down, c
   reserve(*context, *gate_up, rows);
   reserve(*context, *down, rows);
 #pragma omp parallel
-  run_mlp(*context, *gate_up, *down, x, norm_weight, eps, rows, residual, out);
+  run_mlp(*context, *gate_up, *down, x, norm_weight, eps, all_of(*context, rows), residual, out);
 }
 
 // queries and out [tokens] as in kernels.h; workspace is found here.
@@ -391,7 +236,7 @@ void penstock_run_layers(Context* context, const Layers* layers) {
     l.attention.workspace = context->partials.take(context->kernels.attention_workspace(l.attention));
   }
 #pragma omp parallel
-  for (int64_t number = 0; number < l.num_layers; ++number) run_layer(*context, l, l.layers[number]);
+  run_layers(*context, l);
 }
 
 // out = x + multiplier * norm(h).

@@ -164,7 +164,7 @@ struct Layers {
 struct Kernels {
   const char* name;
   int8_t flip;  // of the activations of kInt8 weights: -128 where they are multiplied as unsigned bytes, else 0
-  int64_t (*gemm_workspace)(const Gemm&);  // bytes
+  int64_t (*gemm_workspace)(const Gemm&, int64_t threads);  // bytes
   void (*gemm)(const Gemm&);
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);

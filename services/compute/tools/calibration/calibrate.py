@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 
 import torch
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Norms
 from services.compute.backends.matrix import Dense, Matrix
@@ -70,7 +71,8 @@ class Calibration:
 
     def run(self) -> ModelWeights:
         numbers = tqdm(range(self.loader.config.num_layers), desc="calibrating", unit="layer", file=sys.stderr, mininterval=0.5, position=1)
-        layers = [self._layer(number) for number in numbers]
+        with logging_redirect_tqdm():  # lines of log go above the bars
+            layers = [self._layer(number) for number in numbers]
         weights = self.decoder.weights
         embedding = weights.embedding.bfloat16()  # before its float32 values are scaled, where they are the head's
         norm, head = self._head(weights.norm, weights.lm_head)

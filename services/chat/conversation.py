@@ -1,0 +1,60 @@
+"""A conversation: what was said so far, and what of it still fits into the model's context."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+MOST_ROOM = 1024  # tokens that are kept free for an answer, at most
+BYTES_A_TOKEN = 3  # of a question that nobody has counted yet; English has more
+
+
+@dataclass(slots=True)
+class Turn:
+    """A question and its answer."""
+
+    question: str
+    answer: str
+    num_tokens: int = 0  # in the context; 0: the server did not say
+
+
+@dataclass(slots=True)
+class Conversation:
+    system: str = ""
+    turns: list[Turn] = field(default_factory=list)
+
+    def messages(self, question: str) -> list[dict[str, str]]:
+        """As Chat Completions wants them."""
+        said = [("system", self.system)] if self.system else []
+        said += [message for turn in self.turns for message in (("user", turn.question), ("assistant", turn.answer))]
+        return [{"role": role, "content": text} for role, text in [*said, ("user", question)]]
+
+    def add(self, question: str, answer: str, total_tokens: int) -> None:
+        """total_tokens: of the whole conversation as the server counted it; 0: it did not."""
+        self.turns.append(Turn(question, answer, max(0, total_tokens - sum(turn.num_tokens for turn in self.turns))))
+
+    def trim(self, question: str, max_model_len: int) -> int:
+        """Drop the oldest turns until the question fits, with room for an answer. Returns how many that were.
+
+        The server has the last word: a question is only an estimate until it has counted it.
+        """
+        room = min(MOST_ROOM, max_model_len // 4)
+        wanted = len(question.encode()) // BYTES_A_TOKEN + room
+        num_dropped = 0
+        while self.turns and sum(turn.num_tokens for turn in self.turns) + wanted > max_model_len:
+            del self.turns[0]
+            num_dropped += 1
+        return num_dropped
+
+    def save(self, path: Path, model: str) -> None:
+        """Write it down, as Chat Completions' messages (.json) or as Markdown. Raises OSError, FileExistsError among them."""
+        said: list[tuple[Literal["System", "You"] | str, str]] = [("System", self.system)] if self.system else []
+        for turn in self.turns:
+            said += [("You", turn.question), (model, turn.answer)]
+        if path.suffix == ".json":
+            roles = {"System": "system", "You": "user"}
+            text = json.dumps([{"role": roles.get(name, "assistant"), "content": content} for name, content in said], ensure_ascii=False, indent=2)
+        else:
+            text = "\n\n".join(f"## {name}\n\n{content}" for name, content in said)
+        with path.open("x", encoding="utf-8") as file:
+            file.write(text + "\n")

@@ -1,0 +1,56 @@
+"""Command lines: what is wrong with one is said in one line, with what was probably meant; exit code 2."""
+
+import argparse
+import re
+import sys
+from difflib import get_close_matches
+from typing import Any, NoReturn
+
+CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '?(?P<given>.*?)'? \(choose from (?P<choices>.*)\)", re.DOTALL)
+UNKNOWN = "unrecognized arguments: "
+MISSING = "the following arguments are required: "
+NULLABLE = re.compile(r"\{(.*),null\}")
+TYPES = {"str": "TEXT", "int": "N", "float": "X", "ByteSize": "SIZE", "Path": "FOLDER", "list[str]": "TEXT"}
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that takes flags by their whole names only, and is brief about mistakes."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        sys.stderr.write(f"penstock: {self._explain(message)}\n")
+        sys.exit(2)
+
+    def _explain(self, message: str) -> str:
+        if (found := CHOICE.match(message)) is not None:
+            name = found["name"].lower() if found["name"].isupper() else found["name"]
+            return unknown(name, found["given"], [choice.strip("' ") for choice in found["choices"].split(",")])
+        if message.startswith(UNKNOWN):
+            first = message.removeprefix(UNKNOWN).split()[0].split("=")[0]
+            if first.startswith("-"):
+                return f"{unknown('flag', first, list(self._option_string_actions))}; {self.prog} --help lists them"
+            return f"{first!r} is one argument too many; {self.prog} --help shows how it is used"
+        if message.startswith(MISSING):
+            return f"{message.removeprefix(MISSING)} is missing; {self.prog} --help shows how it is used"
+        return message.removeprefix("argument ")
+
+
+def unknown(kind: str, given: str, names: list[str]) -> str:
+    """That there is no such thing, and which one may have been meant. kind: a word, or the flag that takes one of the names."""
+    close = get_close_matches(given, names, 1, cutoff=0.7)
+    which = f"did you mean {close[0]}?" if close else "" if kind == "flag" else f"it is one of {', '.join(names)}"
+    what = f"{kind} {given!r}" if kind.startswith("-") else f"no {kind} {given!r}"
+    return f"{what}: {which}" if which else what
+
+
+def add_setting(parser: Any, *names: str, **options: Any) -> Any:
+    """As argparse's add_argument, for a flag that pydantic-settings made of a field: a type in the words of a command line, no default of null."""
+    metavar, text = options.get("metavar"), options.get("help")
+    if isinstance(metavar, str):
+        metavar = NULLABLE.sub(r"\1", metavar)
+        options["metavar"] = TYPES.get(metavar, metavar)
+    if isinstance(text, str):
+        options["help"] = text.removesuffix(" (default: null)").removesuffix(" (default: [])").removesuffix(" (default: )")
+    return parser.add_argument(*names, **options)

@@ -1,0 +1,316 @@
+"""Who may do what: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from pydantic import SecretStr
+
+from services import cli
+from services.gateway.auth import KeyRing
+from shared.api_keys import add_key, check_exposure, read_keys, revoke_key, rotate_key
+from shared.errors import StartupError
+from shared.settings import GatewaySettings
+from shared.streams import running_key
+from tests.conftest import running_redis
+from tests.deployment import Deployment
+from tests.gateway.backstage import ALIAS, NAME, Backstage
+from tests.gateway.conftest import start_gateways
+from tests.gateway.streams import BODY, streaming
+from tests.waiting import wait_until
+
+WHOLE = BODY | {"stream": False, "stream_options": None}
+OWN_KEY = "an-operator-made-this-up"
+
+
+class Site:
+    """Two gateways that ask for keys, and a pipeline that the test plays."""
+
+    def __init__(self, deployment: Deployment, backstage: Backstage, path: Path) -> None:
+        self.deployment = deployment
+        self.backstage = backstage
+        self.path = path
+        self.first, self.second = deployment.ports
+        self.http = httpx.Client(timeout=20, trust_env=False)
+
+    def key(self, name: str, **limits: Any) -> str:
+        """A new key that both gateways know."""
+        return self._known(add_key(self.path, name, **limits))
+
+    def _known(self, key: str) -> str:
+        for gateway in (self.first, self.second):
+            wait_until(lambda gateway=gateway: self.get("/v1/models", key, gateway).status_code == 200, description=f"{gateway} has read the key")
+        return key
+
+    def get(self, path: str, key: str = "", gateway: str = "", **headers: str) -> httpx.Response:
+        return self.http.get(self.deployment.url(gateway or self.first) + path, headers=bearer(key) | headers)
+
+    def post(self, path: str, body: Any, key: str = "", gateway: str = "", **headers: str) -> httpx.Response:
+        return self.http.post(self.deployment.url(gateway or self.first) + path, json=body, headers=bearer(key) | headers)
+
+    def background(self, key: str, **fields: Any) -> httpx.Response:
+        """A response that stays in the pipeline until the test ends it."""
+        return self.post("/v1/responses", {"model": NAME, "input": "x", "background": True, "max_output_tokens": 10} | fields, key)
+
+    def end(self, count: int) -> None:
+        """The next so many requests."""
+        for request in self.backstage.take(count):
+            self.backstage.end(request)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"Authorization": f"Bearer {key}"} if key else {}
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Site]:
+    folder = tmp_path_factory.mktemp("access")
+    path = folder / "keys.json"
+    with running_redis(folder / "redis", redis_binary) as url:
+        deployment, backstage = Deployment(url, folder), Backstage(url)
+        try:
+            add_key(path, "somebody")
+            start_gateways(deployment, 2, keys_file=path, api_key=OWN_KEY)
+            site = Site(deployment, backstage, path)
+            yield site
+            site.http.close()
+        finally:
+            deployment.stop()
+            backstage.close()
+
+
+def error_of(reply: httpx.Response) -> tuple[int, str]:
+    return reply.status_code, reply.json()["error"]["code"]
+
+
+def test_only_a_key_that_is_good_opens_anything_but_health(site: Site) -> None:
+    key = site.key("reader")
+    for path in ("/health", "/ready", "/ping", "/"):
+        assert site.get(path).status_code in (200, 503), path
+    every = site.get("/openapi.json").json()["paths"]
+    closed = [path for path in every if path not in ("/health", "/ready", "/ping", "/")]
+    assert {"/v1/chat/completions", "/v1/responses", "/v1/messages", "/api/chat", "/tokenize", "/metrics", "/v1/models"} <= set(closed)
+    for path in [*closed, "/no/such/path", "/health/", "//metrics", "/HEALTH"]:
+        for wrong in ("", "sk-penstock-wrong", key[:-1], key + "x", "é" * 40, "x" * 2000):
+            for method in ("GET", "POST", "OPTIONS", "HEAD"):
+                shown = {"authorization": b"Bearer " + wrong.encode()} if wrong else {}
+                reply = site.http.request(method, site.deployment.url() + path, headers=shown)
+                assert reply.status_code == 401 and reply.headers["WWW-Authenticate"] == "Bearer", (method, path, wrong)
+            if wrong and wrong.isascii():
+                break
+    assert error_of(site.get("/v1/models", "wrong")) == (401, "invalid_api_key")
+    anthropic = site.post("/v1/messages", {"model": NAME})
+    assert anthropic.json()["error"]["type"] == "authentication_error" and anthropic.json()["type"] == "error"
+    assert site.get("/v1/models", key).status_code == 200 == site.get("/v1/models", **{"x-api-key": key}).status_code
+    assert site.get("/v1/models", **{"x-api-key": "wrong"}).status_code == 401
+    assert site.get("/v1/models", Authorization=f"bearer {key}").status_code == 200
+    assert site.get("/v1/models", Authorization=f"Basic {key}").status_code == 401
+
+
+def test_what_shows_all_tenants_takes_an_administrator(site: Site) -> None:
+    assert error_of(site.get("/metrics", site.key("user"))) == (403, "insufficient_permissions")
+    assert site.get("/metrics", site.key("root", is_admin=True)).status_code == 200 == site.get("/metrics", OWN_KEY).status_code
+
+
+def test_a_key_that_is_revoked_or_rotated_is_worth_nothing_at_every_gateway(site: Site) -> None:
+    key = site.key("leaver")
+    tenant_id = {each.name: each.tenant_id for each in read_keys(site.path)}["leaver"]
+    rotated = site._known(rotate_key(site.path, "leaver"))
+    assert {each.name: each.tenant_id for each in read_keys(site.path)}["leaver"] == tenant_id
+    for gateway in (site.first, site.second):
+        assert site.get("/v1/models", key, gateway).status_code == 401
+    revoke_key(site.path, "leaver")
+    for gateway in (site.first, site.second):
+        wait_until(lambda gateway=gateway: site.get("/v1/models", rotated, gateway).status_code == 401, description="the key is worth nothing")
+
+
+def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -> None:
+    key, good = site.key("steady"), site.path.read_text()
+    try:
+        for content in ("{", '{"keys": [{"name": "x", "rpm": 1}]}', ""):
+            site.path.write_text(content)
+            time.sleep(1.1)
+            assert (site.get("/v1/models", key).status_code, site.get("/v1/models", "x").status_code) == (200, 401)
+        site.path.unlink()
+        time.sleep(1.1)
+        assert (site.get("/v1/models", key).status_code, site.get("/v1/models").status_code) == (200, 401)
+    finally:
+        site.path.write_text(good)
+    assert "no good" in site.deployment.logs() and key not in site.deployment.logs() and key not in good
+
+
+def test_a_tenant_sees_and_uses_its_models_only(site: Site) -> None:
+    other = Backstage(site.deployment.redis_url, "stone", ())
+    try:
+        site.deployment.wait_live("compute-of-stone")
+        key, all_models = site.key("modest", models=[ALIAS]), site.key("any")
+        wait_until(lambda: len(site.get("/v1/models", all_models).json()["data"]) == 3, description="both models are served")
+        assert {card["id"] for card in site.get("/v1/models", key).json()["data"]} == {NAME, ALIAS}
+        assert {card["name"] for card in site.get("/api/tags", key).json()["models"]} == {NAME, ALIAS}
+        for path, body in (
+            ("/v1/completions", WHOLE | {"model": "stone"}),
+            ("/v1/chat/completions", {"model": "stone", "messages": [{"role": "user", "content": "x"}]}),
+            ("/v1/responses", {"model": "stone", "input": "x"}),
+            ("/v1/embeddings", {"model": "stone", "input": "x"}),
+            ("/tokenize", {"model": "stone", "prompt": "x"}),
+        ):
+            refused = site.post(path, body, key)
+            assert error_of(refused) == (404, "model_not_found") and "stone" not in refused.json()["error"]["message"].split("served:")[1], path
+        assert site.post("/v1/messages", {"model": "stone", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}, key).status_code == 404
+        assert site.post("/api/chat", {"model": "stone", "messages": [{"role": "user", "content": "x"}]}, key).status_code == 404
+        assert site.post("/api/show", {"model": "stone"}, key).status_code == 404 == site.get("/v1/models/stone", key).status_code
+    finally:
+        other.close()
+
+
+def test_requests_a_minute_are_bounded_over_all_gateways_and_told_in_headers(site: Site) -> None:
+    key, body = site.key("slow", requests_per_minute=3), {"model": NAME, "input": "x", "background": True}
+    told = []
+    for gateway in (site.first, site.second, site.first):
+        reply = site.post("/v1/responses", body, key, gateway)
+        assert reply.status_code == 200
+        told.append((reply.headers["x-ratelimit-limit-requests"], reply.headers["x-ratelimit-remaining-requests"]))
+    assert told == [("3", "2"), ("3", "1"), ("3", "0")]
+    refused = site.post("/v1/responses", body, key, site.second)
+    assert error_of(refused) == (429, "rate_limit_exceeded") and refused.json()["error"]["type"] == "rate_limit_error"
+    assert 15 <= int(refused.headers["retry-after"]) <= 20 and refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert 50 <= float(refused.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
+    assert site.get("/v1/models", key).status_code == 200  # what computes nothing costs nothing
+    assert site.post("/v1/responses", {"model": NAME}, key).status_code == 400
+    assert "x-ratelimit-limit-requests" not in site.post("/v1/responses", body, site.key("fast")).headers
+    site.end(4)
+
+
+def test_tokens_a_minute_are_bounded_and_a_request_that_never_fits_is_told_so(site: Site) -> None:
+    key = site.key("frugal", tokens_per_minute=100)
+    never = site.post("/v1/completions", WHOLE | {"max_tokens": 100}, key)
+    assert error_of(never) == (400, "request_exceeds_limit") and never.json()["error"]["param"] == "max_tokens"
+    assert site.background(key, max_output_tokens=60).headers["x-ratelimit-remaining-tokens"] == "39"
+    refused = site.background(key, max_output_tokens=60)
+    assert error_of(refused) == (429, "rate_limit_exceeded") and 10 <= int(refused.headers["retry-after"]) <= 14
+    assert site.background(key, max_output_tokens=30).status_code == 200
+    site.end(2)
+
+
+def test_places_of_a_tenant_come_back_as_its_requests_end_whoever_ends_them(site: Site) -> None:
+    key, other = site.key("narrow", max_concurrency=2), site.key("beside", max_concurrency=2)
+    (tenant_id,) = (each.tenant_id for each in read_keys(site.path) if each.name == "narrow")
+    assert error_of(site.post("/v1/completions", WHOLE | {"n": 3}, key)) == (400, "request_exceeds_limit")
+    assert site.background(key).status_code == 200 == site.background(key).status_code
+    for gateway in (site.first, site.second):
+        assert error_of(site.post("/v1/completions", WHOLE, key, gateway)) == (429, "rate_limit_exceeded")
+    assert site.background(other).status_code == 200
+    first, second, third = site.backstage.take(3)
+    site.backstage.end(first)
+    assert site.background(key).status_code == 200
+    assert site.background(key).status_code == 429
+    site.backstage.end(second)
+    assert site.backstage.client.hlen(running_key(tenant_id)) == 2 and site.backstage.client.ttl(running_key(tenant_id)) > 0
+    site.backstage.end(third)
+    site.end(1)
+
+
+def test_what_is_stored_and_streamed_is_the_tenants_own(site: Site) -> None:
+    owner, other, root = site.key("owner"), site.key("other"), site.key("admin", is_admin=True)
+    response_id = site.background(owner).json()["id"]
+    absent = "resp_" + "0" * 32
+    for key in (other, root):
+        for method, path, body in (
+            ("GET", "/v1/responses/{}", None),
+            ("GET", "/v1/responses/{}?stream=true", None),
+            ("GET", "/v1/responses/{}/input_items", None),
+            ("POST", "/v1/responses/{}/cancel", None),
+            ("DELETE", "/v1/responses/{}", None),
+            ("POST", "/v1/responses", {"model": NAME, "input": "x", "previous_response_id": "{}"}),
+            ("GET", "/v1/streams/{}", None),
+        ):
+            seen = [
+                site.http.request(
+                    method, site.deployment.url() + path.format(each), headers=bearer(key),
+                    json=json.loads(json.dumps(body).replace("{}", each)) if body else None,
+                )
+                for each in (response_id, absent)
+            ]  # fmt: skip
+            assert [reply.status_code for reply in seen] == [404 if body is None else 400] * 2, (method, path)
+            assert seen[0].text == seen[1].text.replace(absent, response_id), "what is another's looks like what is not there"
+    assert site.get(f"/v1/responses/{response_id}", owner, site.second).json()["status"] in ("queued", "in_progress")
+    with streaming(site.deployment, headers=bearer(owner)) as stream:
+        background, request = site.backstage.take(2)
+        site.backstage.write(request, 1)
+        stream.wait("1 ")
+        streamed = request.request_id.rpartition(".")[0]
+        assert site.get(f"/v1/streams/{streamed}", other).status_code == 404 and not stream.is_over
+        site.backstage.write(request, 2, finish=2)
+        stream.wait_end()
+    assert "2 " in site.get(f"/v1/streams/{streamed}", owner, site.second).text
+    site.backstage.end(background)
+
+
+def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
+    """What two tenants ask is never found in one cache: their salts differ, whatever they give, and nobody can spell another's."""
+    keys = {name: site.key(name, priority=priority) for name, priority in (("urgent", -5), ("patient", 7))}
+    ids = {each.name: each.tenant_id for each in read_keys(site.path)}
+    salts = set()
+    for name, priority in (("urgent", -5), ("patient", 7)):
+        for salt in ("", "mine", f"{ids['urgent']}\0", f"{ids['urgent']}\0mine"):
+            assert site.background(keys[name], cache_salt=salt, priority=1).status_code == 200
+            [request] = site.backstage.take()
+            site.backstage.end(request)
+            assert request.scheduling.priority == priority + 1
+            salts.add(request.scheduling.cache_salt)
+    assert len(salts) == 8
+
+
+def test_keys_are_made_and_shown_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "deep" / "keys.json"
+    file = ["--keys-file", str(path)]
+    assert cli.main(["keys", "add", "team", "--rpm", "60", "--models", "a,b", "--admin", *file]) == 0
+    secret = capsys.readouterr().out.strip()
+    assert secret.startswith("sk-penstock-") and len(secret) > 50 and secret not in path.read_text() and path.stat().st_mode & 0o777 == 0o600
+    for wrong, said in (
+        (["add", "team"], "already"), (["add", "other", "--rpm", "0"], "requests_per_minute"), (["add", "a b"], "name"), (["revoke", "nobody"], "no key"),
+    ):  # fmt: skip
+        assert cli.main(["keys", *wrong, *file]) == 2
+        captured = capsys.readouterr()
+        assert said in captured.err and captured.err.count("\n") == 1 and "Traceback" not in captured.err
+    assert cli.main(["keys", "list", *file]) == 0
+    listed = capsys.readouterr().out
+    assert "team" in listed and "60" in listed and "a,b" in listed and "other" not in listed
+    assert cli.main(["keys", "revoke", "team", *file]) == 0 and read_keys(path) == ()
+    path.write_text('{"keys": 1}')
+    assert cli.main(["keys", "list", *file]) == 2
+
+
+def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
+    absent = tmp_path / "none.json"
+    for host in ("127.0.0.1", "::1", "localhost"):
+        check_exposure(GatewaySettings(host=host, keys_file=absent))
+    for host in ("0.0.0.0", "::", "", "192.0.2.1"):
+        with pytest.raises(StartupError, match="loopback only"):
+            check_exposure(GatewaySettings(host=host, keys_file=absent))
+        check_exposure(GatewaySettings(host=host, keys_file=absent, auth=False))
+        check_exposure(GatewaySettings(host=host, keys_file=absent, api_key=SecretStr(OWN_KEY)))
+    with pytest.raises(StartupError, match="at least 16"):
+        KeyRing(GatewaySettings(keys_file=absent, api_key=SecretStr("short")))
+    refused = deployment.start("gateway", host="0.0.0.0", keys_file=absent)
+    assert deployment.processes.pop(refused).wait(60) == 2
+    assert deployment.logs().count("penstock: without API keys the gateway listens on loopback only") == 1 and "Traceback" not in deployment.logs()
+    deployment.ports.clear()
+    start_gateways(deployment, host="0.0.0.0", keys_file=absent, auth=False)
+    add_key(absent, "late")
+    time.sleep(1.2)
+    assert deployment.get("/v1/models").status_code == 200
+
+
+def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
+    start_gateways(deployment, keys_file=tmp_path / "keys.json")
+    assert deployment.get("/metrics").status_code == 200
+    key = add_key(tmp_path / "keys.json", "first")
+    wait_until(lambda: deployment.get("/metrics").status_code == 401, description="the gateway asks for a key")
+    revoke_key(tmp_path / "keys.json", "first")
+    wait_until(lambda: httpx.get(deployment.url() + "/v1/models", headers=bearer(key), trust_env=False).status_code == 401, description="no key is left")
+    assert deployment.get("/v1/models").status_code == 401

@@ -1,0 +1,122 @@
+"""`penstock chat` on a pseudo-terminal, against the demo pipeline: only a terminal has bracketed paste, Ctrl-C and a screen. pexpect is the keyboard,
+pyte the screen."""
+
+import contextlib
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pexpect
+import pyte
+import pytest
+
+from tests.deployment import Deployment
+from tests.waiting import wait_until
+
+WIDTH, HEIGHT = 80, 100
+CTRL_C, CTRL_D = "\x03", "\x04"
+
+
+class Terminal:
+    """The command on a terminal of its own."""
+
+    def __init__(self, home: Path, *arguments: str) -> None:
+        environment = {"HOME": str(home), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "PATH": "/usr/bin:/bin"}
+        command = ["-m", "services.cli", "chat", *arguments]
+        self.process = pexpect.spawn(sys.executable, command, env=environment, dimensions=(HEIGHT, WIDTH), encoding="utf-8", timeout=60)
+        self.screen = pyte.Screen(WIDTH, HEIGHT)
+        self.process.logfile_read = self
+        self._stream = pyte.Stream(self.screen)
+
+    def write(self, text: str) -> None:
+        """What the command put out, by pexpect."""
+        self._stream.feed(text)
+
+    def flush(self) -> None:
+        """pexpect wants it of a log."""
+
+    def send(self, text: str) -> None:
+        self.process.send(text)
+
+    def lines(self) -> list[str]:
+        """The screen as it is now."""
+        with contextlib.suppress(pexpect.TIMEOUT, pexpect.EOF):
+            self.process.expect(r"\Z never", timeout=0.05)
+        return [line.rstrip() for line in self.screen.display]
+
+    def wait_for(self, pattern: str, count: int = 1) -> str:
+        """Until so many lines of the screen match; returns the last one."""
+        return wait_until(
+            lambda: found[-1] if len(found := [line for line in self.lines() if re.search(pattern, line)]) >= count else "", description=pattern, timeout_s=100
+        )
+
+    def wait_for_prompt(self) -> None:
+        """Until it waits for a question."""
+        wait_until(lambda: [line for line in self.lines() if line][-1:] == [">"], description="an empty prompt", timeout_s=60)
+
+
+@pytest.fixture
+def chat(demo: Deployment, tmp_path: Path) -> Iterator[Terminal]:
+    terminal = Terminal(tmp_path, "--url", demo.url(), "--temperature", "0")
+    terminal.wait_for_prompt()
+    yield terminal
+    terminal.process.close(force=True)
+
+
+def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> None:
+    assert chat.lines()[0].startswith("penstock-demo at http://127.0.0.1:")
+    chat.send("What is Penstick?\x1b[D\x1b[D\x1b[D\x7fo\r")  # three steps left over "ck?", and the letter is mended
+    assert re.search(r"\[37 tokens · [\d.,]+ tokens/s · TTFT \d+\.\d\d s\]", chat.wait_for(r"\[37 tokens"))
+    assert "Penstock is a server for large language models. It runs as a pipeline of" in chat.lines()
+    chat.wait_for_prompt()
+    chat.send("\x1b[200~Thank\nyou!\x1b[201~")  # a paste of two lines is one question, and is not sent by its line break
+    chat.wait_for("^  you!$")
+    chat.send("\r")
+    chat.wait_for(r"\[\d+ tokens", 2)
+    chat.send("/sytem\r")
+    chat.wait_for("no command /sytem: did you mean /system\\?")
+    chat.send("/system Be brief.\r")
+    chat.wait_for("system prompt: Be brief.")
+    saved = tmp_path / "saved.json"
+    chat.send(f"/save {saved}\r")
+    chat.wait_for("written to")
+    messages = json.loads(saved.read_text())
+    assert [message["role"] for message in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [messages[1]["content"], messages[3]["content"]] == ["What is Penstock?", "Thank\nyou!"]
+    chat.send("/save " + str(saved) + "\r")
+    chat.wait_for("File exists")
+    chat.send("/reset\r")
+    chat.wait_for("^forgotten$")
+    chat.send("/regenerate\r")
+    chat.wait_for("there is no answer yet")
+    chat.send(CTRL_C)
+    chat.wait_for("Ctrl-D or /exit ends the chat")
+    history = tmp_path / ".penstock" / "chat_history"
+    assert history.stat().st_mode & 0o777 == 0o600 and "+What is Penstock?\n" in history.read_text()
+    chat.send(CTRL_D)
+    chat.process.expect(pexpect.EOF)
+    chat.process.close()
+    assert chat.process.exitstatus == 0
+
+
+def test_ctrl_c_stops_an_answer_and_a_full_context_loses_its_oldest_turn(demo: Deployment, tmp_path: Path) -> None:
+    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100")  # whatever token: answers that last until the context of 1,024 is full
+    try:
+        chat.wait_for_prompt()
+        chat.send("Go.\r")
+        wait_until(lambda: len("".join(chat.lines())) > 400, description="a good deal of an answer")
+        chat.send("typed meanwhile" + CTRL_C)
+        chat.wait_for(r"^\[stopped\]$")
+        chat.send("/reset\r")
+        chat.wait_for("^forgotten$")
+        chat.send("Go.\r")
+        chat.wait_for(r"cut off: the answer has reached --max-tokens, or the end")
+        chat.wait_for_prompt()
+        chat.send("Go on.\r")
+        chat.wait_for(r"\[the context is full: forgot the oldest turn of this chat\]")
+        chat.send(CTRL_C)
+        chat.wait_for_prompt()
+    finally:
+        chat.process.close(force=True)

@@ -1,0 +1,69 @@
+"""What penstock up notices before it starts anything."""
+
+import re
+import shutil
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services import preflight
+from services.preflight import check_device, check_memory, check_ports, weights_bytes
+from shared.errors import StartupError
+from shared.host_memory import GIB
+from shared.model_files import DEMO_MODEL, open_model
+from shared.settings import UpSettings
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        yield listener.getsockname()[1]
+
+
+def test_a_port_that_is_taken_is_named(taken: int) -> None:
+    for settings, message in (
+        (UpSettings(port=taken), f"can't listen on 127.0.0.1:{taken}: Address already in use. Another one with --port"),
+        (UpSettings(port=taken - 1, gateways=2), f"can't listen on 127.0.0.1:{taken}"),
+        (UpSettings(port=0), "--port 0: penstock up has to know"),
+        (UpSettings(port=65_535, gateways=2), "--port 65535: there is no room for 2 gateways"),
+        (UpSettings(port=9000, gateways=2, redis_port=9001), "--redis-port 9001 is a gateway's, too"),
+        (UpSettings(host="nowhere.invalid", port=9000), "can't listen on nowhere.invalid:9000"),
+    ):
+        with pytest.raises(StartupError, match=re.escape(message)):
+            check_ports(settings)
+
+
+def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", list)
+    check_device("auto")
+    with pytest.raises(StartupError, match="there is no CUDA device here"):
+        check_device("cuda")
+
+
+def test_weights_are_counted_as_they_will_be_held(tmp_path: Path) -> None:
+    demo = open_model("demo")
+    stored = (DEMO_MODEL / "model.safetensors").stat().st_size
+    assert weights_bytes(demo, UpSettings()) == pytest.approx(stored, rel=0.01)  # bfloat16, as the file has them
+    assert weights_bytes(demo, UpSettings(dtype="float32")) == 2 * weights_bytes(demo, UpSettings())
+    assert weights_bytes(demo, UpSettings(quantization="w4")) == weights_bytes(demo, UpSettings()) // 4
+    broken = shutil.copytree(DEMO_MODEL, tmp_path / "broken")
+    (broken / "model.safetensors").write_bytes(b"\xff" * 64)
+    assert weights_bytes(open_model(str(broken)), UpSettings()) == 0, "compute says what is wrong with it"
+
+
+def test_what_can_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "gpu_memory", list)
+    monkeypatch.setattr(preflight, "free_host_memory", lambda: GIB)
+    demo = open_model("demo")
+    check_memory(UpSettings(kv_cache_memory="900MiB"), [demo])
+    with pytest.raises(StartupError, match=r"penstock-demo: at least .* GiB for the weights and 2 GiB for the KV cache .*, and 1 GiB are free on this machine"):
+        check_memory(UpSettings(kv_cache_memory="2GiB"), [demo])
+    monkeypatch.setattr(preflight, "free_host_memory", lambda: 1 << 20)
+    with pytest.raises(StartupError, match="--quantization w8a8 or w4, or a smaller model"):
+        check_memory(UpSettings(), [demo])
+    monkeypatch.setattr(preflight, "gpu_memory", lambda: [80 * GIB])
+    check_memory(UpSettings(), [demo])
