@@ -39,7 +39,7 @@ class Target:
         return self.target
 
     def get_current_device(self) -> int:
-        return 0
+        return int(self.target.arch)  # Triton keeps what it has compiled by the device's number
 
     def get_current_stream(self, _: int = 0) -> int:
         return 0
