@@ -19,6 +19,7 @@ from shared.constraint import Constraint
 from shared.dry_breakers import unpack_breakers
 from shared.errors import Invalid
 from shared.sampling_params import SamplingParams
+from shared.views import ComputeView
 
 Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
 Float32Array = Annotated[np.ndarray[Any, np.dtype[np.float32]], "<f4"]
@@ -115,6 +116,7 @@ class GenerateRequest:
     encoding: EncodingParams = EncodingParams()
     task: Task = "generate"  # the others end with the tokenizer's answer, JSON in the text of their one event
     embedding: EmbeddingParams | None = None  # set: the prompt's embedding is wanted, and no token
+    traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +136,8 @@ class TokenizedRequest:
     constraint: Constraint | None = None
     dry_breakers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # shared/dry_breakers.py packs them
     embedding: EmbeddingParams | None = None
+    traceparent: str = ""
+    tokenized_at: float = 0.0  # wall clock, s
 
     def __post_init__(self) -> None:
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
@@ -183,6 +187,9 @@ class SequenceIntro:
     num_decided_tokens: int = 0  # of the output, as far as compute was told: a log with fewer has lost some
     prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
     prompt_token_ids: Int32Array | None = None  # the same
+    traceparent: str = ""
+    tokenized_at: float = 0.0  # wall clock, s
+    scheduled_at: float = 0.0  # the same, by the compute replica that introduces it
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,10 +291,25 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Moments:
+    """When what happened to a request, and where: s on the wall clocks of those who did it, 0 for what did not happen. They go with a request's first
+    and last event, and no log has them: it says what was decided, the same bytes whenever that was."""
+
+    request_id: str
+    position: int  # of the event; up to 1 it is the first
+    tokenized_at: float
+    scheduled_at: float  # its prompt began to be computed, by the compute replica that has it now
+    decided_at: float  # the event
+    compute_id: str
+    sampler_id: str = ""  # empty: no sampler had a part in it
+
+
+@dataclass(frozen=True, slots=True)
 class StepEvents:
     """The encoded TokenEvents of one step for one gateway."""
 
     events: tuple[bytes, ...]
+    moments: tuple[Moments, ...] = ()  # of the requests that begin or end with them
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,6 +350,7 @@ TAGS: dict[type, tuple[str, int]] = {
     StepEvents: ("events", 1),
     Control: ("control", 1),
     Replica: ("replica", 1),
+    ComputeView: ("view", 1),
 }
 
 M = TypeVar("M")

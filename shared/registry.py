@@ -15,13 +15,15 @@ from redis.exceptions import RedisError
 
 from shared.errors import Invalid
 from shared.messages import Control, Replica, decode, encode
-from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, replica_key
+from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
 from shared.telemetry import get_logger
 from shared.transport import Pipeline, Transport, is_temporary
+from shared.views import ComputeView
 
 log = get_logger("penstock.registry")
 
 RENEW_EVERY_S = 1.0
+RENEW_WATCHED_EVERY_S = 0.5  # while somebody looks at the live view
 LEASE_S = 4.0
 STUCK_AFTER_S = 120.0  # a loop that has not come round for this long is not alive, whatever its threads say
 
@@ -31,6 +33,7 @@ class Registry:
     """The live replicas, as of one look."""
 
     replicas: tuple[Replica, ...] = ()
+    is_watched: bool = False  # somebody looks at the live view
 
     def of(self, stage: str, model: str | None = None) -> list[Replica]:
         return [r for r in self.replicas if r.stage == stage and (model is None or r.model == model)]
@@ -47,11 +50,11 @@ def choose_replica(request_id: str, replica_ids: Iterable[str]) -> str | None:
 def look(client: Any) -> Registry:
     """The replicas whose lease runs, by one SMEMBERS and one MGET; forgets the names of the dead."""
     names = sorted(name for name in (each.decode(errors="replace") for each in client.smembers(REPLICAS)) if ":" in name)
-    values = client.mget([replica_key(*name.split(":", 1)) for name in names]) if names else []
+    *values, watched = client.mget([*(replica_key(*name.split(":", 1)) for name in names), WATCHED])
     dead = [name for name, value in zip(names, values, strict=True) if value is None]
     if dead:
         client.srem(REPLICAS, *dead)
-    return Registry(decode_replicas(values))
+    return Registry(decode_replicas(values), watched is not None)
 
 
 def decode_replicas(values: Iterable[bytes | None]) -> tuple[Replica, ...]:
@@ -71,6 +74,11 @@ def announce(pipe: Pipeline, replica: Replica) -> None:
     name = f"{replica.stage}:{replica.replica_id}"
     pipe.set(replica_key(replica.stage, replica.replica_id), encode(replica), px=int(LEASE_S * 1000))
     pipe.sadd(REPLICAS, name)
+
+
+def show(pipe: Pipeline, view: ComputeView) -> None:
+    """To those who watch, for as long as the replica's lease."""
+    pipe.set(view_key(view.replica_id), encode(view), px=int(LEASE_S * 1000))
 
 
 def withdraw(pipe: Pipeline, replica: Replica) -> None:
@@ -94,7 +102,7 @@ redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
 
 
 class Heartbeat(threading.Thread):
-    """Once a second, in the background: announces this replica, sends what its stage adds, and looks who else is alive.
+    """Once a second (twice while watched), in the background: announces this replica, sends what its stage adds, and looks who else is alive.
 
     Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck.
     """
@@ -111,7 +119,7 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         while not self.transport.stopping.is_set() or not self._has_left:
-            self._wake.wait(RENEW_EVERY_S)
+            self._wake.wait(RENEW_WATCHED_EVERY_S if self.registry.is_watched else RENEW_EVERY_S)
             self._wake.clear()
             try:
                 self.beat()

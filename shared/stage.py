@@ -23,6 +23,7 @@ from shared.messages import Replica
 from shared.registry import Heartbeat, Registry
 from shared.settings import StageSettings
 from shared.telemetry import get_logger, setup_logging
+from shared.tracing import open_tracer
 from shared.transport import Pipeline, Transport
 
 log = get_logger("penstock.stage")
@@ -45,6 +46,7 @@ class Stage:
         self.replica_id = settings.replica_id or f"{name}-{uuid.uuid4().hex[:12]}"
         self.stopping = threading.Event()
         self.transport = Transport(settings.redis_url, self.stopping)
+        self.tracer = open_tracer(name, self.replica_id)
         self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
         self.fingerprint = ""  # compute's, the same
@@ -132,4 +134,4 @@ def leave_with_launcher(lifeline: int) -> None:
 
 
 def start_logging(settings: StageSettings) -> None:
-    setup_logging(settings.log_level)
+    setup_logging(settings.log_level, settings.log_format)

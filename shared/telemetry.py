@@ -1,8 +1,12 @@
-"""Logging for people and machines: one line an event, `time level logger: event key=value …`."""
+"""Logging for people and machines: one line an event, `time level logger: event key=value …`, or the same as a JSON object."""
 
+import json
 import logging
 import sys
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
 
 
 class EventLogger:
@@ -29,19 +33,46 @@ class EventLogger:
 
     def _log(self, level: int, event: str, values: dict[str, Any], exc_info: bool = False) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s%s", event, "".join(f" {key}={_plain(value)}" for key, value in values.items()), exc_info=exc_info)
+            self._logger.log(level, "%s%s", event, Values(values), exc_info=exc_info)
+
+
+class Values(dict[str, Any]):
+    """What an event says, as the rest of a line for people. A value that there is none of is a dash."""
+
+    def __str__(self) -> str:
+        return "".join(f" {key}={_plain(value)}" for key, value in self.items())
+
+
+class JsonFormatter(logging.Formatter):
+    """For machines: an object a line. Numbers stay numbers, what is missing is null, a traceback is a string."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        event, values = record.getMessage(), Values()
+        if isinstance(record.args, tuple) and record.args and isinstance(record.args[-1], Values):
+            event, values = str(record.args[0]), record.args[-1]
+        own = {"time": time, "level": record.levelname.lower(), "logger": record.name, "event": event}
+        said = {**own, **values, **own}
+        if record.exc_info:
+            said["exception"] = self.formatException(record.exc_info)
+        return json.dumps(said, default=str, ensure_ascii=False)
 
 
 def _plain(value: Any) -> str:
+    if value is None:
+        return "-"
     text = str(value) if not isinstance(value, float) else f"{value:.6g}"
-    return repr(text) if not text or any(character.isspace() for character in text) else text
+    return repr(text) if not text or not text.isprintable() or any(character.isspace() for character in text) else text
 
 
 def get_logger(name: str) -> EventLogger:
     return EventLogger(name)
 
 
-def setup_logging(level: str) -> None:
+def setup_logging(level: str, log_format: LogFormat = "text") -> None:
     """Send Penstock's events to standard error; other libraries' from warnings up."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if log_format == "json" else logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
+    logging.captureWarnings(True)
     logging.getLogger("penstock").setLevel(level.upper())

@@ -14,7 +14,7 @@ from typing import Any
 import msgpack
 
 from shared.errors import Invalid, Lost
-from shared.messages import FinishReason, RequestError, StepEvents, TokenEvent, decode, encode
+from shared.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode
 from shared.streams import (
     LOG_TTL_S,
     MESSAGE,
@@ -94,12 +94,12 @@ return refused
 )
 
 # ARGV: log key, request id, inflight key, reader key, the gateway's events stream if nobody resumed ('' for none), the events streams' prefix, the
-# event before and after its position, a StepEvents message up to its one event. The position is the log's own. The event of the end that the log
-# holds, this one or an earlier one, goes to whoever reads the response.
+# event before and after its position, a StepEvents message before and after its one event. The position is the log's own. The event of the end that the
+# log holds, this one or an earlier one, goes to whoever reads the response.
 WRITE_END = (
     _COMMON
     + f"""
-local key, request, inflight, reader, stream, prefix, head, tail, message = unpack(ARGV)
+local key, request, inflight, reader, stream, prefix, head, tail, before, behind = unpack(ARGV)
 local last, has_ended, event = last_of(key)
 if has_ended then
   leave(inflight, request)
@@ -110,14 +110,13 @@ end
 local resumed = redis.call('HGET', reader, 'gateway')
 if resumed then stream = prefix .. resumed end
 if stream ~= '' then
-  redis.call('XADD', stream, '*', '{MESSAGE.decode()}', message .. '\\198' .. struct.pack('>I4', #event) .. event)
+  redis.call('XADD', stream, '*', '{MESSAGE.decode()}', before .. '\\198' .. struct.pack('>I4', #event) .. event .. behind)
   redis.call('EXPIRE', stream, {REPLICA_STREAM_TTL_S})
 end
 return last
 """
 )
-_BIN8 = encode(StepEvents((b"",)))  # ends with the two bytes of an empty event: the script puts a longer one's five in their place
-_EVENTS_HEAD = _BIN8[:-2]
+_NO_EVENT = msgpack.packb(b"")  # two bytes, which nothing before the event in a StepEvents has: the script puts the event in their place
 _POSITION = 0x7FFFFFFF  # stands for the position until the script knows it; its bytes are in no request id
 _POSITION_BYTES = b"\xce\x7f\xff\xff\xff"
 
@@ -150,13 +149,13 @@ def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | N
     write_end(pipe, model, TokenEvent(request_id, 0, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error), gateway_id)
 
 
-def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None) -> None:
+def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> None:
     """Queue an end without a token. Its position is the log's, whatever the event says. A log that has an end keeps it. Safe to repeat."""
     request_id = event.request_id
     head, tail = encode(replace(event, position=_POSITION)).split(_POSITION_BYTES, 1)  # the first occurrence: before it, there is only the request id
     stream = events(gateway_id).key if gateway_id else ""
     keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
-    pipe.eval(WRITE_END, 0, *keys, head, tail, _EVENTS_HEAD)
+    pipe.eval(WRITE_END, 0, *keys, head, tail, *encode(StepEvents((b"",), moments)).split(_NO_EVENT, 1))
 
 
 # ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when its log has an end: Redis may have lost that end

@@ -42,6 +42,7 @@ class Admitter:
         self._handle_by_request: dict[str, int] = {}
         self._handles = itertools.count(1)
         self._num_claims = 0
+        self.num_claimed = 0  # requests that were taken over from replicas that died or left
 
     def handles_of(self, request_ids: tuple[str, ...]) -> list[int]:
         """Of those that are here."""
@@ -121,7 +122,8 @@ class Admitter:
         if int(request.prompt_token_ids.max()) >= self.vocab_size:
             self._refuse(delivery, RequestError(f"the prompt holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, "prompt"))
             return None
-        return ActiveRequest(self._sequence(request, logged), request, delivery.entry_id, gateway_id)
+        sequence = self._sequence(request, logged)
+        return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
 
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
         prompt = request.prompt_token_ids.tolist()
@@ -159,6 +161,7 @@ class Admitter:
                 self._bury(delivery)
                 continue
             self.active[sequence.handle] = active
+            self.num_claimed += delivery.was_claimed
             self._handle_by_request[sequence.request_id] = sequence.handle
             if attempts is not None:
                 self.quarantine.hold(sequence, attempts)

@@ -20,8 +20,11 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
 from services.compute.pooling import pool
+from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
-from shared.messages import Control, RequestError, TokenEvent
+from services.compute.view import make_view
+from shared.messages import Control, Moments, RequestError, TokenEvent
+from shared.registry import show
 from shared.settings import ComputeSettings
 from shared.stage import Stage
 from shared.streams import prompts
@@ -52,6 +55,7 @@ class ComputeService:
         self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
         self.meter = StepMeter()
+        self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = 0.0
         self._gateway_seen_at: dict[str, float] = {}
@@ -68,6 +72,8 @@ class ComputeService:
             if time.monotonic() - self._upkept_at > UPKEEP_EVERY_S:
                 self.upkeep()
         self.stage.leave()
+        for active in self.active.values():
+            self.trace_end(active, "handed over")
         self.exchange.leave()
 
     def step(self) -> None:
@@ -84,6 +90,9 @@ class ComputeService:
 
     def compute(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step, and send its candidates on their way."""
+        started_at = time.time()
+        for row in batch.rows[batch.num_decodes :]:  # a sequence begins with a chunk
+            self.active[row.handle].scheduled_at = self.active[row.handle].scheduled_at or started_at
         if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
             self.exchange.publish_held()
         masking = self.constraints.start([self.scheduler.get(handle) for handle in batch.sampled])  # beside the forward pass
@@ -93,6 +102,8 @@ class ComputeService:
             failures |= self.embed(batch, hidden)
         logits = self.runner.logits(batch, hidden)
         self.meter.lap("forward")
+        if self.spans is not None:
+            self.spans.computed(batch, self.active, started_at)
         if failures:
             logits = logits[[row for row, handle in enumerate(batch.sampled) if handle not in failures]]
         sequences = [self.scheduler.get(handle) for handle in batch.sampled if handle not in failures]
@@ -116,18 +127,21 @@ class ComputeService:
         embeddings, failures = pool(self.runner.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
 
+        now = time.time()
+
         def write(pipe: Pipeline) -> None:
             for active, vector in ended:
-                sequence = active.sequence
+                sequence, request = active.sequence, active.request
+                moments = Moments(request.request_id, 0, request.tokenized_at, active.scheduled_at, now, self.stage.replica_id)
                 event = TokenEvent(
                     sequence.request_id, 0, None, "", sequence.num_prompt_tokens, sequence.num_cached_tokens, finish_reason="stop", embedding=vector
                 )
-                write_end(pipe, self.model, event, active.gateway_id)
+                write_end(pipe, self.model, event, active.gateway_id, (moments,))
 
         if ended:
             self.stage.transport.run(write)
         for active, _ in ended:
-            self.end(active, tell_sampler=False, is_complete=False)
+            self.end(active, tell_sampler=False, is_complete=False, outcome="finished")
         return {handle: RequestError(reason) for handle, reason in failures.items()}
 
     def foresee(self, rows: CandidateRows) -> bool:
@@ -170,7 +184,7 @@ class ComputeService:
         at = sequence.num_decided_tokens
         if decision.token_id < 0:
             self.scheduler.truncate(sequence, at)
-            self.end(active, tell_sampler=False, is_complete=False)
+            self.end(active, tell_sampler=False, is_complete=False, outcome="ended elsewhere")
             return
         self.num_output_tokens += 1
         if at < sequence.num_tokens and sequence.token_ids[at] == decision.token_id:
@@ -181,7 +195,7 @@ class ComputeService:
             self.scheduler.append(sequence, decision.token_id)
         if decision.is_finished:
             self.drop_surplus(active, at + 1, decision.position)
-            self.end(active, tell_sampler=False, is_complete=True)
+            self.end(active, tell_sampler=False, is_complete=True, outcome="finished")
         elif not sequence.num_undecided_tokens:
             sequence.is_ending = False
 
@@ -219,15 +233,20 @@ class ComputeService:
         self.stage.transport.run(
             lambda pipe: end_request(pipe, self.model, sequence.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_tokens)
         )
-        self.end(active, tell_sampler=True, is_complete=False)
+        self.end(active, tell_sampler=True, is_complete=False, outcome="failed" if error else "cancelled")
         word = "request failed" if error else "request cancelled"
         log.info(word, request_id=sequence.request_id, num_output_tokens=sequence.num_output_tokens, error=error.message if error else "-")
 
-    def end(self, active: ActiveRequest, *, tell_sampler: bool, is_complete: bool) -> None:
+    def end(self, active: ActiveRequest, *, tell_sampler: bool, is_complete: bool, outcome: str) -> None:
         """The request's log has its end."""
+        self.trace_end(active, outcome)
         self.leave_scheduler(active, is_complete=is_complete)
         self.exchange.forget(active, tell_sampler=tell_sampler)
         self.admitter.forget(active)
+
+    def trace_end(self, active: ActiveRequest, outcome: str) -> None:
+        if self.spans is not None:
+            self.spans.ended(active, outcome)
 
     def leave_scheduler(self, active: ActiveRequest, *, is_complete: bool) -> None:
         if self.admitter.is_scheduled(active.sequence):
@@ -239,6 +258,7 @@ class ComputeService:
         for entry_id in self.exchange.prompts.taken_over(list(active_by_entry)):
             active = active_by_entry[entry_id]
             log.warning("taken over by another replica", request_id=active.request.request_id)
+            self.trace_end(active, "taken over")
             self.leave_scheduler(active, is_complete=False)
             self.exchange.drop(active)
             self.admitter.forget(active)
@@ -260,6 +280,8 @@ class ComputeService:
         """From the heartbeat's thread: keep the entries of what is active here, and say how much that is."""
         self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
+        if self.stage.registry.is_watched:
+            show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks))
         self.stage.load = {
             "running": len(scheduler.running),
             "waiting": len(self.active) - len(scheduler.running),
@@ -271,6 +293,7 @@ class ComputeService:
             "prompt_tokens": self.num_prompt_tokens,
             "output_tokens": self.num_output_tokens,
             "surplus_tokens": self.num_surplus_tokens,
+            "claimed": self.admitter.num_claimed,
             **scheduler.admission.metrics(),
             **({} if scheduler.step_cost.cost is None else {f"step_cost_{name}": value for name, value in asdict(scheduler.step_cost.cost).items()}),
             **self.meter.load(),

@@ -15,9 +15,9 @@ from services.gateway.metrics import Metrics
 from shared.errors import Invalid, Rejected
 from shared.messages import GenerateRequest, Replica, encode
 from shared.registry import Registry
-from shared.settings import GatewaySettings
+from shared.settings import RequestSettings
 from shared.stage import Stage
-from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, requests, response_key, stored_key
+from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, log_key, requests, response_key, stored_key
 from shared.tenants import Tenant
 
 STAGES = ("tokenizer", "compute", "sampler")
@@ -29,12 +29,13 @@ LONG_BYTES = 256 << 10
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
 # tokens, tokens in all, gateway id; what limits.py says of the tenant; then for each request its id, its tokens and its message. Returns what is left to the
 # tenant (nothing, if it has no limits), and, if they do not fit, why: {'full', requests, tokens} with what is held, or {'requests' | 'tokens' |
-# 'concurrency', ms to wait}.
+# 'concurrency', ms to wait}. A response that was submitted before is not again: a batch that goes on after a death does not know how far it had come.
 FIRST = 12 + NUM_ARGUMENTS
 SUBMIT = (
     SCRIPT
     + f"""
 local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 11)
+if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', '{log_key("")}' .. ARGV[{FIRST}]) == 1 then return {{{{}}}} end
 local quota, running = ARGV[12], ARGV[13]
 local rpm, tpm, concurrency = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
 local num_sequences = (#ARGV - {FIRST - 1}) / 3
@@ -67,7 +68,7 @@ return {{left}}
 
 
 class Admission:
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, metrics: Metrics) -> None:
         self.stage = stage
         self.client = client
         self.settings = settings
@@ -94,7 +95,7 @@ class Admission:
             raise self._missing(missing, model)
 
     def _missing(self, stages: list[str], model: str | None) -> Rejected:
-        self.metrics.rejected.inc()
+        self.metrics.rejected.labels(model or "", "stage_missing").inc()
         suffix = f" for the model {model}" if model else ""
         return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
 
@@ -107,7 +108,7 @@ class Admission:
         tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
-            raise self._full(0, 0, len(submitted), sum(tokens))
+            raise self._full(model, 0, 0, len(submitted), sum(tokens))
         arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
         arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
         arguments += caller.arguments(sum(tokens), sum(outputs), len(submitted))
@@ -120,12 +121,13 @@ class Admission:
             return caller.admitted(left)
         kind, *rest = wanting[0]
         if kind == b"full":
-            raise self._full(rest[0], rest[1], len(submitted), sum(tokens))
-        self.metrics.rejected.inc()
-        raise caller.refused(kind.decode(), rest[0], left)
+            raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
+        refusal = caller.refused(kind.decode(), rest[0], left)
+        self.metrics.rejected.labels(model, refusal.code).inc()
+        raise refusal
 
-    def _full(self, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
-        self.metrics.rejected.inc()
+    def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
+        self.metrics.rejected.labels(model, "server_full").inc()
         words = f"{num_requests} requests of at most {self.settings.max_requests} and {num_tokens} tokens of at most {self.settings.max_tokens_in_flight}"
         message = f"the server is full: {words} are in it, and this would add {more_requests} and {more_tokens}"
         return Rejected(message, status=429, retry_after_s=RETRY_AFTER_S)

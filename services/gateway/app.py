@@ -4,10 +4,9 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
@@ -15,20 +14,23 @@ from starlette.middleware.cors import CORSMiddleware
 from services.gateway.admission import STAGES
 from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.auth import Auth
+from services.gateway.batches.routes import router as batches
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
+from services.gateway.files.routes import router as files
+from services.gateway.live.routes import router as live
 from services.gateway.middleware import BodyLimit, Head, RequestId
+from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.embeddings import router as embeddings
 from services.gateway.openai.routes import router
 from services.gateway.openai.tokens import router as tokens_router
+from services.gateway.pages import add_playground
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
-
-INDEX = Path(__file__).with_name("index.html")
 
 
 def build_app(context: Context) -> FastAPI:
@@ -61,10 +63,11 @@ def build_app(context: Context) -> FastAPI:
     app.state.context = context
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
     app.add_middleware(Head)
     app.add_middleware(Auth, keys=context.keys)
     app.add_middleware(RequestId)
+    app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
     if context.settings.allow_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],
@@ -73,10 +76,13 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(router)
     app.include_router(embeddings)
     app.include_router(responses)
+    app.include_router(files)
+    app.include_router(batches)
     app.include_router(anthropic)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
-    app.add_api_route("/", index, include_in_schema=False)
+    app.include_router(live)
+    add_playground(app)
     app.include_router(tokens_router)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
@@ -84,11 +90,6 @@ def build_app(context: Context) -> FastAPI:
     app.add_api_route("/metrics", metrics)
     describe_bodies(app)
     return app
-
-
-async def index() -> FileResponse:
-    """What this is, and where things are."""
-    return FileResponse(INDEX)
 
 
 def own_problems(context: Context) -> list[str]:

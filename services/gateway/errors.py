@@ -60,8 +60,14 @@ def error_response(
     return JSONResponse(body, status, headers=headers)
 
 
+def say_refused(request: Request, status: int, code: str | None) -> None:
+    """The one line of a request that never was submitted."""
+    log.info("request refused", path=request.url.path[:128], status=status, error=code, x_request_id=getattr(request.state, "request_id", None))
+
+
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Invalid)
+    say_refused(request, error.status, error.code)
     headers = {"Connection": "close"} if error.status == 408 else None  # the rest of the body may still come
     return error_response(request.url.path, error.status, str(error), error.param, error.code, headers=headers)
 
@@ -74,6 +80,7 @@ async def on_validation(request: Request, error: Exception) -> JSONResponse:
 
 async def on_rejected(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Rejected)
+    say_refused(request, error.status, error.code)
     return error_response(request.url.path, error.status, str(error), None, error.code, headers={"Retry-After": str(error.retry_after_s)})
 
 

@@ -3,9 +3,11 @@
 Submits the requests or takes a running response over, hands out their events, and cancels what is unfinished when nobody listens any more.
 """
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import redis
@@ -17,6 +19,7 @@ from services.gateway.limits import Caller
 from services.gateway.record import ResponseRecord
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
+from services.gateway.traces import admission_span, current_root
 from shared.errors import Invalid, Recoverable, Rejected
 from shared.messages import GenerateRequest, SchedulingParams, TokenEvent
 from shared.streams import response_key
@@ -35,6 +38,14 @@ def away() -> Iterator[None]:
         raise Recoverable(str(error)) from error
 
 
+def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> tuple[ResponseRecord, list[GenerateRequest]]:
+    """The same, with the trace of the request that is being answered, if there is one."""
+    root = current_root()
+    if root is None or not root.traceparent:
+        return record, requests
+    return replace(record, traceparent=root.traceparent), [replace(each, traceparent=root.traceparent) for each in requests]
+
+
 class Generation:
     """The events of a response's sequences, from submission or from a resumption to the end."""
 
@@ -49,21 +60,29 @@ class Generation:
         by_request = dict(zip(self.request_ids, begin, strict=True))
         self.subscription = pipeline.subscriptions.subscribe(record.response_id, by_request, generation, record.served_model)
         self._index_by_request = {request_id: index for index, request_id in enumerate(self.request_ids)}
+        self.max_tokens: list[int | None] = [None] * len(positions)  # that the client asked for, of each sequence; of a resumed response nobody knows
         self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
         """The events that have come, each with its sequence's index; none after timeout_s. Raises ResponseFailed."""
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
-    def close(self) -> int:
-        """Listen no more, and have what is unfinished cancelled, unless others read on. Returns how many that are. Safe to call twice."""
+    def close(self) -> None:
+        """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice.
+
+        A response whose client may come back is cancelled when that time is over, unless somebody has resumed it by then.
+        """
         self.pipeline.subscriptions.unsubscribe(self.subscription)
         if self._is_closed or self.subscription.has_failed:
-            return 0
+            return
         self._is_closed = True
-        if unfinished := sorted(self.subscription.unfinished):
-            self.pipeline.canceller.cancel(self.record.response_id, unfinished, self.subscription.generation)
-        return len(unfinished)
+        if not self.subscription.unfinished:
+            return
+        cancel = partial(self.pipeline.canceller.cancel, self.record.response_id, sorted(self.subscription.unfinished), self.subscription.generation)
+        if self.record.resume_within_s and self.subscription.is_submitted:
+            asyncio.get_running_loop().call_later(self.record.resume_within_s, cancel)
+        else:
+            cancel()
 
 
 class Pipeline:
@@ -81,9 +100,10 @@ class Pipeline:
 
         Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
         """
+        record, requests = joined_to_trace(record, requests)
         generation = Generation(self, record, [0] * len(requests), 0)
         try:
-            await self._admit(caller, record, requests, stored)
+            await admit(self.admission, caller, record, requests, stored)
         except (Rejected, Invalid):
             self.subscriptions.unsubscribe(generation.subscription)
             raise
@@ -91,24 +111,19 @@ class Pipeline:
             generation.close()  # nobody knows whether Redis took them: if so, they are cancelled
             raise
         generation.subscription.is_submitted = True
+        generation.max_tokens = [each.params.max_tokens for each in requests]
         return generation
 
     async def submit_unread(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
         """The same for a response that runs whoever reads it. Raises as above."""
+        record, requests = joined_to_trace(record, requests)
         try:
-            await self._admit(caller, record, requests, stored)
+            await admit(self.admission, caller, record, requests, stored)
         except (Rejected, Invalid):
             raise
         except BaseException:
             self.canceller.cancel(record.response_id, record.request_ids, 0)  # as above
             raise
-
-    async def _admit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-        """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's, and has his priority."""
-        packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
-        owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
-        with away():
-            await self.admission.submit(caller, record.response_id, packed, record.served_model, owned, stored)
 
     async def resume(self, tenant: Tenant, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]) -> Generation:
         """Take a response of the tenant's, of one of these kinds, over: from now on its events come here.
@@ -116,7 +131,7 @@ class Pipeline:
         Raises Invalid (400, 404), having disturbed nobody; Recoverable as above.
         """
         with away():
-            record = await self.find_record(tenant, response_id)
+            record = await find_record(self.client, tenant, response_id)
             if record is None:
                 raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
             if record.kind not in kinds:
@@ -126,11 +141,23 @@ class Pipeline:
         self.subscriptions.catch_up(generation.subscription)
         return generation
 
-    async def find_record(self, tenant: Tenant, response_id: str) -> ResponseRecord | None:
-        """None if there is none, or none of this tenant's. Raises what the client raises."""
-        packed: Any = await self.client.get(response_key(response_id))
-        record = ResponseRecord.unpack(packed) if packed is not None else None
-        return record if record is not None and record.tenant_id == tenant.tenant_id else None
+
+async def admit(admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's, and has his priority.
+
+    Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
+    """
+    packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
+    owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
+    with away(), admission_span(len(requests)):
+        await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored)
+
+
+async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str) -> ResponseRecord | None:
+    """None if there is none, or none of this tenant's. Raises what the client raises."""
+    packed: Any = await client.get(response_key(response_id))
+    record = ResponseRecord.unpack(packed) if packed is not None else None
+    return record if record is not None and record.tenant_id == tenant.tenant_id else None
 
 
 def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:

@@ -47,6 +47,8 @@ class ResponseRecord:
     names_tokens_by_id: bool = False  # return_tokens_as_token_ids
     is_background: bool = False  # nobody's leaving cancels it; its readers follow the log
     tenant_id: str = ""  # whose it is
+    traceparent: str = ""  # of its trace; empty: it has none
+    resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
 
     @property
     def request_ids(self) -> list[str]:
@@ -63,9 +65,11 @@ class ResponseRecord:
         return cls(**values, parsing=Parsing(**parsing) if parsing is not None else None)
 
 
-def make_record(kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, **others: Any) -> ResponseRecord:
-    """The record of a new response; `others`: its further fields."""
-    return ResponseRecord(PREFIXES[kind] + uuid.uuid4().hex, kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
+def make_record(
+    kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, key: str = "", **others: Any
+) -> ResponseRecord:
+    """The record of a new response. key: what its id ends with; by default of random; others: its further fields."""
+    return ResponseRecord(PREFIXES[kind] + (key or uuid.uuid4().hex), kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

@@ -3,12 +3,14 @@
 import asyncio
 import resource
 import socket
+import ssl
 
 import uvicorn
 
 from services.gateway.context import Context
 from services.gateway.protocol import PatientProtocol
 from shared.errors import StartupError
+from shared.settings import GatewaySettings
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
@@ -37,6 +39,19 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
+def check_tls(settings: GatewaySettings) -> None:
+    """Raises StartupError for a certificate and a key that can't serve."""
+    if settings.tls_certificate is None:
+        if settings.tls_key is not None:
+            raise StartupError("--tls-key needs --tls-certificate")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key, password="")  # uvicorn would ask at the terminal
+    except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise StartupError(f"--tls-certificate {settings.tls_certificate} can't serve, with its key: {reason}") from None
+
+
 def raise_file_limit() -> None:
     """A connection is a file; the usual soft limit of 1,024 is there for programs that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -60,6 +75,7 @@ class DrainingServer(uvicorn.Server):
         await asyncio.sleep(DRAIN_S)
         self.context.pipeline.subscriptions.drain()
         self.context.store.drain()
+        self.context.watch.drain()
         await asyncio.sleep(LAST_WORDS_S)
         for connection in list(self.server_state.connections):
             if isinstance(connection, PatientProtocol):

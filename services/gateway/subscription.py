@@ -8,6 +8,7 @@ import asyncio
 import time
 from collections import deque
 
+from services.gateway.timeline import Timeline
 from shared.messages import RequestError, TokenEvent
 
 
@@ -30,6 +31,7 @@ class Subscription:
         self.is_submitted = generation > 0  # from then on Redis must know of it
         self.unfinished = set(positions)
         self.heard_at = dict.fromkeys(positions, time.monotonic())
+        self.timelines = {request_id: Timeline() for request_id in positions}
         self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens
         self._failure: RequestError | None = None
         self._waiter: asyncio.Future[None] | None = None

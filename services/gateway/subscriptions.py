@@ -24,6 +24,7 @@ from shared.transport import TRIM_EVERY_S, Backoff, entries_of, is_temporary, ne
 log = get_logger("penstock.gateway")
 
 BLOCK_MS = 1000
+MAX_RECENT = 16
 STALE_S = 5.0  # a reader that has not read for this long does not work, whatever it waits for
 
 RESUMED_ELSEWHERE = RequestError("the response was resumed elsewhere", 409, code="resumed_elsewhere")
@@ -43,6 +44,7 @@ class Subscriptions:
         self.backoff = Backoff()
         self.behind: set[Subscription] = set()  # of which something is missing: their logs are to be read
         self.look = asyncio.Event()  # … now
+        self.recent: deque[Subscription] = deque(maxlen=MAX_RECENT)  # that are not read any more, for the live view
         self._by_request: dict[str, Subscription] = {}
         self._last_id = "0-0"
         self._control_id = ""  # where the control stream ended when this replica began; empty: not known yet
@@ -79,6 +81,7 @@ class Subscriptions:
         return subscription
 
     def unsubscribe(self, subscription: Subscription) -> None:
+        self.recent.append(subscription)
         self.behind.discard(subscription)
         for request_id in subscription.positions:
             if self._by_request.get(request_id) is subscription:
@@ -144,11 +147,14 @@ class Subscriptions:
 
     def _dispatch(self, values: dict[bytes, bytes]) -> None:
         try:
-            payloads = decode(StepEvents, values[MESSAGE]).events
+            step = decode(StepEvents, values[MESSAGE])
         except (Invalid, KeyError) as error:
             self._garbage.append((self.stream.key, values, error))
             return
-        for payload in payloads:
+        for moments in step.moments:
+            if (subscription := self._by_request.get(moments.request_id)) is not None:
+                subscription.timelines[moments.request_id].note(moments)
+        for payload in step.events:
             try:
                 event = decode(TokenEvent, payload)
             except Invalid as error:  # the others of the step are none the worse for it

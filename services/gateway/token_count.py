@@ -8,7 +8,7 @@ from fastapi import Request, Response
 
 from services.gateway.context import Context
 from services.gateway.generation import Generation
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.routes import prepare_chat
 from services.gateway.openai.schemas import ChatCompletionBody

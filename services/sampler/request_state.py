@@ -4,13 +4,23 @@
 over ends up in the very state of the one that lost it.
 """
 
+import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import Detokenizer
 from services.sampler.stop import StopMatcher
+from shared.errors import Lost
 from shared.messages import FinishReason, PromptLogprobs, RequestError, SequenceIntro, TokenEvent, TokenLogprob
+from shared.telemetry import get_logger
+from shared.token_log import parse_log
+
+log = get_logger("penstock.sampler")
+
+LOST_LOG = "Redis has lost a part of this request's tokens"
+NO_TEXT = "the text of the answer could not be made"
 
 
 @dataclass(slots=True)
@@ -29,6 +39,8 @@ class RequestState:
     num_released: int = 0  # of those, released to the client
     unreleased: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)  # first and last character, logprob
     last_event: TokenEvent | None = None
+    begun_at: float = field(default_factory=time.time)  # wall clock, s
+    num_replayed_tokens: int = 0  # decided before this replica had it
 
     @classmethod
     def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, now: float) -> "RequestState":
@@ -136,3 +148,15 @@ class RequestState:
         ready = [entry for entry in self.unreleased if entry[1] <= self.num_released or (at_end and entry[0] < self.num_released)]
         self.unreleased = [] if at_end else self.unreleased[len(ready) :]
         return tuple(logprob for _, _, logprob in ready)
+
+
+def catch_up(state: RequestState, entries: Any) -> None:
+    """Replay entries of a state's log. What can't be followed is that request's error alone."""
+    try:
+        for event in parse_log(entries, state.position):
+            state.replay(event)
+    except Lost as error:
+        state.lost = f"{LOST_LOG}: {error}"
+    except Exception as error:  # a tokenizer's own failure on these tokens
+        log.exception("request failed", request_id=state.intro.request_id)
+        state.lost = f"{NO_TEXT}: {error}"

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.sampler.request_state import RequestState
-from shared.messages import StepCandidates, TokenEvent
+from shared.messages import Moments, StepCandidates, TokenEvent
 from shared.token_log import LogEntry
 
 FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
@@ -33,9 +33,23 @@ class Decided:
         """Whether nothing follows it in its sequence."""
         return self.state is None or self.outcome is None or self.outcome.finish_reason is not None
 
+    def is_notable(self, gateway_id: str) -> bool:
+        """Whether it is the first or the last token of a request that this gateway reads, and new."""
+        if self.entry is None or self.state is None or self.state.gateway_id != gateway_id:
+            return False
+        return self.position == 1 or self.entry.event.finish_reason is not None
+
     @property
     def outcome(self) -> TokenEvent | None:
         return self.entry.event if self.entry is not None else self.event
+
+
+def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at: float) -> tuple[Moments, ...]:
+    """When what happened to the rows' requests; decided_at: wall clock, s."""
+    found = [(row.state.intro, event.position) for row in rows if row.state is not None and (event := row.outcome or row.end) is not None]
+    return tuple(
+        Moments(each.request_id, position, each.tokenized_at, each.scheduled_at, decided_at, compute_id, sampler_id=sampler_id) for each, position in found
+    )
 
 
 def select(step: StepCandidates, rows: list[int]) -> Iterator[StepCandidates]:

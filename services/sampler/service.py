@@ -17,8 +17,9 @@ from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import TokenTable
-from services.sampler.request_state import RequestState
-from services.sampler.rows import FAILED, UNKNOWN, Decided, select
+from services.sampler.request_state import LOST_LOG, NO_TEXT, RequestState, catch_up
+from services.sampler.rows import FAILED, UNKNOWN, Decided, moments_of, select
+from services.sampler.spans import trace
 from shared.decision import decide, pad, pick, uniform
 from shared.errors import Lost, Recoverable
 from shared.line import Line
@@ -27,7 +28,7 @@ from shared.settings import SamplerSettings
 from shared.stage import Stage
 from shared.streams import CONTROL, MESSAGE, DirectStream, candidates, decisions, events
 from shared.telemetry import get_logger
-from shared.token_log import LogEntry, decode_entry, log_entry, parse_log, queue_entry, queue_read, write_end, write_step
+from shared.token_log import LogEntry, decode_entry, log_entry, queue_entry, queue_read, write_end, write_step
 from shared.transport import DirectReader, Pipeline, write_dead_letter
 
 log = get_logger("penstock.sampler")
@@ -37,8 +38,6 @@ FORGET_AFTER_S = 600.0  # a state nobody has asked about: its compute replica di
 FORGET_EVERY_S = 10.0
 REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
 ANSWER_EVERY_S = 0.5  # while many are taken over: compute goes on with those, and hears that this sampler lives well before it loses its patience
-LOST_LOG = "Redis has lost a part of this request's tokens"
-NO_TEXT = "the text of the answer could not be made"
 
 
 class SamplerService:
@@ -121,20 +120,20 @@ class SamplerService:
                 self.num_tokens += len(decided)
                 for row in decided:
                     if row.is_over:
-                        self.states.pop((step.compute_id, row.handle), None)
+                        self.forget((step.compute_id, row.handle), "failed" if row.outcome is None else "finished")
         except (RedisError, OSError, Recoverable):
             raise
         except Exception as error:  # a mistake in this message, or of ours with it: compute asks again, and gives the request up in the end
             log.exception("a step can't be answered", compute_id=step.compute_id)
             for handle in step.handles.tolist():  # some may be ahead of their logs by now
-                self.states.pop((step.compute_id, handle), None)
+                self.forget((step.compute_id, handle), "failed")
             letter = partial(write_dead_letter, self.reader.stream.key, {MESSAGE: encode(step)}, error, 1)
             self.stage.transport.run(letter)
 
     def introduce(self, step: StepCandidates) -> Iterator[StepCandidates]:
         """Make the step's sequences known, and give its rows out: at once, or in parts while sequences with long logs are taken over."""
         for handle in step.forget.tolist():
-            self.states.pop((step.compute_id, handle), None)
+            self.forget((step.compute_id, handle), "ended elsewhere")
         new = [intro for intro in step.intros if not self.knows(step.compute_id, intro)]
         handles, given, left = step.handles.tolist(), set[int](), {intro.handle for intro in new}
         answered_at = time.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0  # with many, the others need not wait even for the first
@@ -168,6 +167,7 @@ class SamplerService:
             catch_up(state, entries)
             if state.position < state.intro.num_decided_tokens and not state.is_finished:
                 state.lost = state.lost or f"{state.position} are left of {state.intro.num_decided_tokens}"
+            state.num_replayed_tokens = state.position
             self.num_rebuilt += 1
             yield state.intro.handle
 
@@ -338,15 +338,17 @@ class SamplerService:
                     events_by_gateway[row.state.gateway_id].append(row.entry.payload)
                 elif row.event is not None:
                     events_by_gateway[row.state.gateway_id].append(log_entry(row.event).payload)
+        told_at, own = time.time(), self.stage.replica_id
         for gateway_id, payloads in events_by_gateway.items():
-            messages.append((events(gateway_id), StepEvents(tuple(payloads))))
+            moments = moments_of([row for row in decided if row.is_notable(gateway_id)], step.compute_id, own, told_at)
+            messages.append((events(gateway_id), StepEvents(tuple(payloads), moments)))
         messages.append((decisions(step.compute_id), self.decisions(step, decided)))
 
-        ends = [(row.end, row.state.gateway_id) for row in decided if row.end is not None and row.state is not None]
+        ends = [(row.end, row.state.gateway_id, moments_of([row], step.compute_id, own, told_at)) for row in decided if row.end and row.state]
 
         def fill(pipe: Pipeline) -> None:
-            for end, gateway_id in ends:
-                write_end(pipe, self.model, end, gateway_id)
+            for end, gateway_id, moments in ends:
+                write_end(pipe, self.model, end, gateway_id, moments)
             write_step(pipe, self.model, entries, messages)
 
         refused: list[tuple[int, bytes | None]] = self.write_and_ask(fill)[len(ends)]
@@ -375,16 +377,10 @@ class SamplerService:
     def forget_untouched(self) -> None:
         now = self.forgot_at = time.monotonic()
         for key in [key for key, state in self.states.items() if now - state.touched_at > FORGET_AFTER_S]:
-            del self.states[key]
+            self.forget(key, "silence")
 
-
-def catch_up(state: RequestState, entries: Any) -> None:
-    """Replay entries of a state's log. What can't be followed is that request's error alone."""
-    try:
-        for event in parse_log(entries, state.position):
-            state.replay(event)
-    except Lost as error:
-        state.lost = f"{LOST_LOG}: {error}"
-    except Exception as error:  # a tokenizer's own failure on these tokens
-        log.exception("request failed", request_id=state.intro.request_id)
-        state.lost = f"{NO_TEXT}: {error}"
+    def forget(self, key: tuple[str, int], outcome: str) -> None:
+        """Of a replica and its handle, if it is known. outcome: for its trace."""
+        state = self.states.pop(key, None)
+        if state is not None and self.stage.tracer is not None:
+            trace(self.stage.tracer, state, key[0], outcome)

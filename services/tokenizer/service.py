@@ -1,11 +1,12 @@
 """The tokenizer's loop: read what is waiting, encode it as one batch, hand it on, acknowledge."""
 
 import time
+from dataclasses import replace
 
 from services.tokenizer.answers import Answer
 from services.tokenizer.encoder import Encoder
 from shared.errors import Invalid
-from shared.messages import RequestError, TokenEvent
+from shared.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
 from shared.settings import TokenizerSettings
 from shared.stage import Stage
 from shared.streams import prompts, requests, tombstone_key
@@ -64,6 +65,7 @@ class TokenizerService:
         """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly one stream."""
         if not deliveries and not dead:
             return
+        started_at = time.time()
         requests = [delivery.message for delivery in deliveries]
         tombstones = self.stage.transport.persist(
             lambda: self.stage.transport.client.mget([tombstone_key(request.request_id) for request in requests]) if requests else []
@@ -71,6 +73,7 @@ class TokenizerService:
         live = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is None]
         cancelled = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is not None]
         results = self.encoder.encode(live, self.longest_sequence())
+        tokenized_at = time.time()
 
         def write(pipe: Pipeline) -> None:
             model = self.encoder.model
@@ -81,7 +84,7 @@ class TokenizerService:
                 elif isinstance(result, Answer):
                     write_end(pipe, model, TokenEvent(request.request_id, 0, None, result.text, finish_reason="stop"), request.gateway_id)
                 else:
-                    append_to_group(pipe, self.prompts, result)
+                    append_to_group(pipe, self.prompts, replace(result, tokenized_at=tokenized_at))
             for request in cancelled:
                 end_request(pipe, model, request.request_id, request.gateway_id)
             for letter in dead:
@@ -95,6 +98,18 @@ class TokenizerService:
         for request, result in zip(live, results, strict=True):
             if isinstance(result, Invalid):
                 log.info("request refused", request_id=request.request_id, error=result)
+            self.trace(request, result, started_at, tokenized_at, len(live))
+
+    def trace(self, request: GenerateRequest, result: TokenizedRequest | Answer | Invalid, started_at: float, ended_at: float, batch_size: int) -> None:
+        """`tokenize`: the whole batch's time, for a request waits for all of its batch."""
+        if self.stage.tracer is None or not request.traceparent:
+            return
+        said: dict[str, str | int] = {"penstock.request_id": request.request_id, "penstock.batch_size": batch_size}
+        if isinstance(result, TokenizedRequest):
+            said["penstock.num_prompt_tokens"] = len(result.prompt_token_ids)
+        elif isinstance(result, Invalid):
+            said["error.type"] = result.code or str(result.status)
+        self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, said)
 
     def longest_sequence(self) -> int:
         """What the model was made for, or less where a live compute replica has been given less."""

@@ -104,6 +104,6 @@ def test_measurements_are_of_sequences(deployment: Deployment, own: Backstage) -
         own.end(own.take()[0], error=RequestError("too long", 400))
         stream.wait_end()
     metrics = deployment.get("/metrics").text
-    assert "penstock_inter_token_latency_seconds_count 2.0" in metrics
-    assert "penstock_requests_cancelled_total 0.0" in metrics
-    assert 'penstock_request_success_total{finished_reason="error"} 1.0' in metrics
+    assert 'penstock_inter_token_latency_seconds_count{model_name="paper"} 2.0' in metrics
+    assert 'penstock_request_success_total{finished_reason="cancelled",model_name="paper"} 0.0' in metrics
+    assert 'penstock_request_success_total{finished_reason="error",model_name="paper"} 1.0' in metrics

@@ -81,15 +81,15 @@ def set_threads() -> Iterator[Callable[[int], None]]:
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4"])
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
 def test_panels_of_rows_are_what_one_thread_computes(name: str, quantization: str, set_threads: Callable[[int], None], tmp_path: Path) -> None:
-    """Bit for bit: 290 rows are one piece to one thread, and three or more panels, the last of few rows, to several."""
+    """Bit for bit: 290 rows are one piece to one thread, and three panels, the last of fewer rows, to two."""
     reference_model(name, tmp_path)
     prompts, logits = random_prompts(), []
-    for threads in (1, 2, 3):
+    for threads in (1, 2):
         set_threads(threads)
         engine = Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization, max_batched_tokens=512)
         engine.generate(prompts, 3)
         logits.append(torch.cat([torch.stack(engine.logits[number]) for number in range(len(prompts))]))
-    assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
+    assert torch.equal(*logits)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gemma3", "granite", "olmo2", "phi3-longrope", "smollm3"])

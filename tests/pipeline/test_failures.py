@@ -244,7 +244,7 @@ def test_request_ids_are_echoed_and_metrics_count(demo: Deployment) -> None:
     assert reply.headers["X-Request-Id"] == "abc-123"
     assert len(demo.get("/health").headers["X-Request-Id"]) == 32
     metrics = demo.get("/metrics").text
-    assert 'penstock_request_success_total{finished_reason="length"}' in metrics
+    assert 'penstock_request_success_total{finished_reason="length",model_name="penstock-demo"}' in metrics
     assert 'penstock_replicas{stage="sampler"} 1.0' in metrics
     values = {name: float(value) for name, value in re.findall(r"^(penstock_\w+\{[^}]*\}) (\S+)$", metrics, re.MULTILINE)}
     [(name, steps)] = [(name, value) for name, value in values.items() if name.startswith("penstock_steps_total")]
@@ -252,7 +252,8 @@ def test_request_ids_are_echoed_and_metrics_count(demo: Deployment) -> None:
     assert values[f"penstock_iteration_tokens_total_count{{{labels}}}"] == steps > 0
     assert values[f"penstock_prefix_cache_queries_total{{{labels}}}"] > 0
     for part in ("schedule", "forward", "reduce", "publish", "wait"):
-        assert 0 <= values[f'penstock_step_seconds_total{{part="{part}",{labels}}}'] < 600
+        name = labels.replace(",replica", f',part="{part}",replica')
+        assert 0 <= values[f"penstock_step_seconds_total{{{name}}}"] < 600
     health = demo.get("/health").json()
     assert health["status"] == "ok" and all(each["steps"] > 0 for each in health["compute"].values())
 

@@ -21,7 +21,7 @@ def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.Comp
 class Up:
     """Started, and ready. Its output goes to a file in `folder`, its data to a folder there, which a second one can take over."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, timeout_s: float = 60.0) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.data_dir = folder / "data"
@@ -29,7 +29,11 @@ class Up:
         command = [*COMMAND, "up", "--model", "demo", "--port", str(self.port), "--data-dir", str(self.data_dir), *arguments]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
-        wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=60)
+        try:
+            wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=timeout_s)
+        except AssertionError:
+            self.end()
+            raise
 
     def ask(self) -> int:
         body = {"model": "penstock-demo", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}

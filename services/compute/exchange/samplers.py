@@ -82,4 +82,7 @@ def introduction(active: ActiveRequest) -> SequenceIntro:
         num_decided_tokens=sequence.num_decided_tokens - sequence.num_prompt_tokens,
         prompt_logprobs=None if scored is None else replace(scored, text_offsets=request.echo_offsets),
         prompt_token_ids=request.prompt_token_ids if wants_ids else None,
+        traceparent=request.traceparent,
+        tokenized_at=request.tokenized_at,
+        scheduled_at=active.scheduled_at,
     )

@@ -6,7 +6,7 @@ from services.gateway.anthropic.chat import NAME_HERE, chat_of
 from services.gateway.anthropic.events import MessageEvents
 from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
 from services.gateway.context import context_of
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.routes import prepare_chat
 from services.gateway.token_count import count_tokens

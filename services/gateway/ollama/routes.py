@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from services.gateway.context import Context, context_of
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.ollama.lines import OllamaLines, now_text
 from services.gateway.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody
 from services.gateway.openai.docs import takes

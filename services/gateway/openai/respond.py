@@ -11,8 +11,9 @@ from starlette.types import Receive, Scope, Send
 
 from services.gateway.errors import CLIENT_CLOSED, RequestFailed, error_body
 from services.gateway.generation import Generation
-from services.gateway.metrics import Measured
+from services.gateway.measured import Measured
 from services.gateway.openai.formats import Choice, best, format_for, usage
+from services.gateway.record import ResponseRecord
 from services.gateway.sse import DONE, PING, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
@@ -53,6 +54,11 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
+def whole_body(record: ResponseRecord, choices: list[Choice]) -> dict[str, Any]:
+    """The answer that was not asked for as a stream. Its usage is all that was generated, whatever became of it."""
+    return format_for(record).whole(best(choices, record)) | {"usage": usage(choices, record.n)}
+
+
 async def until_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -68,6 +74,7 @@ class Responder:
         self.generation = generation
         self.has_positions = has_positions
         self.measured = measured
+        measured.begin(generation)
         self.ping_interval_s = ping_interval_s
         self.format = format_for(generation.record)
         self.choices = [Choice.begin(index, generation.record) for index in range(len(generation.request_ids))]
@@ -77,7 +84,8 @@ class Responder:
         """Have what is unfinished cancelled. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
-            self.measured.finish(self.choices, num_cancelled=self.generation.close())
+            self.generation.close()
+            self.measured.finish()
 
     async def whole(self, request: Request) -> Response:
         """All events, then one JSON body."""
@@ -108,8 +116,7 @@ class Responder:
         return EventStream(self._chunks(first), self.close, self.media_type)
 
     def _body(self) -> dict[str, Any]:
-        record = self.generation.record
-        return self.format.whole(best(self.choices, record)) | {"usage": usage(self.choices, record.n)}  # all that was generated, whatever became of it
+        return whole_body(self.generation.record, self.choices)
 
     @property
     def _is_over(self) -> bool:
@@ -121,9 +128,12 @@ class Responder:
         try:
             batch = await self.generation.next(self.ping_interval_s)
         except ResponseFailed as failed:
+            self.measured.failure = failed.error
             raise RequestFailed(failed.error) from None
         for index, event in batch:
             self.measured.event(index, event)
+            if event.finish_reason in ("error", "cancelled"):
+                self.measured.failure = self.measured.failure or error_of(event)
         return batch
 
     async def _collect(self) -> None:
@@ -186,7 +196,12 @@ async def aside(work: Callable[[], T], *, is_long: bool) -> T:
 
 def check(event: TokenEvent) -> None:
     """Raises RequestFailed for an event that ends the response with an error."""
-    if event.finish_reason == "error":
-        raise RequestFailed(event.error or RequestError("the request failed"))
+    if event.finish_reason in ("error", "cancelled"):
+        raise RequestFailed(error_of(event))
+
+
+def error_of(event: TokenEvent) -> RequestError:
+    """Of an end that is no answer's."""
     if event.finish_reason == "cancelled":
-        raise RequestFailed(RequestError("the request was cancelled", CLIENT_CLOSED, code="cancelled"))
+        return RequestError("the request was cancelled", CLIENT_CLOSED, code="cancelled")
+    return event.error or RequestError("the request failed")

@@ -41,6 +41,7 @@ MAX_INPUTS = 2048  # of embeddings, in one request
 
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
+MAX_RESUME_S = 60.0
 
 
 class StreamOptions(Body):
@@ -48,6 +49,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="usage so far, in each chunk")
     include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
     include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
+    resume_within_s: float = Field(0.0, ge=0, le=MAX_RESUME_S, description="how long it goes on without its client, who may resume it; then it is cancelled")
 
 
 class GenerateBody(Body):
@@ -212,6 +214,10 @@ class GenerateBody(Body):
     def has_positions(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_position
 
+    @property
+    def resume_within_s(self) -> float:
+        return self.stream_options.resume_within_s if self.stream_options is not None else 0.0
+
     def _token_bias(self) -> dict[int, float] | None:
         try:
             return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
@@ -256,14 +262,20 @@ class ChatCompletionBody(GenerateBody):
         """Raises Invalid."""
         return resolve_calling(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def chat_options(self, calling: Calling, *, may_bring_template: bool) -> ChatOptions:
-        """What the template is given beside the messages. Raises Invalid."""
+    @property
+    def may_think(self) -> bool:
+        """Whether the request leaves it to the model."""
+        kwargs = self.chat_template_kwargs or {}
+        return self.reasoning_effort != "none" and kwargs.get("enable_thinking") is not False and kwargs.get("thinking") is not False
+
+    def chat_options(self, calling: Calling, *, may_bring_template: bool, begins_with_call: bool = False) -> ChatOptions:
+        """What the template is given beside the messages. begins_with_call: the answer has no room for a thought. Raises Invalid."""
         if self.chat_template is not None and not may_bring_template:
             raise Invalid("chat_template is not allowed here: the operator can, with --trust-request-chat-template", param="chat_template")
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
             raise Invalid("continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
         kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        if self.reasoning_effort == "none" or calling.is_forced:  # a call that is forced begins with the first token
+        if self.reasoning_effort == "none" or begins_with_call:
             kwargs |= {"enable_thinking": False, "thinking": False}
         kwargs |= self.chat_template_kwargs or {}
         if reserved := next((name for name in kwargs if name in OF_CONVERSATIONS), None):

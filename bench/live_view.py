@@ -1,0 +1,103 @@
+"""What does a watcher of the live view cost? A compute replica's CPU time for a view, and the time of its steps with and without one.
+
+Method: the largest view there can be (64 sequences, 256 blocks each, scattered) is made and encoded; the process's CPU time of one, the best of REPEATS.
+Then the demo model runs NUM_SEQUENCES sequences without end, and windows of WINDOW_S with the key `watched` and without it take turns; of each
+window, the time a step took (all its parts but waiting). What is told is the median ratio of neighbours: other load on the machine is in both.
+Ceiling: a view's CPU time, twice a second.
+
+    python -m bench.live_view [--windows 20]
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import numpy as np
+
+from services.compute.cache.block_manager import BlockManager
+from services.compute.exchange.active import ActiveRequest
+from services.compute.sequence import Sequence
+from services.compute.view import make_view
+from shared.messages import TokenizedRequest, encode
+from shared.sampling_params import SamplingParams
+from shared.streams import WATCHED
+from shared.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN
+from tests.conftest import running_redis
+from tests.deployment import MODEL, Deployment
+
+REPEATS = 50
+NUM_SEQUENCES = 16
+WINDOW_S = 4.0
+PARTS = ("schedule", "forward", "reduce", "publish")
+
+
+def cpu_of_a_view() -> tuple[float, int]:
+    """Seconds, and bytes."""
+    blocks = BlockManager(2 * MAX_SEQUENCES_SHOWN * MAX_BLOCKS_SHOWN, 16)
+    request = TokenizedRequest(
+        "chatcmpl-0123456789abcdef.0", None, MODEL, SamplingParams(max_tokens=1), prompt_token_ids=np.ones(1, np.int32), eos_token_ids=()
+    )
+    active = []
+    for handle in range(MAX_SEQUENCES_SHOWN):
+        table = list(range(handle, 2 * MAX_SEQUENCES_SHOWN * MAX_BLOCKS_SHOWN, 2 * MAX_SEQUENCES_SHOWN))
+        active.append(ActiveRequest(Sequence(handle, request.request_id, [1], 1, request.params, block_table=table), request, b"1-0", None))
+    seconds, packed = [], b""
+    for _ in range(REPEATS):
+        started_at = time.process_time()
+        packed = encode(make_view("compute-0123456789ab", active, range(MAX_SEQUENCES_SHOWN), blocks))
+        seconds.append(time.process_time() - started_at)
+    return min(seconds), len(packed)
+
+
+def step_s(deployment: Deployment, *, is_watched: bool) -> float:
+    """The time of a step, over a window."""
+    with deployment.redis() as client:
+        if is_watched:
+            client.set(WATCHED, 1, px=int((WINDOW_S + 3) * 1000))
+        else:
+            client.delete(WATCHED)
+        time.sleep(1.2)  # for the replica to notice
+        before = deployment.registry().of("compute")[0].load
+        time.sleep(WINDOW_S)
+        after = deployment.registry().of("compute")[0].load
+    return sum(after[f"step_{part}_s"] - before[f"step_{part}_s"] for part in PARTS) / max(1.0, after["steps"] - before["steps"])
+
+
+def run_without_end(url: str, is_over: threading.Event) -> None:
+    body = {"model": MODEL, "prompt": ["The"] * NUM_SEQUENCES, "max_tokens": 200, "ignore_eos": True}
+    while not is_over.is_set():
+        httpx.post(f"{url}/v1/completions", json=body, timeout=600, trust_env=False).raise_for_status()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.live_view", description=__doc__.splitlines()[0])
+    parser.add_argument("--windows", type=int, default=20, help="pairs (default: %(default)s)")
+    num_pairs = parser.parse_args().windows
+    view_s, num_bytes = cpu_of_a_view()
+    print(f"a view of {MAX_SEQUENCES_SHOWN} sequences with {MAX_BLOCKS_SHOWN} blocks each: {1e3 * view_s:.2f} ms of CPU, {num_bytes} bytes")
+    with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder) / "redis", None) as redis_url:
+        deployment = Deployment(redis_url, Path(folder))
+        is_over = threading.Event()
+        try:
+            deployment.start_all()
+            load = threading.Thread(target=run_without_end, args=(deployment.url(), is_over), daemon=True)
+            load.start()
+            time.sleep(2)
+            pairs = [(step_s(deployment, is_watched=True), step_s(deployment, is_watched=False)) for _ in range(num_pairs)]
+            is_over.set()
+            load.join()
+        finally:
+            deployment.stop()
+    ratio = statistics.median(watched / alone for watched, alone in pairs)
+    watched, alone = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"a step: {1e3 * watched:.2f} ms watched, {1e3 * alone:.2f} ms alone; ratio of neighbouring windows, median: {ratio:.3f}")
+    print(json.dumps({"view_cpu_ms": 1e3 * view_s, "view_bytes": num_bytes, "step_watched_ms": 1e3 * watched, "step_alone_ms": 1e3 * alone, "ratio": ratio}))
+
+
+if __name__ == "__main__":
+    main()

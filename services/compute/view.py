@@ -1,0 +1,54 @@
+"""What this replica shows to those who watch it. Read from the heartbeat's thread beside the running loop, which never waits for it."""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from services.compute.cache.block_manager import BlockManager
+from services.compute.exchange.active import ActiveRequest
+from services.compute.sequence import Sequence
+from shared.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, SequenceView
+
+
+def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterable[int], blocks: BlockManager) -> ComputeView:
+    """Of this replica; `running` has handles. Each argument is a copy of its own moment: a sequence may be gone from one, and still be in the other."""
+    handles = set(running)
+    everything = list(active)
+    shown = sorted(everything, key=lambda each: (each.sequence.handle not in handles, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]
+    return ComputeView(
+        replica_id, blocks.block_size, blocks.num_blocks, blocks.num_used_blocks, len(blocks.evictable), len(everything),
+        tuple(view_of(each, is_running=each.sequence.handle in handles) for each in shown),
+    )  # fmt: skip
+
+
+def view_of(active: ActiveRequest, *, is_running: bool) -> SequenceView:
+    sequence: Sequence = active.sequence
+    block_ids = list(sequence.block_table)
+    return SequenceView(
+        request_id=sequence.request_id,
+        is_running=is_running,
+        sampler_id=active.sampler_id,
+        priority=sequence.priority,
+        num_prompt_tokens=sequence.num_prompt_tokens,
+        num_cached_tokens=sequence.num_cached_tokens,
+        num_computed_tokens=sequence.num_computed_tokens,
+        num_output_tokens=sequence.num_output_tokens,
+        num_undecided_tokens=sequence.num_undecided_tokens,
+        num_preemptions=sequence.num_preemptions,
+        num_blocks=len(block_ids),
+        block_runs=runs_of(block_ids[:MAX_BLOCKS_SHOWN]),
+        created_at=active.request.created_at,
+        tokenized_at=active.request.tokenized_at,
+        taken_at=active.taken_at,
+        scheduled_at=active.scheduled_at,
+    )
+
+
+def runs_of(block_ids: list[int]) -> tuple[int, ...]:
+    """Runs of consecutive ids, flat: first id, count, first id, count, …"""
+    if not block_ids:
+        return ()
+    ids = np.array(block_ids)
+    starts = np.concatenate(([0], np.flatnonzero(np.diff(ids) != 1) + 1))
+    counts = np.diff(np.append(starts, len(ids)))
+    return tuple(np.stack((ids[starts], counts), axis=1).ravel().tolist())

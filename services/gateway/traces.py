@@ -1,0 +1,64 @@
+"""The gateway's part of a trace: the span of the HTTP request, under which all stages' spans are, and its children `admission` and `stream`."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from shared.tracing import Attributes, Tracer
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """The span of an HTTP request that is being answered."""
+
+    tracer: Tracer
+    span: "Span"
+    started_at: float  # wall clock, s
+    traceparent: str  # of the span; empty: it is not sampled
+
+    def record(self, name: str, started_at: float, ended_at: float, said: Attributes, *, parent: str = "") -> None:
+        """A child that has ended; parent: of another trace, if it belongs there."""
+        if joined := parent or self.traceparent:
+            self.tracer.record(name, joined, started_at, ended_at, said)
+
+
+_root: ContextVar[Root | None] = ContextVar("root", default=None)
+
+
+def current_root() -> Root | None:
+    """Of the request that this task answers; None: nobody wants spans."""
+    return _root.get()
+
+
+@contextmanager
+def rooted(tracer: Tracer, name: str, headers: dict[str, str], said: Attributes) -> Iterator["Span"]:
+    """A root for what happens within, and in tasks that begin there."""
+    started_at = time.time()
+    span = tracer.start(name, headers, started_at, said)
+    token = _root.set(Root(tracer, span, started_at, tracer.traceparent(span)))
+    try:
+        yield span
+    finally:
+        _root.reset(token)
+        span.end()
+
+
+@contextmanager
+def admission_span(num_sequences: int) -> Iterator[None]:
+    """`admission`: from the request's first byte until Redis has it: its body, its checks, its grammar's too."""
+    root, error_type = current_root(), ""
+    try:
+        yield
+    except BaseException as error:
+        error_type = type(error).__name__
+        raise
+    finally:
+        if root is not None:
+            said: dict[str, str | int] = {"penstock.num_sequences": num_sequences}
+            root.record("admission", root.started_at, time.time(), said | ({"error.type": error_type} if error_type else {}))

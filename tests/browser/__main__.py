@@ -1,0 +1,66 @@
+"""`make browser`: the playground in a headless Chromium, against `penstock up --chaos-demo` with the demo model. One line a check; exit code 1 if one fails.
+
+python -m tests.browser [name …] [--screenshots FOLDER]
+"""
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.browser import checks
+from tests.browser.page import Page, open_browser
+from tests.pipeline.up import Up
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.browser", description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", help="checks to run; all by default")
+    parser.add_argument("--screenshots", type=Path, help="a folder for what the page looks like after each check")
+    arguments = parser.parse_args()
+    if not shutil.which("chromium") or not shutil.which("chromedriver"):
+        print("make browser needs Chromium and its driver: apt install chromium chromium-driver", file=sys.stderr)
+        return 1
+    found: dict[str, Callable[[Page], None]] = {name: value for name, value in vars(checks).items() if getattr(value, "is_check", False)}
+    if unknown := sorted(set(arguments.names) - set(found)):
+        print(f"no check {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
+        return 1
+    num_failed = 0
+    with tempfile.TemporaryDirectory() as folder:
+        up = Up(Path(folder), "--samplers", "2", "--chaos-demo", timeout_s=180)
+        try:
+            for name, check in found.items():
+                if not arguments.names or name in arguments.names:
+                    num_failed += not passes(name, check, up.url, arguments.screenshots)
+        finally:
+            up.end()
+    return 1 if num_failed else 0
+
+
+def passes(name: str, check: Callable[[Page], None], url: str, screenshots: Path | None) -> bool:
+    """Whether it holds, in a browser of its own that has seen nothing yet, and the browser had nothing to complain of."""
+    driver = open_browser()
+    started_at = time.monotonic()
+    try:
+        page = Page(driver, url)
+        check(page)
+        assert (said := page.complaints()) == [], said
+        print(f"{name}: passed in {time.monotonic() - started_at:.1f} s", flush=True)
+        return True
+    except Exception:
+        traceback.print_exc()
+        print(f"{name}: FAILED", flush=True)
+        return False
+    finally:
+        if screenshots is not None:
+            screenshots.mkdir(parents=True, exist_ok=True)
+            driver.save_screenshot(str(screenshots / f"{name}.png"))
+        driver.quit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,237 @@
+"""What the playground must do. Each check has a browser of its own."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+from selenium.webdriver.common.keys import Keys
+
+from tests.browser.page import Page
+
+QUESTION, ANSWER = "What is Penstock?", "Penstock is a server for large language models."
+LONG: dict[str, Any] = {"max_tokens": 500, "ignore_eos": True, "seed": 7, "temperature": 0.8}
+
+HOSTILE = (
+    "<img src=x onerror=\"document.title='hacked'\"> <script>document.title='hacked'</script> [a](javascript:document.title='hacked') "
+    "[b](data:text/html,x) ![c](http://evil.example/c.png) <iframe src=//evil.example></iframe>\n\n```html\n<script>document.title='hacked'</script>\n```\n"
+)
+
+
+def check(function: Callable[[Page], None]) -> Callable[[Page], None]:
+    function.is_check = True  # type: ignore[attr-defined]
+    return function
+
+
+def enter(page: Page, **parameters: Any) -> None:
+    for name, value in parameters.items():
+        page.set(f"parameter-{name}", value if isinstance(value, bool) else str(value))
+
+
+def reference(page: Page, **parameters: Any) -> str:
+    """The answer to QUESTION without a page between."""
+    body = {"model": "penstock-demo", "messages": [{"role": "user", "content": QUESTION}]} | parameters
+    reply = httpx.post(f"{page.url}/v1/chat/completions", json=body, timeout=240, trust_env=False)
+    text: str = reply.json()["choices"][0]["message"]["content"]
+    return text
+
+
+def plain(text: str) -> str:
+    """Without the spaces and marks that markdown takes."""
+    return "".join(character for character in text if character.isalnum())
+
+
+@check
+def chats_stream_and_are_kept(page: Page) -> None:
+    enter(page, temperature=0)
+    page.say(QUESTION)
+    assert page.answer().startswith(ANSWER)
+    page.wait("it is stored", lambda: page.run("return document.querySelector('.chat-link').textContent") == QUESTION)
+    page.driver.execute_async_script("setTimeout(arguments[0], 1200)")
+    page.open()
+    page.wait("it is there after a reload", lambda: page.answer().startswith(ANSWER))
+    page.one(".new-chat").click()
+    assert not page.all(".message") and len(page.all(".chat-link")) == 2
+
+
+@check
+def messages_are_edited_and_regenerated_without_loss(page: Page) -> None:
+    enter(page, temperature=0)
+    page.say(QUESTION)
+    page.answer()
+    page.one('.is-assistant [aria-label="Regenerate"]').click()
+    page.wait("a second version", lambda: "2 / 2" in page.text(".is-assistant .versions"))
+    page.answer()
+    page.one('.is-assistant [aria-label="Previous version"]').click()
+    assert "1 / 2" in page.text(".is-assistant .versions")
+    page.one('.is-user [aria-label="Edit"]').click()
+    page.one(".edit-text").clear()
+    page.one(".edit-text").send_keys("How does a turbine work?", Keys.CONTROL, Keys.ENTER)
+    page.wait("the edited question has its answer", lambda: "2 / 2" in page.text(".is-user .versions") and page.answer())
+    assert not page.answer().startswith(ANSWER)
+    page.one('.is-user [aria-label="Previous version"]').click()
+    assert page.answer().startswith(ANSWER)
+
+
+@check
+def tokens_show_their_alternatives_to_mouse_and_keyboard(page: Page) -> None:
+    enter(page, temperature=0, logprobs=True, top_logprobs=3)
+    page.say(QUESTION)
+    page.wait("tokens", lambda: page.answer() is not None and page.all(".token[data-index]"))
+    assert "".join(page.run("return [...document.querySelectorAll('.token[data-index]')].map(each => each.textContent)")).startswith(ANSWER)
+    page.run("document.querySelector('.tokens').focus()")
+    page.press(Keys.ARROW_RIGHT)
+    page.press(Keys.ARROW_RIGHT)
+    assert len(page.all(".alternatives li")) == 3 and "%" in page.text(".alternatives")
+    page.press(Keys.ESCAPE)
+    assert not page.one(".alternatives").is_displayed()
+
+
+@check
+def schemas_and_tools_reach_the_model(page: Page) -> None:
+    enter(page, max_tokens=60)
+    page.set("setting-format", "json_schema")
+    page.set("setting-schema", json.dumps({"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False}))
+    page.say(QUESTION)
+    assert isinstance(json.loads(page.answer())["ok"], bool)
+    page.set("setting-format", "text")
+    parameters = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+    page.set("setting-tools", json.dumps([{"type": "function", "function": {"name": "roll", "parameters": parameters}}]))
+    page.set("setting-toolChoice", "roll")
+    page.say("Roll a die")
+    page.wait("a call", lambda: page.all(".call-answer textarea"))
+    assert "roll" in page.text(".call-name") and json.loads(page.text(".call pre"))["n"] in (1, 2)
+    page.set("setting-toolChoice", "none")
+    page.one(".call-answer textarea").send_keys("It shows 2")
+    page.one(".call-answer .primary").click()
+    page.wait("the model goes on", lambda: page.all(".message.is-tool") and page.answer())
+
+
+@check
+def what_is_entered_wrongly_is_said_at_its_field(page: Page) -> None:
+    enter(page, temperature="warm")
+    assert page.one("#parameter-temperature-problem").text == "temperature: warm is no number"
+    page.say(QUESTION)
+    assert not page.all(".message") and "warm is no number" in page.text(".notice")
+    enter(page, temperature="", logit_bias="{")
+    assert "not valid JSON" in page.one("#parameter-logit_bias").find_element("xpath", "../p[contains(@class, 'problem')]").get_attribute("textContent")
+
+
+@check
+def a_dropped_connection_goes_on_at_the_same_token(page: Page) -> None:
+    enter(page, **LONG)
+    page.say(QUESTION)
+    page.wait("some text", lambda: len(page.text(".message:last-child .markdown")) > 100)
+    page.one(".drop").click()
+    page.wait("it resumes", lambda: "resumed at token" in page.text(".note"))
+    assert plain(page.answer()) == plain(reference(page, **LONG))
+
+
+@check
+def hostile_text_stays_text(page: Page) -> None:
+    page.driver.execute_async_script(
+        """const [text, done] = arguments;
+        import("/playground/modules/markdown.js").then(({showMarkdown}) => {
+          const box = document.createElement("div");
+          document.body.append(box);
+          box.className = "hostile";
+          showMarkdown(box, text);
+          setTimeout(done, 500);
+        });""",
+        HOSTILE,
+    )
+    assert page.driver.title == "Penstock"
+    assert page.run("return document.querySelectorAll('.hostile :is(img, script, iframe)').length") == 0
+    assert page.run("return [...document.querySelectorAll('.hostile a')].map(each => each.protocol)") == ["http:"]
+    refused = page.run("try { document.body.innerHTML = '<b>x</b>'; return false; } catch (error) { return error instanceof TypeError; }")
+    assert refused, "the policy lets innerHTML through"
+    page.driver.get_log("browser")  # that refusal is in it
+
+
+@check
+def the_keyboard_suffices(page: Page) -> None:
+    enter(page, temperature=0)
+    page.run("document.activeElement.blur()")
+    page.press("/")
+    page.press(QUESTION, Keys.ENTER)
+    page.answer()
+    page.press(Keys.ALT, "n")
+    assert not page.all(".message")
+    page.press(Keys.ALT, Keys.ARROW_DOWN)
+    assert len(page.all(".message")) == 2
+    page.press(Keys.ALT, "p")
+    assert page.one("#pipeline").is_displayed()
+    unnamed = page.run(
+        """return [...document.querySelectorAll("button, input, select, textarea")]
+        .filter(each => !(each.ariaLabel || each.textContent.trim() || each.labels?.length)).map(each => each.outerHTML)"""
+    )
+    assert unnamed == []
+
+
+@check
+def every_text_has_contrast(page: Page) -> None:
+    """WCAG's 4.5 : 1 of what can be seen, in both themes and both views; of composed colours as the browser computes them."""
+    enter(page, temperature=0)
+    page.say(QUESTION)
+    page.answer()
+    for theme in ("light", "dark"):
+        page.run("document.documentElement.dataset.theme = arguments[0]", theme)
+        for view in ("Chat", "Pipeline"):
+            page.run("[...document.querySelectorAll('.tabs button')].find(each => each.textContent === arguments[0]).click()", view)
+            page.wait("it is drawn", lambda view=view: view == "Chat" or page.all(".replica"))
+            assert (weak := page.run(CONTRAST)) == [], (theme, view, weak)
+
+
+CONTRAST = """
+const rgb = text => { const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number); return {r, g, b, a}; };
+const part = value => { const share = value / 255; return share <= .04045 ? share / 12.92 : ((share + .055) / 1.055) ** 2.4; };
+const light = ({r, g, b}) => .2126 * part(r) + .7152 * part(g) + .0722 * part(b);
+const ground = element => {
+  for (let each = element; each; each = each.parentElement) { const colour = rgb(getComputedStyle(each).backgroundColor); if (colour.a === 1) return colour; }
+  return {r: 255, g: 255, b: 255};
+};
+return [...document.querySelectorAll("body *")].filter(each => {
+  const words = [...each.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
+  const isSeen = each.checkVisibility({visibilityProperty: true, opacityProperty: true});
+  if (!words || !isSeen || each.closest(":disabled, [aria-hidden=true], .visually-hidden, .skip")) return false;
+  const a = light(rgb(getComputedStyle(each).color)), b = light(ground(each));
+  return (Math.max(a, b) + .05) / (Math.min(a, b) + .05) < 4.5;
+}).map(each => `${each.className}: ${each.textContent.slice(0, 40)}`);
+"""
+
+
+@check
+def a_phone_needs_no_sideways_scrolling(page: Page) -> None:
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True})
+    page.open()
+    enter(page, temperature=0)
+    page.say(QUESTION)
+    page.answer()
+    assert page.run("return document.documentElement.scrollWidth") <= 390
+    page.run("document.querySelectorAll('.tabs button')[1].click()")
+    page.wait("the pipeline is drawn", lambda: page.all(".replica"))
+    assert page.run("const pane = document.querySelector('.pipeline'); return pane.scrollWidth - pane.clientWidth") <= 0
+    assert not page.one("#chat").is_displayed()
+
+
+@check
+def the_text_goes_on_when_replicas_are_killed(page: Page) -> None:
+    """Compute, then a sampler, then the gateway itself, under one answer; which is the one without kills."""
+    wanted = reference(page, **LONG)
+    enter(page, **LONG)
+    page.say(QUESTION)
+    page.run("document.querySelectorAll('.tabs button')[1].click()")
+    for stage in ("compute", "sampler", "gateway"):
+        page.wait("the answer grows", grows(page))
+        button = f'.stage[data-stage="{stage}"] .replica:not(.is-killed) .kill:not([hidden])'
+        page.wait(f"{stage} may be killed", lambda button=button: page.all(button))
+        page.run("document.querySelector(arguments[0]).click()", button)
+        page.wait(f"{stage} was killed", lambda stage=stage: f"{stage} was killed" in page.text(".notice, .news"))
+    assert plain(page.answer()) == plain(wanted)
+    page.wait("the timeline tells of it", lambda: page.all(".course .of-lost") and "goes on at compute" in page.text(".news"))
+
+
+def grows(page: Page) -> Callable[[], bool]:
+    """Whether the last answer has become longer than it is now, or is complete."""
+    length = len(page.text(".message:last-child .markdown"))
+    return lambda: len(page.text(".message:last-child .markdown")) > length or not page.all(".message.is-running")

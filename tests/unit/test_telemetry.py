@@ -1,0 +1,141 @@
+"""What is told of the pipeline, as far as it needs none: lines of the log, timelines, tracing that is off or misconfigured, and the files for Prometheus."""
+
+import io
+import json
+import logging
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from services.gateway.metrics import Metrics
+from services.gateway.pipeline_state import PipelineState
+from services.gateway.timeline import Timeline
+from shared.errors import StartupError
+from shared.messages import Moments, Replica
+from shared.settings import StageSettings
+from shared.stage import Stage
+from shared.telemetry import JsonFormatter, get_logger
+from shared.tracing import open_tracer
+
+ROOT = Path(__file__).parent.parent.parent
+LOAD = ROOT / "deploy" / "observability"
+
+
+def line_of(formatter: logging.Formatter, event: str, **values: object) -> str:
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(formatter)
+    logger = logging.getLogger("penstock.test")
+    logger.addHandler(handler)
+    logger.setLevel("INFO")
+    try:
+        try:
+            raise ValueError("bad\nthing")
+        except ValueError:
+            get_logger("penstock.test").exception(event, **values) if values.pop("fails", False) else get_logger("penstock.test").info(event, **values)
+    finally:
+        logger.removeHandler(handler)
+    return stream.getvalue()
+
+
+def test_a_line_for_people_keeps_to_one_line_whatever_is_in_it() -> None:
+    line = line_of(logging.Formatter("%(message)s"), "done 100%", path="/a b\x1b[2J\n", seconds=0.123456789, none=None, empty="")
+    assert line == "done 100% path='/a b\\x1b[2J\\n' seconds=0.123457 none=- empty=''\n"
+
+
+def test_a_line_for_machines_is_an_object_whose_own_fields_nobody_overwrites() -> None:
+    line = line_of(JsonFormatter(), "done 100%", path="é\n", seconds=0.5, none=None, level="none", error=ValueError("x"), fails=True)
+    said = json.loads(line)
+    assert line.count("\n") == 1 and said["event"] == "done 100%" and said["level"] == "error" and said["logger"] == "penstock.test"
+    assert (said["path"], said["seconds"], said["none"], said["error"]) == ("é\n", 0.5, None, "x")
+    assert "ValueError: bad" in said["exception"] and re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said["time"])
+
+
+def test_other_libraries_lines_are_objects_too() -> None:
+    record = logging.LogRecord("uvicorn.error", logging.WARNING, "x.py", 1, "100%", (), None)
+    assert json.loads(JsonFormatter().format(record))["event"] == "100%"
+
+
+def test_a_timeline_says_what_is_known() -> None:
+    timeline = Timeline(submitted_at=10.0)
+    timeline.note(Moments("r", 1, 11.0, 13.0, 17.0, "compute-1", "sampler-1"))
+    assert (timeline.tokenize_s, timeline.queue_s, timeline.prefill_s, timeline.decode_s, timeline.inference_s) == (1.0, 2.0, 4.0, None, 4.0)
+    timeline.note(Moments("r", 9, 11.0, 20.0, 25.0, "compute-2", "sampler-1"))  # by another, which took it over
+    assert (timeline.queue_s, timeline.decode_s, timeline.inference_s, timeline.compute_id) == (2.0, 8.0, 12.0, "compute-2")
+    resumed = Timeline()
+    resumed.note(Moments("r", 9, 11.0, 20.0, 25.0, "compute-2"))
+    assert (resumed.tokenize_s, resumed.queue_s, resumed.prefill_s, resumed.decode_s) == (None, None, None, None)
+    early = Timeline(submitted_at=12.0)
+    early.note(Moments("r", 1, 11.0, 10.0, 17.0, "compute-1"))
+    assert (early.tokenize_s, early.queue_s) == (0.0, 0.0), "clocks may disagree"
+
+
+def test_without_an_endpoint_nothing_is_loaded_that_could_send_spans() -> None:
+    """(redis-py looks by itself whether OpenTelemetry's SDK is there.)"""
+    code = (
+        "import sys; from shared.stage import Stage; from shared.settings import StageSettings; import services.gateway.app, services.sampler.service; "
+        "assert Stage('sampler', StageSettings(redis_url='unix:///nowhere')).tracer is None; "
+        "sys.exit(any(name.startswith(('opentelemetry.exporter', 'opentelemetry.sdk.trace')) for name in sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "collector:4318"}, "expected a URL as http://127.0.0.1:4318, got 'collector:4318'"),
+        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"}, "only http/protobuf is spoken"),
+    ],
+)
+def test_what_cannot_be_sent_to_is_said_in_one_line(variables: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError, match=reason):
+        open_tracer("sampler", "sampler-1")
+
+
+@pytest.mark.parametrize("variables", [{"OTEL_EXPORTER_OTLP_ENDPOINT": ""}, {"OTEL_SDK_DISABLED": "true"}, {"OTEL_TRACES_EXPORTER": "none"}])
+def test_what_turns_traces_off_turns_them_off(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"} | variables).items():
+        monkeypatch.setenv(name, value)
+    assert open_tracer("sampler", "sampler-1") is None
+
+
+def shown() -> set[str]:
+    """The names of all series of /metrics, with their suffixes."""
+    names = set()
+    for family in Metrics(Stage("gateway", StageSettings(redis_url="unix:///nowhere"))).registry.collect():
+        names |= {family.name + suffix for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}[family.type]}
+    for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}).collect():
+        names |= {family.name + suffix for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}[family.type]}
+    return names
+
+
+def test_every_metric_is_documented_and_no_other() -> None:
+    documented = re.findall(r"^\| `(penstock_\w+)` \| (counter|histogram|gauge)", (ROOT / "docs" / "telemetry.md").read_text(), re.MULTILINE)
+    suffixes = {"counter": ("",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}
+    assert {name + suffix for name, kind in documented for suffix in suffixes[kind]} == shown()
+
+
+def test_dashboard_and_alerts_ask_for_metrics_that_there_are() -> None:
+    dashboard = json.loads((LOAD / "grafana" / "dashboards" / "penstock.json").read_text())
+    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
+    rules = [rule for group in yaml.safe_load((LOAD / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
+    assert len(panels) > 20 and len({panel["id"] for panel in panels}) == len(panels) and len(rules) > 10
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
+    asked = {name for expression in expressions for name in re.findall(r"\bpenstock_\w+", expression)}
+    assert asked <= shown()
+    assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] in ("info", "warning", "critical") for rule in rules)
+
+
+def test_the_compose_file_mounts_what_there_is() -> None:
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    added = {name: service for name, service in services.items() if service.get("profiles") == ["observability"]}
+    assert set(added) == {"prometheus", "tempo", "grafana"} and all(re.fullmatch(r"[\w/]+:v?[\d.]+", service["image"]) for service in added.values())
+    sources = [volume.split(":")[0] for service in added.values() for volume in service["volumes"] if volume.startswith("./")]
+    assert len(sources) == 5 and all((ROOT / source).exists() for source in sources)
+    assert services["compute"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == services["gateway"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"]
