@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos browser clients compose-test telemetry lm-eval bench
+.PHONY: up test check chaos batch-chaos browser clients compose-test redis-test telemetry hostile audit lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -36,6 +36,9 @@ check: $(VENV)/dev
 chaos: $(VENV)/dev
 	$(BIN)/python -m tests.chaos $(ARGS)
 
+batch-chaos: $(VENV)/dev
+	$(BIN)/python -m tests.chaos.batches $(ARGS)
+
 $(VENV)-clients/clients: pyproject.toml
 	$(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
@@ -44,7 +47,7 @@ $(VENV)-clients/clients: pyproject.toml
 
 # Some clients hold older versions of what we use: they have an environment of their own.
 clients: $(VENV)/dev $(VENV)-clients/clients
-	$(VENV)-clients/bin/python tests/clients/run.py $(BIN)/python $(ARGS)
+	$(VENV)-clients/bin/python -m tests.clients $(BIN)/python $(ARGS)
 
 # The playground in Debian's Chromium: apt install chromium chromium-driver.
 browser: $(VENV)/dev
@@ -57,6 +60,26 @@ compose-test: $(VENV)/dev
 
 telemetry: $(VENV)/dev
 	$(BIN)/python -m tests.telemetry $(ARGS)
+
+# A Redis that speaks TLS only, with a user for each stage. Needs redis-server 7 or newer with TLS, and openssl.
+redis-test: $(VENV)/dev
+	$(BIN)/python -m tests.secure_redis
+
+# 10,000 malformed and hostile requests, to every route.
+hostile: $(VENV)/dev
+	$(BIN)/python -m tests.hostile $(ARGS)
+
+$(VENV)-audit/audit: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-audit
+	$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check --upgrade "pip>=25.1"
+	$(VENV)-audit/bin/python -m pip install --quiet --disable-pip-version-check --group audit
+	touch $@
+
+# The licence of each package that is installed, and what is known against it (for which PyPI is asked).
+audit: $(VENV)/dev $(VENV)-audit/audit
+	$(VENV)-audit/bin/pip-licenses --python $(BIN)/python --from=mixed --order=license
+	$(BIN)/python -m pip freeze --exclude-editable | sed 's/+.*//' > $(VENV)-audit/installed.txt
+	$(VENV)-audit/bin/pip-audit --strict --disable-pip --no-deps --requirement $(VENV)-audit/installed.txt
 
 # Loglikelihoods by lm-eval, through a pipeline and by transformers. Installs what it needs beside dev's.
 lm-eval: $(VENV)/dev

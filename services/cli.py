@@ -12,13 +12,14 @@ from shared.errors import StartupError
 from shared.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
 from shared.telemetry import setup_logging
 
-STAGES = ("gateway", "tokenizer", "compute", "sampler")
+STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "smollm2-135m", "tiny")
 
 EXAMPLES = """examples:
   penstock up                                   a small model, fetched once, on http://127.0.0.1:8000
   penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2
   penstock chat                                 talk to it
+  penstock batch requests.jsonl                 answers to a file of requests
   penstock status --watch                       replicas, queues, tokens/s
   penstock serve sampler --redis-url redis://10.0.0.5:6379/0     one more sampler, on any host
 
@@ -31,6 +32,10 @@ CHAT_EXAMPLES = """examples:
   penstock chat --url https://host/v1 --model NAME      with any OpenAI-compatible server
 
 A key is taken from PENSTOCK_API_KEY or OPENAI_API_KEY."""
+
+BATCH_EXAMPLES = """examples:
+  penstock batch questions.jsonl
+  penstock batch batch_0123456789abcdef          wait for one again"""
 
 STATUS_EXAMPLES = """examples:
   penstock status                               one look
@@ -63,6 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
     serve.add_argument("stage", choices=STAGES, metavar="STAGE")
     add_status(commands.add_parser("status", help="replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES))
     add_chat(commands.add_parser("chat", help="a chat in the terminal", epilog=CHAT_EXAMPLES))
+    add_batch(commands.add_parser("batch", help="have a file of requests answered, and wait for it", epilog=BATCH_EXAMPLES))
     pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name", epilog=PULL_EXAMPLES)
     pull.add_argument("name", metavar="NAME", help="smollm2-135m, or a hub id, owner/name")
     pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
@@ -100,6 +106,16 @@ def add_chat(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
     chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="of an answer, at most (default: what the context has room for)")
+
+
+def add_batch(batch: argparse.ArgumentParser) -> None:
+    batch.add_argument("source", metavar="FILE", help="requests, a line each, as OpenAI's batches have them; or the id of a batch, to wait for it again")
+    batch.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    batch.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the answers go; by default beside the file, FILE.out.jsonl, and what failed to FILE.out.errors.jsonl"
+    )
+    batch.add_argument("--window", default="24h", metavar="TIME", help="in which it is to be done, at most 24h (default: %(default)s)")
+    batch.add_argument("--api-key", default=os.environ.get("PENSTOCK_API_KEY", ""), metavar="KEY", help="default: PENSTOCK_API_KEY of the environment")
 
 
 def add_quantize(quantize: argparse.ArgumentParser) -> None:
@@ -182,6 +198,10 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
             from services.chat.chat import ChatOptions, chat
 
             return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens), args.question)
+        case "batch":
+            from services.batch import run_batch
+
+            return run_batch(args.url, args.source, args.out, args.window, args.api_key)
         case "simulate":
             from services.compute.simulation.__main__ import simulate
 

@@ -35,6 +35,7 @@ FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
 STABLE_AFTER_S = 30.0  # a process that lived this long starts its backoff anew
 STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help
 COMPUTE_NICENESS = 5  # below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
+JOBS_NICENESS = 5  # batches have time
 
 
 @dataclass(slots=True)
@@ -54,6 +55,7 @@ class Launcher:
     settings: UpSettings
     servers: list[Child] = field(default_factory=list)  # the embedded one and its watchman
     stages: list[Child] = field(default_factory=list)
+    jobs: list[Child] = field(default_factory=list)  # started when the others are ready, so that nobody waits for them
     models: list[ModelFiles] = field(default_factory=list)
     is_stopping: bool = False
     exit_code: int = 0
@@ -73,6 +75,7 @@ class Launcher:
                 if not is_announced and self._is_ready():
                     is_announced = True
                     self._announce(time.monotonic() - started_at)
+                    self.stages += self.jobs
                 time.sleep(0.1)
         finally:
             self._stop()
@@ -106,11 +109,12 @@ class Launcher:
             for stage, count in (("sampler", settings.samplers), ("tokenizer", settings.tokenizers), ("compute", 1)):
                 self.stages += [self._child(stage, number, own, suffix) for number in range(count)]
         self.stages += [self._child("gateway", number, environment) for number in range(settings.gateways)]
+        self.jobs = [self._child("jobs", number, environment) for number in range(settings.jobs)]
 
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
-        own = {"replica_id", "gateways", "tokenizers", "samplers", "data_dir", "redis_port", "model", "served_model_name", "api_key"}
-        values = self.settings.model_dump(exclude=own)
+        own = {"replica_id", "gateways", "tokenizers", "samplers", "jobs", "data_dir", "redis_port", "model", "served_model_name", "api_key"}
+        values = self.settings.model_dump(exclude=own) | {"files_url": self.settings.files_url or str(self.settings.data_dir.absolute() / "files")}
         texts = {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in values.items() if value is not None}
         environment = {f"PENSTOCK_{key.upper()}": text for key, text in texts.items()}
         os.environ.pop("PENSTOCK_API_KEY", None)  # for the gateways only
@@ -130,7 +134,7 @@ class Launcher:
 
         def start() -> "subprocess.Popen[bytes]":
             command = [sys.executable, "-m", f"services.{stage}"]
-            niceness = COMPUTE_NICENESS if stage == "compute" else 0
+            niceness = {"compute": COMPUTE_NICENESS, "jobs": JOBS_NICENESS}.get(stage, 0)
             return subprocess.Popen(command, env=own, start_new_session=True, pass_fds=inherited, preexec_fn=lambda: os.nice(niceness) and None)
 
         return Child((stage if number == 0 else f"{stage}-{number + 1}") + suffix, start)
@@ -154,11 +158,12 @@ class Launcher:
     @property
     def _url(self) -> str:
         host = "127.0.0.1" if self.settings.host in ("0.0.0.0", "::") else self.settings.host
-        return f"http://{host}:{self.settings.port}"
+        return f"{'http' if self.settings.tls_certificate is None else 'https'}://{host}:{self.settings.port}"
 
     def _is_ready(self) -> bool:
         try:
-            if httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False).status_code != 200:
+            # a certificate is rarely this address's, and this is our own gateway
+            if httpx.get(f"{self._url}/ready", timeout=1.0, trust_env=False, verify=False).status_code != 200:
                 return False
             with connect(self.redis_url) as client:
                 served = look(client)

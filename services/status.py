@@ -90,7 +90,7 @@ class Watcher:
         models = sorted({replica.model for replica in replicas if replica.stage == "compute" and replica.model})
         keys = [stream(model).key for model in models for stream in (requests, prompts)]
         queues = {key: int(self.client.xlen(key)) for key in keys}
-        order = {stage: number for number, stage in enumerate(STAGES)}
+        order = {stage: number for number, stage in enumerate((*STAGES, "jobs"))}
         lines = [self._line(each) for each in sorted(replicas, key=lambda each: (order.get(each.stage, len(order)), each.model or "", each.replica_id))]
         missing = [stage for stage in STAGES if all(each.stage != stage for each in replicas)]
         return Status(lines, missing, queues, int(self.client.xlen(DEAD_LETTER)))

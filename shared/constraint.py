@@ -26,6 +26,8 @@ class Constraint:
     text: str
     param: str = ""  # the field of the API that asked for it, for errors
     is_lenient: bool = False  # keywords of a JSON schema that can't be enforced are passed over, else they are errors
+    thought_begin: str = ""  # the marker that begins a thought; empty: the prompt has begun it already
+    thought_end: str = ""  # the marker behind which the answer begins that has to match; empty: nothing is thought before
 
     def __post_init__(self) -> None:
         if len(self.text) > MAX_TEXT:

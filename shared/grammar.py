@@ -16,7 +16,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.structural_tag import structural_tag_grammar
+from shared.structural_tag import structural_tag_grammar, thought_grammar
 
 MAX_WHITESPACE = 64  # characters between two parts of a JSON text: a model that has nothing to say would go on with them for ever
 MAX_REASON = 400  # characters of the library's word against a grammar
@@ -82,7 +82,8 @@ def check_grammar(constraint: Constraint) -> None:
 def _grammar(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:
     """In the library's own form. special_tokens: None where no vocabulary is known."""
     try:
-        return _MAKERS[constraint.kind](constraint, special_tokens)
+        grammar = _MAKERS[constraint.kind](constraint, special_tokens)
+        return _after_thought(grammar, constraint, special_tokens or NO_SPECIAL_TOKENS) if constraint.thought_end else grammar
     except Invalid as error:
         raise _refused(constraint, str(error)) from None
     except (ValueError, GbnfToLarkError) as error:
@@ -135,6 +136,13 @@ def _structural_tag(constraint: Constraint, special_tokens: Mapping[str, int] | 
         make_regex=partial(regex_to_lark, use_ascii=""),
         json_options=JSON_OPTIONS,
     )
+
+
+def _after_thought(grammar: str, constraint: Constraint, special_tokens: Mapping[str, int]) -> str:
+    """The grammar behind a thought, which is any text between its markers. One that is not begun yet may be left out."""
+    answer, *others = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
+    before = thought_grammar(constraint.thought_begin, constraint.thought_end, "answer", special_tokens)
+    return json.dumps({"grammars": [{"name": "thought", "lark_grammar": before}, {**answer, "name": "answer"}, *others]})
 
 
 _MAKERS = {

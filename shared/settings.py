@@ -12,7 +12,7 @@ from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, Setting
 from shared.arguments import Parser, add_setting
 from shared.errors import StartupError
 
-ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma"]
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
@@ -53,7 +53,21 @@ class ModelSettings(StageSettings):
     served_model_name: str = Field("", description="the name clients use, or several joined by commas; the folder's name by default")
 
 
-class GatewaySettings(StageSettings):
+class RequestSettings(StageSettings):
+    """What those take that make requests of bodies: gateways, and the workers of batch jobs. Give all of them the same."""
+
+    max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
+    max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
+    max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body; of a batch, longest line")
+    min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
+    trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
+    files_url: str = Field(
+        str(DEFAULT_DATA_DIR / "files"),
+        description="where files are kept: a folder that gateways and workers share, or a URL that fsspec knows, as s3://bucket/penstock",
+    )
+
+
+class GatewaySettings(RequestSettings):
     """The front door: OpenAI's API over HTTP."""
 
     command: ClassVar[str] = "penstock serve gateway"
@@ -61,25 +75,24 @@ class GatewaySettings(StageSettings):
 
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    tls_certificate: Path | None = Field(None, description="a PEM file of the certificate and those above it: the gateway then speaks HTTPS")
+    tls_key: Path | None = Field(None, description="a PEM file of its private key; by default it is in the certificate's file")
     auth: bool = Field(True, description="--no-auth: whoever reaches the gateway may use it, with a key or without")
     keys_file: Path = Field(DEFAULT_KEYS_FILE, description="API keys, as penstock keys writes them; where the file is, requests need one")
     api_key: SecretStr = Field(SecretStr(""), description="one more API key, of an administrator; others see a flag: set PENSTOCK_API_KEY instead")
-    max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
-    max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
-    max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body")
+    max_file_bytes: ByteSize = Field(ByteSize(200 << 20), gt=0, description="longest file that may be uploaded")
+    max_files_size: ByteSize = Field(ByteSize(10 << 30), gt=0, description="all files of one owner; beyond: 413")
     max_body_memory: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bodies that are received and read at once; beyond: 503")
     max_connections: int = Field(4096, gt=0, description="open connections; beyond: 503")
     header_timeout_s: float = Field(10.0, gt=0, description="for a request's headers to come; then the connection is closed")
     body_timeout_s: float = Field(60.0, gt=0, description="for a request's body to come; then: 408")
     write_timeout_s: float = Field(60.0, gt=0, description="a client that has not read for this long loses its connection")
-    min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
     ping_interval_s: float = Field(5.0, gt=0, description="between the comments that keep a waiting stream open, and between looks at silent logs")
     stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
     allow_origin: Annotated[list[str], NoDecode] = Field(
         [], description="a web origin whose pages may call the API, as https://chat.example, or *; may be given several times"
     )
     chaos_demo: bool = Field(False, description="the playground may kill this machine's replicas, to show that nothing is lost; on a loopback address only")
-    trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
 
     @model_validator(mode="after")
     def check_chaos(self) -> "GatewaySettings":
@@ -172,7 +185,21 @@ class ComputeSettings(ModelSettings, EngineSettings):
     )
 
 
-class UpSettings(GatewaySettings, EngineSettings, FormatSettings):
+class WorkerSettings(StageSettings):
+    """How batch jobs are run."""
+
+    batch_requests: int = Field(32, gt=0, description="sequences of batches that one worker has in the pipeline at once")
+    busy_batch_requests: int = Field(8, gt=0, description="the same while others than batches have requests in the pipeline")
+
+
+class JobsSettings(RequestSettings, WorkerSettings):
+    """Batches."""
+
+    command: ClassVar[str] = "penstock serve jobs"
+    examples: ClassVar[str] = "penstock serve jobs --redis-url redis://10.0.0.5:6379/0 --files-url s3://bucket/penstock"
+
+
+class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings):
     """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url names none."""
 
     command: ClassVar[str] = "penstock up"
@@ -191,6 +218,10 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings):
     gateways: int = Field(1, gt=0, description="gateway replicas, on ports from --port upwards")
     tokenizers: int = Field(1, gt=0, description="tokenizer replicas")
     samplers: int = Field(1, gt=0, description="sampler replicas")
+    jobs: int = Field(1, ge=0, description="workers for batches; 0: batches wait until there is one")
+    files_url: str = Field(
+        "", description="where files are kept: a folder, or a URL that fsspec knows, as s3://bucket/penstock; by default the data folder's files"
+    )
     data_dir: Path = Field(DEFAULT_DATA_DIR, description="where the embedded Redis keeps its data and socket")
     redis_port: int = Field(0, ge=0, le=65535, description="loopback TCP port of the embedded Redis; 0: Unix socket only")
 

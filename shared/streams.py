@@ -12,6 +12,7 @@ RUNNING_LOG_TTL_S = 24 * 3600  # of a running request's: a backstop, far beyond 
 REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
 CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
 MAX_DEAD_LETTERS = 10_000
+FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
 
 # The one field of a stream entry; group entries also carry the request's id and gateway in the clear, so that a message that
 # does not decode can still fail its request.
@@ -39,6 +40,8 @@ CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves →
 DEAD_LETTER = "dead-letter"  # anyone → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
 WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
+BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended
+CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
 
 
 def requests(model: str) -> GroupStream:
@@ -124,3 +127,38 @@ def replica_key(stage: str, replica_id: str) -> str:
 def view_key(replica_id: str) -> str:
     """What a replica shows while it is watched: compute → gateways. It expires with the replica's lease."""
     return f"view:{replica_id}"
+
+
+def file_key(file_id: str) -> str:
+    """What a file is called, and whose it is: gateway, jobs → any gateway. Gone when the file has expired."""
+    return f"file:{file_id}"
+
+
+def files_key(owner: str) -> str:
+    """An owner's files by their age: a sorted set. Names of files that are gone are taken out by whoever finds them."""
+    return f"files:{owner}"
+
+
+def batch_key(batch_id: str) -> str:
+    """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both."""
+    return f"batch:{batch_id}"
+
+
+def batches_key(owner: str) -> str:
+    """An owner's batches by their age: a sorted set."""
+    return f"batches:{owner}"
+
+
+def batch_lease_key(batch_id: str) -> str:
+    """The worker that runs the batch at the moment, as long as it renews this."""
+    return f"batch-lease:{batch_id}"
+
+
+def batch_queued_key(batch_id: str) -> str:
+    """Set while a task for the batch is in Celery's queue: whoever would send one more need not."""
+    return f"batch-queued:{batch_id}"
+
+
+def upkeep_key(name: str) -> str:
+    """Set by the worker that does this part of the upkeep, for as long as nobody else need do it."""
+    return f"upkeep:{name}"

@@ -11,6 +11,7 @@ from typing import Any
 from shared.errors import Invalid
 
 ANY_TEXT = r"/(.|\n)*/"
+SPACE = r"/[ \t\n\r]{0,8}/"  # between a thought and the answer
 EMPTY = '""'
 MAX_DEPTH = 32
 
@@ -23,6 +24,14 @@ def structural_tag_grammar(value: Any, *, special_tokens: Mapping[str, int], mak
     writer.rules["start"] = writer.format(value["format"] if "format" in value else _triggered_tags_of(value), 0)
     lark = "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in writer.rules.items())
     return json.dumps({"grammars": [{"name": "structural_tag", "lark_grammar": lark}, *writer.grammars]})
+
+
+def thought_grammar(begin: str, end: str, answer: str, special_tokens: Mapping[str, int]) -> str:
+    """A thought and, behind it, the grammar of that name, in Lark's syntax. Without begin the thought has begun; with it, it may be left out."""
+    writer = _Writer(special_tokens, str, {})
+    thought = f"{writer.text(begin)} {writer.text_until(end)} {writer.rule(SPACE)}"
+    writer.rules["start"] = f"({thought}){'?' if begin else ''} @{answer}"
+    return "%llguidance {}\n" + "".join(f"{name}: {rule}\n" for name, rule in writer.rules.items())
 
 
 def _triggered_tags_of(value: dict[str, Any]) -> dict[str, Any]:

@@ -162,6 +162,11 @@ class Transport:
 
         return self.persist(attempt_all_or_nothing if atomic else attempt)
 
+    def close(self) -> None:
+        """Hang up. What is used again connects anew."""
+        self._line.close()
+        self.client.close()
+
     def wait_until_up(self, timeout_s: float) -> None:
         """Return once Redis answers. Raises StartupError after timeout_s."""
         deadline = time.monotonic() + timeout_s

@@ -9,6 +9,7 @@ import pytest
 import redis
 
 from services.redis_server import socket_path, start_server
+from shared.streams import CELERY_PREFIX
 from tests.deployment import Deployment
 from tests.waiting import wait_until
 
@@ -74,7 +75,7 @@ def unfinished(deployment: Deployment) -> int:
 def leaked_keys(redis_url: str) -> list[str]:
     with redis.Redis.from_url(redis_url) as client:
         keys = [key.decode() for key in client.keys("*")]
-        return sorted(key for key in keys if client.ttl(key) == -1 and key not in PERMANENT and not key.startswith(("requests:", "prompts:")))
+        return sorted(key for key in keys if client.ttl(key) == -1 and key not in PERMANENT and not key.startswith(("requests:", "prompts:", CELERY_PREFIX)))
 
 
 @pytest.fixture

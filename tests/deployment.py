@@ -49,6 +49,7 @@ class Deployment:
             "OMP_NUM_THREADS": "1" if stage != "compute" else "2",
             "PENSTOCK_REDIS_URL": self.redis_url,
             "PENSTOCK_REPLICA_ID": replica_id,
+            "PENSTOCK_FILES_URL": str(self.folder / "files"),
             **self.environment,
             **own,
         }

@@ -1,26 +1,27 @@
 """`python -m services.gateway`: settings, objects, run."""
 
 import signal
-from typing import Any
 
-import redis.asyncio
 import uvicorn
-from redis.asyncio.retry import Retry
-from redis.backoff import NoBackoff
 
 from services.gateway.admission import Admission
 from services.gateway.app import build_app
 from services.gateway.auth import KeyRing
+from services.gateway.batches.jobs import Jobs
+from services.gateway.batches.store import BatchStore
 from services.gateway.bodies import BodyReader
 from services.gateway.canceller import Canceller
+from services.gateway.client import connect
 from services.gateway.context import Context
+from services.gateway.files.storage import Storage
+from services.gateway.files.store import FileStore
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
 from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import patient
 from services.gateway.responses.stored import MAX_FOLLOWERS, Store
-from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, listen, raise_file_limit
+from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, check_tls, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from shared.api_keys import check_exposure
@@ -28,8 +29,6 @@ from shared.errors import StartupError
 from shared.settings import GatewaySettings, load_settings
 from shared.stage import Stage, run_stage, start_logging
 from shared.transport import Pipeline as RedisPipeline
-
-REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and what a client waits for a 503
 
 
 def build(settings: GatewaySettings, keys: KeyRing) -> Context:
@@ -46,19 +45,19 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
 
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
-    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), pipeline, settings.ping_interval_s)
-    watch = Watch(stage, client, pipeline.subscriptions, can_kill=settings.chaos_demo)
-    return Context(settings, stage, client, bodies, GrammarChecker(), admission, pipeline, metrics, store, watch, keys)
-
-
-def connect(settings: GatewaySettings, **options: Any) -> "redis.asyncio.Redis":
-    return redis.asyncio.Redis.from_url(settings.redis_url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=5, socket_timeout=REDIS_TIMEOUT_S, **options)
+    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
+    return Context(
+        settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
+        store=store, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client), jobs=Jobs(settings.redis_url),
+        watch=Watch(stage, client, pipeline.subscriptions, can_kill=settings.chaos_demo),
+    )  # fmt: skip
 
 
 def main() -> None:
     settings = load_settings(GatewaySettings)
     start_logging(settings)
     check_exposure(settings)
+    check_tls(settings)
     keys = KeyRing(settings)
     sockets = listen(settings.host, settings.port)
     raise_file_limit()
@@ -66,6 +65,8 @@ def main() -> None:
     config = uvicorn.Config(
         build_app(context),
         http=patient(settings),
+        ssl_certfile=settings.tls_certificate,
+        ssl_keyfile=settings.tls_key,
         log_level="warning",
         log_config=None,  # our own
         access_log=False,

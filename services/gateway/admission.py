@@ -15,9 +15,9 @@ from services.gateway.metrics import Metrics
 from shared.errors import Invalid, Rejected
 from shared.messages import GenerateRequest, Replica, encode
 from shared.registry import Registry
-from shared.settings import GatewaySettings
+from shared.settings import RequestSettings
 from shared.stage import Stage
-from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, requests, response_key, stored_key
+from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, log_key, requests, response_key, stored_key
 from shared.tenants import Tenant
 
 STAGES = ("tokenizer", "compute", "sampler")
@@ -29,12 +29,13 @@ LONG_BYTES = 256 << 10
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
 # tokens, tokens in all, gateway id; what limits.py says of the tenant; then for each request its id, its tokens and its message. Returns what is left to the
 # tenant (nothing, if it has no limits), and, if they do not fit, why: {'full', requests, tokens} with what is held, or {'requests' | 'tokens' |
-# 'concurrency', ms to wait}.
+# 'concurrency', ms to wait}. A response that was submitted before is not again: a batch that goes on after a death does not know how far it had come.
 FIRST = 12 + NUM_ARGUMENTS
 SUBMIT = (
     SCRIPT
     + f"""
 local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 11)
+if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', '{log_key("")}' .. ARGV[{FIRST}]) == 1 then return {{{{}}}} end
 local quota, running = ARGV[12], ARGV[13]
 local rpm, tpm, concurrency = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
 local num_sequences = (#ARGV - {FIRST - 1}) / 3
@@ -67,7 +68,7 @@ return {{left}}
 
 
 class Admission:
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: GatewaySettings, metrics: Metrics) -> None:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, metrics: Metrics) -> None:
         self.stage = stage
         self.client = client
         self.settings = settings

@@ -14,8 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from services.gateway.admission import STAGES
 from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.auth import Auth
+from services.gateway.batches.routes import router as batches
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
+from services.gateway.files.routes import router as files
 from services.gateway.live.routes import router as live
 from services.gateway.middleware import BodyLimit, Head, RequestId
 from services.gateway.observed import Observed
@@ -61,7 +63,7 @@ def build_app(context: Context) -> FastAPI:
     app.state.context = context
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
-    app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
     app.add_middleware(Head)
     app.add_middleware(Auth, keys=context.keys)
     app.add_middleware(RequestId)
@@ -74,6 +76,8 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(router)
     app.include_router(embeddings)
     app.include_router(responses)
+    app.include_router(files)
+    app.include_router(batches)
     app.include_router(anthropic)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)

@@ -4,6 +4,7 @@ A path that is not named here wants a key. Routes have the caller from `context_
 """
 
 import hmac
+import ipaddress
 import time
 from pathlib import Path
 
@@ -47,6 +48,11 @@ class KeyRing:
                 raise StartupError(f"PENSTOCK_API_KEY has {len(key)} characters: at least {MIN_KEY_LENGTH}, and random ones")
             self._own = _table([(digest_of(key), OF_ENVIRONMENT)])
         self._tenants = self._own | self._read() if self._version is not None else self._own
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is the loopback address that keeps others out: then a page whose name a browser was told to be this machine must not get in."""
+        return self.is_open and self.path is not None
 
     def tenant_of(self, key: str) -> Tenant | None:
         """Whose key this is; None: nobody's."""
@@ -106,9 +112,14 @@ class Auth:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        path, key = scope["path"], key_of(Headers(scope=scope))
+        path, headers = scope["path"], Headers(scope=scope)
+        key = key_of(headers)
         tenant = self.keys.tenant_of(key)
-        if tenant is None and not (path in OPEN or path.startswith(OPEN_FOLDERS)):
+        is_open = path in OPEN or path.startswith(OPEN_FOLDERS)
+        if self.keys.is_local and not is_open and not is_loopback(headers.get("host", "")):
+            message = "Without API keys this gateway is for its own machine, under a loopback name. Behind a proxy, make keys, or start it with --no-auth."
+            return await error_response(path, 403, message, None, "host_not_allowed")(scope, receive, send)
+        if tenant is None and not is_open:
             message = "Incorrect API key provided." if key else "You didn't provide an API key: send it as Authorization: Bearer, or as x-api-key."
             refusal = error_response(path, 401, message, None, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             return await refusal(scope, receive, send)
@@ -126,6 +137,15 @@ class Auth:
             await send(message)
 
         await self.app(scope, receive, send_with_limits)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a Host header names this machine; one that is missing comes from no browser."""
+    name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    try:
+        return name in ("", "localhost") or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 def key_of(headers: Headers) -> str:

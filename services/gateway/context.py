@@ -1,4 +1,7 @@
-"""Context: the objects that a gateway's routes work with, built once at the start; and who asks, of each request its own."""
+"""Context: the objects that a gateway's routes work with, built once at the start; and who asks, of each request its own.
+
+Making requests of bodies takes a part of them, which the workers of batches have, too.
+"""
 
 from dataclasses import dataclass, field, replace
 
@@ -8,7 +11,10 @@ from fastapi import Request
 
 from services.gateway.admission import Admission, served_names
 from services.gateway.auth import KeyRing
+from services.gateway.batches.jobs import Jobs
+from services.gateway.batches.store import BatchStore
 from services.gateway.bodies import BodyReader
+from services.gateway.files.store import FileStore
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
 from services.gateway.limits import Caller
@@ -17,7 +23,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
 from shared.messages import Replica
-from shared.settings import GatewaySettings
+from shared.settings import GatewaySettings, RequestSettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
 from shared.tenants import NOBODY, Tenant
@@ -25,19 +31,16 @@ from shared.tenants import NOBODY, Tenant
 log = get_logger("penstock.gateway")
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    settings: GatewaySettings
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """What it takes to make requests of a body."""
+
+    settings: RequestSettings
     stage: Stage
     client: "redis.asyncio.Redis"
-    bodies: BodyReader
     grammars: GrammarChecker
     admission: Admission
-    pipeline: Pipeline
-    metrics: Metrics
     store: Store
-    watch: Watch
-    keys: KeyRing
     caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
 
     @property
@@ -47,6 +50,19 @@ class Context:
     def resolve(self, name: str) -> str:
         """The served model that the caller calls so. Raises Rejected, Invalid."""
         return self.admission.resolve(name, self.tenant)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context(RequestContext):
+    settings: GatewaySettings
+    bodies: BodyReader
+    pipeline: Pipeline
+    metrics: Metrics
+    keys: KeyRing
+    files: FileStore
+    batches: BatchStore
+    jobs: Jobs
+    watch: Watch
 
     def served_names(self) -> dict[str, Replica]:
         """Every name that the caller may use, and a live compute replica of its model."""

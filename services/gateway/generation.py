@@ -103,7 +103,7 @@ class Pipeline:
         record, requests = joined_to_trace(record, requests)
         generation = Generation(self, record, [0] * len(requests), 0)
         try:
-            await self._admit(caller, record, requests, stored)
+            await admit(self.admission, caller, record, requests, stored)
         except (Rejected, Invalid):
             self.subscriptions.unsubscribe(generation.subscription)
             raise
@@ -118,19 +118,12 @@ class Pipeline:
         """The same for a response that runs whoever reads it. Raises as above."""
         record, requests = joined_to_trace(record, requests)
         try:
-            await self._admit(caller, record, requests, stored)
+            await admit(self.admission, caller, record, requests, stored)
         except (Rejected, Invalid):
             raise
         except BaseException:
             self.canceller.cancel(record.response_id, record.request_ids, 0)  # as above
             raise
-
-    async def _admit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-        """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's, and has his priority."""
-        packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
-        owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
-        with away(), admission_span(len(requests)):
-            await self.admission.submit(caller, record.response_id, packed, record.served_model, owned, stored)
 
     async def resume(self, tenant: Tenant, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]) -> Generation:
         """Take a response of the tenant's, of one of these kinds, over: from now on its events come here.
@@ -138,7 +131,7 @@ class Pipeline:
         Raises Invalid (400, 404), having disturbed nobody; Recoverable as above.
         """
         with away():
-            record = await self.find_record(tenant, response_id)
+            record = await find_record(self.client, tenant, response_id)
             if record is None:
                 raise Invalid(f"no response {response_id!r}, or it is too old", param="response_id", code="response_not_found", status=404)
             if record.kind not in kinds:
@@ -148,11 +141,23 @@ class Pipeline:
         self.subscriptions.catch_up(generation.subscription)
         return generation
 
-    async def find_record(self, tenant: Tenant, response_id: str) -> ResponseRecord | None:
-        """None if there is none, or none of this tenant's. Raises what the client raises."""
-        packed: Any = await self.client.get(response_key(response_id))
-        record = ResponseRecord.unpack(packed) if packed is not None else None
-        return record if record is not None and record.tenant_id == tenant.tenant_id else None
+
+async def admit(admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
+    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's, and has his priority.
+
+    Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
+    """
+    packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
+    owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
+    with away(), admission_span(len(requests)):
+        await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored)
+
+
+async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str) -> ResponseRecord | None:
+    """None if there is none, or none of this tenant's. Raises what the client raises."""
+    packed: Any = await client.get(response_key(response_id))
+    record = ResponseRecord.unpack(packed) if packed is not None else None
+    return record if record is not None and record.tenant_id == tenant.tenant_id else None
 
 
 def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:

@@ -69,6 +69,7 @@ class Metrics:
         self.rejected = self._counter(
             "requests_rejected", "Responses that were not admitted: 429 (server_full, rate_limit_exceeded) or 503 (stage_missing)", "reason"
         )
+        self.background = self._counter("background_responses", "Responses begun here that no gateway reads: the other counts are without them")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
         self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Those of them that were found in the prefix cache")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated, as they reach the gateway")

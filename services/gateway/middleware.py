@@ -8,6 +8,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import error_response
 
+UPLOAD_PATH = "/v1/files"
+MULTIPART_BYTES = 16 << 10  # of an upload, beside the file
 ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -50,28 +52,29 @@ class BodyTooLong(Exception):
 class BodyLimit:
     """413 for a body above the bound, before it is in memory."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, max_file_bytes: int) -> None:
         self.app = app
         self.max_bytes = max_bytes
+        self.max_file_bytes = max_file_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        num_bytes = 0
+        num_bytes, most = 0, self.max_file_bytes + MULTIPART_BYTES if scope["path"] == UPLOAD_PATH else self.max_bytes
 
         async def receive_bounded() -> Message:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > self.max_bytes:
+            if num_bytes > most:
                 raise BodyTooLong
             return message
 
         length = Headers(scope=scope).get("content-length", "0")
         try:
-            if length.isdigit() and int(length) > self.max_bytes:
+            if length.isdigit() and int(length) > most:
                 raise BodyTooLong
             await self.app(scope, receive_bounded, send)
         except BodyTooLong:
-            message = f"the body is longer than {self.max_bytes} bytes"
+            message = f"the body is longer than {most} bytes"
             await error_response(scope["path"], 413, message, headers={"Connection": "close"})(scope, receive, send)

@@ -65,9 +65,11 @@ class ResponseRecord:
         return cls(**values, parsing=Parsing(**parsing) if parsing is not None else None)
 
 
-def make_record(kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, **others: Any) -> ResponseRecord:
-    """The record of a new response; `others`: its further fields."""
-    return ResponseRecord(PREFIXES[kind] + uuid.uuid4().hex, kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
+def make_record(
+    kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, key: str = "", **others: Any
+) -> ResponseRecord:
+    """The record of a new response. key: what its id ends with; by default of random; others: its further fields."""
+    return ResponseRecord(PREFIXES[kind] + (key or uuid.uuid4().hex), kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
 
 
 def choice_params(params: SamplingParams, seed: int | None, choice: int) -> SamplingParams:

@@ -3,12 +3,14 @@
 import asyncio
 import resource
 import socket
+import ssl
 
 import uvicorn
 
 from services.gateway.context import Context
 from services.gateway.protocol import PatientProtocol
 from shared.errors import StartupError
+from shared.settings import GatewaySettings
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
@@ -35,6 +37,19 @@ def listen(host: str, port: int) -> list[socket.socket]:
             sock.close()
         raise StartupError(f"could not listen on {host}:{port}: {error.strerror or error}") from None
     return sockets
+
+
+def check_tls(settings: GatewaySettings) -> None:
+    """Raises StartupError for a certificate and a key that can't serve."""
+    if settings.tls_certificate is None:
+        if settings.tls_key is not None:
+            raise StartupError("--tls-key needs --tls-certificate")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key, password="")  # uvicorn would ask at the terminal
+    except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
+        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
+        raise StartupError(f"--tls-certificate {settings.tls_certificate} can't serve, with its key: {reason}") from None
 
 
 def raise_file_limit() -> None:

@@ -72,6 +72,12 @@ def told_of(message: str, name: str | None, here: str) -> str:
     return re.sub(rf"(?<![\w.]){re.escape(name)}(?!\w)", lambda _: here, message) if name else message
 
 
+def in_own_terms(error: RequestError, names: dict[str, str]) -> RequestError:
+    """A stage's error about a chat, told in the other API's terms."""
+    here = name_of(error.param or "", names)
+    return replace(error, message=told_of(error.message, error.param, here), param=here or None)
+
+
 def thinking_kwargs(is_wanted: bool) -> Json:
     """For the template: the two names that models have for it."""
     return {"enable_thinking": is_wanted, "thinking": is_wanted}
@@ -160,17 +166,13 @@ class TranslatedResponder(Responder):
         try:
             return await super().stream()
         except RequestFailed as failed:
-            raise RequestFailed(self._in_own_terms(failed.error)) from None
+            raise RequestFailed(in_own_terms(failed.error, self.translation.names)) from None
 
     async def whole(self, request: Request) -> Response:
         try:
             return await super().whole(request)
         except RequestFailed as failed:
-            raise RequestFailed(self._in_own_terms(failed.error)) from None
-
-    def _in_own_terms(self, error: RequestError) -> RequestError:
-        here = name_of(error.param or "", self.translation.names)
-        return replace(error, message=told_of(error.message, error.param, here), param=here or None)
+            raise RequestFailed(in_own_terms(failed.error, self.translation.names)) from None
 
     async def stream_resumed(self) -> Response:
         """The stream from its beginning, also of what has failed."""

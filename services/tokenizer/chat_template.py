@@ -72,11 +72,15 @@ class ChatTemplate:
 
     def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions, timeout_s: float) -> tuple[str | Invalid, float]:
         """A conversation's text, and the seconds that it took."""
+        try:
+            tools, documents, kwargs = (json.loads(text or "null") for text in (options.tools, options.documents, options.template_kwargs))
+        except (ValueError, RecursionError) as error:  # a gateway checks them, but this is whatever was in Redis
+            return _refused(f"its tools, documents or variables are not JSON: {error}"), 0.0
         conversation = {
             "messages": [to_template(message) for message in messages],
-            "tools": json.loads(options.tools or "null"),
-            "documents": json.loads(options.documents or "null"),
-            "kwargs": json.loads(options.template_kwargs or "{}"),
+            "tools": tools,
+            "documents": documents,
+            "kwargs": kwargs or {},
             "chat_template": options.chat_template,
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,

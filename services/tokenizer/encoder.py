@@ -140,6 +140,7 @@ class Encoder:
             echo_text = (text if text is not None else self._decode(token_ids)) if request.echo else opening
             wants_offsets = request.echo and request.params.prompt_logprobs is not None
             echo_offsets = self._offsets(request, text, token_ids) if wants_offsets else np.zeros(0, np.int32)
+            constraint = request.constraint if opening is None or request.constraint is None else dataclasses.replace(request.constraint, thought_begin="")
             dry_breakers = self.breakers.pack(request.params.dry.sequence_breakers) if request.params.dry is not None else np.zeros(0, np.int32)
         except Invalid as error:
             return error
@@ -154,7 +155,7 @@ class Encoder:
             created_at=request.created_at,
             scheduling=request.scheduling,
             echo_offsets=echo_offsets,
-            constraint=request.constraint,
+            constraint=constraint,
             dry_breakers=dry_breakers,
             embedding=request.embedding,
             traceparent=request.traceparent,
@@ -169,8 +170,8 @@ class Encoder:
         return tuple(dict.fromkeys(tuple(each.tolist()) for each in spelt if not isinstance(each, Invalid)))
 
     def _opening(self, request: GenerateRequest, text: str | None) -> str | None:
-        """What the template has said of the answer, as far as its reader must know it. An answer that has to match something begins anew."""
-        if request.messages is None or request.constraint is not None or text is None:
+        """What the template has said of the answer, as far as its reader must know it. An answer that has to match from its first token on begins anew."""
+        if request.messages is None or text is None or (request.constraint is not None and not request.constraint.thought_end):
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 

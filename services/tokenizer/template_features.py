@@ -11,6 +11,7 @@ TOOL_CALLS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("mistral", ("[TOOL_CALLS]",)),
     ("granite", ("<|tool_call|>",)),
     ("granite", ("<function_call>",)),
+    ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     ("hermes", ("<tool_call>", '"name"')),
     ("hermes", ("<tool_call>", "tojson")),
     ("pythonic", ("tools", "[func_name1(params_name1=")),

@@ -81,6 +81,30 @@ class Answer:
                 check_prefix(known.choices[index], choice, index, now[index])
         self.last_id = event_id or self.last_id
 
+    def add_event(self, event: dict[str, Any], known: "Answer | None") -> None:
+        """An event of a response. Raises Wrong where its number or its text does not continue the known answer."""
+        number, before = event["sequence_number"], -1 if self.last_id is None else int(self.last_id)
+        if number != before + 1:
+            raise Wrong("doubled" if number <= before else "missing", f"event {number} after {before}")
+        self.last_id, choice = str(number), self.choices[0]
+        if event["type"] == "response.output_text.delta":
+            choice.text += event["delta"]
+        if known is None:
+            choice.lengths[number] = len(choice.text)
+        else:
+            check_prefix(known.choices[0], choice, 0, number)
+
+    def add_response(self, response: dict[str, Any]) -> None:
+        """A response that has ended. Raises Wrong if it is not what its events said."""
+        text = "".join(part["text"] for item in response["output"] for part in item["content"])
+        choice = self.choices[0]
+        if self.last_id is not None and choice.text != text:
+            raise Wrong(difference(choice.text, text), f"the events of {response['id']}: {show(choice.text, text)}")
+        choice.text, choice.finish_reason = text, response["status"]
+        choice.num_ends += 1
+        self.response_id = response["id"]
+        self.num_completion_tokens = response["usage"]["output_tokens"]
+
     def add_whole(self, body: dict[str, Any]) -> None:
         self.response_id = body.get("id")
         self.num_completion_tokens = body["usage"]["completion_tokens"]

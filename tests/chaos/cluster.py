@@ -81,7 +81,7 @@ class Cluster:
 
     def spawn(self, slot: Slot) -> None:
         settings = dict(STAGE_SETTINGS.get(slot.stage, {}))
-        settings |= {"redis_url": self.store.url, "replica_id": slot.replica_id, "model": self.options.model}
+        settings |= {"redis_url": self.store.url, "replica_id": slot.replica_id, "model": self.options.model, "files_url": str(self.folder / "files")}
         if slot.stage == "gateway":
             settings["port"] = str(slot.port)
         if slot.stage == "compute":

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from tests.chaos.answers import Answer
 from tests.chaos.cluster import Cluster
 from tests.chaos.exchange import Exchange, Manners
-from tests.chaos.specs import Spec
+from tests.chaos.response_exchange import ResponseExchange
+from tests.chaos.specs import RESPONSES, Spec
 from tests.chaos.tally import Journal, Outcome, Tally
 
 LEARNERS = 32  # requests at once while learning
@@ -47,8 +48,9 @@ class Load:
     def exchange(self, spec: Spec, *, is_stream: bool, known: Answer | None, rng: random.Random | None = None) -> Exchange:
         self.num_sent += 1
         journal = Journal(f"{spec.name} {'streamed' if is_stream else 'whole'} #{self.num_sent}")
+        make = ResponseExchange if spec.path == RESPONSES else Exchange
         own = rng or random.Random(f"{self.seed}:{self.num_sent}")
-        return Exchange(spec, is_stream, known, self.cluster.of("gateway"), own, self.manners, journal, answer=Answer.empty(spec.n))
+        return make(spec, is_stream, known, self.cluster.of("gateway"), own, self.manners, journal, answer=Answer.empty(spec.n))
 
     def draw(self, rng: random.Random, *, is_stream: bool | None = None) -> Exchange:
         """An exchange for one of the requests, streamed more often than not."""

@@ -7,7 +7,16 @@ from typing import Any
 TOPICS = ("a river", "the queue", "Redis", "a lock gate", "memory", "the sampler", "a cache", "tokens", "water", "a pump", "streams", "batching")
 PER_KIND = 7
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS, CHAT, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/responses"
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 40},
+        "kind": {"enum": ["lock", "gate", "pump"]},
+        "sizes": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name", "kind", "sizes"],
+}
 
 # Each kind: its parameters. A list is a choice between several.
 KINDS: dict[str, dict[str, Any]] = {
@@ -19,6 +28,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "stop": {"temperature": [0, 0.9], "stop": [["."], [" the", "\n"], ["ing "]]},
     "logprobs": {"temperature": [0, 0.8]},
     "penalties": {"temperature": [0, 0.9], "repetition_penalty": [1.1, 1.4], "presence_penalty": 0.5, "frequency_penalty": [0.0, 0.7]},
+    "schema": {"temperature": [0, 1.0], "max_tokens": 240, "response_format": {"type": "json_schema", "json_schema": {"name": "part", "schema": SCHEMA}}},
+    "response": {"temperature": [0, 0.9]},
+    "background": {"temperature": [0, 0.9], "background": True},
     "long": {"temperature": [0, 0.9], "max_tokens": [400, 600], "ignore_eos": True},
 }
 
@@ -46,6 +58,9 @@ def make_specs(model: str, seed: int) -> list[Spec]:
 def make_spec(name: str, kind: str, model: str, rng: random.Random) -> Spec:
     parameters = {key: rng.choice(value) if isinstance(value, list) else value for key, value in KINDS[kind].items()}
     body: dict[str, Any] = {"model": model, "seed": rng.randrange(1 << 32), "max_tokens": rng.choice([10, 40, 80, 120, 240]), **parameters}
+    if kind in ("response", "background"):
+        body |= {"max_output_tokens": body.pop("max_tokens"), "input": f"What is {rng.choice(TOPICS)}, and why {rng.randrange(1000)}?"}
+        return Spec(name, kind, RESPONSES, body | {"ignore_eos": rng.random() < 0.7})
     topic, number = rng.choice(TOPICS), rng.randrange(1000)
     if rng.random() < 0.5:
         if kind == "logprobs":

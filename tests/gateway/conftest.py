@@ -35,6 +35,21 @@ def shared_stage(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | 
             backstage.close()
 
 
+@pytest.fixture(scope="module")
+def thinking_stage(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[tuple[Deployment, Backstage]]:
+    """One Redis and two gateways, before a model that thinks and calls."""
+    folder = tmp_path_factory.mktemp("thinking")
+    with running_redis(folder / "redis", redis_binary) as url:
+        deployment = Deployment(url, folder)
+        backstage = Backstage(url, parsers={"tool_calls": "hermes", "reasoning": "qwen3"}, fingerprint="fp_1")
+        try:
+            start_gateways(deployment, 2, allow_origin="https://chat.example,http://localhost:3000")
+            yield deployment, backstage
+        finally:
+            deployment.stop()
+            backstage.close()
+
+
 @pytest.fixture
 def gateways(shared_stage: tuple[Deployment, Backstage]) -> Deployment:
     return shared_stage[0]

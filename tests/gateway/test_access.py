@@ -1,6 +1,7 @@
 """Who may do what: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
 
 import json
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,10 +9,12 @@ from typing import Any
 
 import httpx
 import pytest
+import trustme
 from pydantic import SecretStr
 
 from services import cli
 from services.gateway.auth import KeyRing
+from services.gateway.server import check_tls
 from shared.api_keys import add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.errors import StartupError
 from shared.settings import GatewaySettings
@@ -252,6 +255,24 @@ def test_what_is_stored_and_streamed_is_the_tenants_own(site: Site) -> None:
     site.backstage.end(background)
 
 
+def test_files_and_batches_are_the_tenants_own(site: Site) -> None:
+    owner, other, root = site.key("files-owner"), site.key("files-other"), site.key("files-admin", is_admin=True)
+    upload = site.http.post(site.deployment.url() + "/v1/files", files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"}, headers=bearer(owner))
+    file_id = upload.json()["id"]
+    body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch_id = site.post("/v1/batches", body, owner).json()["id"]
+    for key in (other, root):
+        assert [site.get(path, key).json()["data"] for path in ("/v1/files", "/v1/batches")] == [[], []]
+        for path in (f"/v1/files/{file_id}", f"/v1/files/{file_id}/content", f"/v1/batches/{batch_id}"):
+            assert site.get(path, key).status_code == 404
+        assert site.http.delete(site.deployment.url() + f"/v1/files/{file_id}", headers=bearer(key)).status_code == 404
+        assert site.post(f"/v1/batches/{batch_id}/cancel", {}, key).status_code == 404
+        assert error_of(site.post("/v1/batches", body, key)) == (400, "file_not_found")
+    assert site.get(f"/v1/files/{file_id}/content", owner, site.second).content == b"{}"
+    assert site.get("/v1/batches", owner, site.second).json()["data"][0]["id"] == batch_id
+    assert site.post(f"/v1/batches/{batch_id}/cancel", {}, owner).json()["status"] == "cancelling"
+
+
 def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
     """What two tenants ask is never found in one cache: their salts differ, whatever they give, and nobody can spell another's."""
     keys = {name: site.key(name, priority=priority) for name, priority in (("urgent", -5), ("patient", 7))}
@@ -311,8 +332,40 @@ def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment,
 def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
     start_gateways(deployment, keys_file=tmp_path / "keys.json")
     assert deployment.get("/metrics").status_code == 200
+    for host, status in (
+        ("localhost:80", 200),
+        ("[::1]:80", 200),
+        ("127.0.0.2", 200),
+        ("rebound.example", 403),
+        ("[fe80::1]", 403),
+        ("127.0.0.1.example", 403),
+    ):
+        assert httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, trust_env=False).status_code == status, host
+    assert httpx.get(deployment.url() + "/ping", headers={"Host": "rebound.example"}, trust_env=False).status_code in (200, 503)
     key = add_key(tmp_path / "keys.json", "first")
     wait_until(lambda: deployment.get("/metrics").status_code == 401, description="the gateway asks for a key")
     revoke_key(tmp_path / "keys.json", "first")
     wait_until(lambda: httpx.get(deployment.url() + "/v1/models", headers=bearer(key), trust_env=False).status_code == 401, description="no key is left")
     assert deployment.get("/v1/models").status_code == 401
+
+
+def test_a_gateway_with_a_certificate_speaks_https_only(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
+    certificate, key = tmp_path / "gateway.crt", tmp_path / "gateway.key"
+    authority = trustme.CA()
+    made = authority.issue_cert("localhost")
+    made.private_key_pem.write_to_path(key)
+    made.cert_chain_pems[0].write_to_path(certificate)
+    for wrong in ({"tls_certificate": tmp_path / "none.crt"}, {"tls_certificate": certificate}, {"tls_certificate": key, "tls_key": key}, {"tls_key": key}):
+        with pytest.raises(StartupError, match="tls-certificate"):
+            check_tls(GatewaySettings(**wrong))
+    gateway = deployment.start("gateway", tls_certificate=certificate, tls_key=key)
+    deployment.wait_live(gateway)
+    url = f"localhost:{deployment.ports[gateway]}/v1/models"
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    with httpx.Client(verify=context, trust_env=False) as client:
+        wait_until(lambda: client.get(f"https://{url}").json()["data"], description="it answers over TLS")
+        with pytest.raises(httpx.HTTPError):
+            client.get(f"http://{url}")
+    with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+        httpx.get(f"https://{url}", trust_env=False)

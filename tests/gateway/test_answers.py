@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -11,10 +10,8 @@ import pytest
 
 from services.gateway.sse import DONE
 from shared.messages import GenerateRequest, ToolCall
-from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
-from tests.gateway.conftest import start_gateways
 
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}}}
 LOOK = {"type": "function", "function": {"name": "look"}}
@@ -25,21 +22,6 @@ TEXTS = [
     '<tool_call>{"name": "look", "arguments": {}}</tool_call>',
 ]
 CALLS = [("add", '{"a": 12, "b": "x\\n"}'), ("look", "{}")]
-
-
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, Backstage]]:
-    """One Redis and two gateways, before a model that thinks and calls."""
-    folder = tmp_path_factory.mktemp("answers")
-    with running_redis(folder / "redis", None) as url:
-        deployment = Deployment(url, folder)
-        backstage = Backstage(url, parsers={"tool_calls": "hermes", "reasoning": "qwen3"}, fingerprint="fp_1")
-        try:
-            start_gateways(deployment, 2, allow_origin="https://chat.example,http://localhost:3000")
-            yield deployment, backstage
-        finally:
-            deployment.stop()
-            backstage.close()
 
 
 def answering(backstage: Backstage, texts: list[str]) -> tuple[threading.Thread, list[GenerateRequest]]:
@@ -83,8 +65,8 @@ def put_together(deltas: list[Any]) -> tuple[str, str, list[tuple[str, str]]]:
     return thoughts, content, [(name, arguments) for name, arguments in calls]
 
 
-def test_a_stream_a_whole_answer_and_a_stream_resumed_anywhere_say_the_same(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_a_stream_a_whole_answer_and_a_stream_resumed_anywhere_say_the_same(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, _ = answering(backstage, TEXTS)
     options = {"include_usage": True, "include_position": True, "include_obfuscation": False}
     streamed = httpx.post(deployment.url() + "/v1/chat/completions", json=BODY | {"stream": True, "stream_options": options}, timeout=60, trust_env=False)
@@ -113,8 +95,8 @@ def test_a_stream_a_whole_answer_and_a_stream_resumed_anywhere_say_the_same(stag
     assert whole["choices"][0]["finish_reason"] == "tool_calls" and whole["system_fingerprint"] == "fp_1" and whole["usage"] == events[-1][1]["usage"]
 
 
-def test_arguments_are_streamed_as_they_come_and_ids_stay(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_arguments_are_streamed_as_they_come_and_ids_stay(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, taken = answering(backstage, TEXTS)
     stream = deployment.client().chat.completions.create(**BODY, stream=True)
     entries = [entry for chunk in stream for entry in chunk.choices[0].delta.tool_calls or ()]
@@ -129,8 +111,8 @@ def test_arguments_are_streamed_as_they_come_and_ids_stay(stage: tuple[Deploymen
     assert ids == [entries[0].id, entries[3].id]
 
 
-def test_what_the_request_says_reaches_the_tokenizer(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_what_the_request_says_reaches_the_tokenizer(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, taken = answering(backstage, ["ok"])
     said = {"role": "assistant", "content": None, "tool_calls": [{"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}]}
     messages = [{"role": "developer", "content": "Be brief."}, said, {"role": "tool", "tool_call_id": "c", "content": "nothing"}]
@@ -144,8 +126,8 @@ def test_what_the_request_says_reaches_the_tokenizer(stage: tuple[Deployment, Ba
     assert not request.params.skip_special_tokens and request.constraint is None
 
 
-def test_no_tool_is_no_call_and_a_forced_one_is_its_arguments(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_no_tool_is_no_call_and_a_forced_one_is_its_arguments(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     client = deployment.client()
     thread, taken = answering(backstage, TEXTS)
     reply = client.chat.completions.create(**BODY, tool_choice="none")
@@ -164,8 +146,8 @@ def test_no_tool_is_no_call_and_a_forced_one_is_its_arguments(stage: tuple[Deplo
     assert [call.function.name for call in reply.choices[0].message.tool_calls] == ["add", "look"] and reply.choices[0].finish_reason == "tool_calls"
 
 
-def test_thoughts_can_be_left_out_and_usage_can_be_continuous(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_thoughts_can_be_left_out_and_usage_can_be_continuous(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, _ = answering(backstage, TEXTS[:8])
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = BODY | {"stream": True, "include_reasoning": False, "stream_options": options}
@@ -177,8 +159,8 @@ def test_thoughts_can_be_left_out_and_usage_can_be_continuous(stage: tuple[Deplo
     assert {chunk["system_fingerprint"] for _, chunk in events} == {"fp_1"}
 
 
-def test_the_browser_of_a_named_origin_may_read_and_another_s_may_not(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, _ = stage
+def test_the_browser_of_a_named_origin_may_read_and_another_s_may_not(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, _ = thinking_stage
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     url = deployment.url() + "/v1/chat/completions"
     for origin, is_allowed in (("https://chat.example", True), ("http://localhost:3000", True), ("https://evil.example", False)):
@@ -188,8 +170,8 @@ def test_the_browser_of_a_named_origin_may_read_and_another_s_may_not(stage: tup
         assert refused.status_code == 400 and refused.headers.get("Access-Control-Allow-Origin") == (origin if is_allowed else None)
 
 
-def test_the_pages_need_no_internet(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, _ = stage
+def test_the_pages_need_no_internet(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, _ = thinking_stage
     page = deployment.get("/")
     assert page.status_code == 200 and page.headers["Content-Type"].startswith("text/html") and "/docs" in page.text
     docs = deployment.get("/docs").text
@@ -199,8 +181,8 @@ def test_the_pages_need_no_internet(stage: tuple[Deployment, Backstage]) -> None
     assert deployment.get("/openapi.json").json()["components"]["schemas"]["ChatCompletionBody"]["properties"]["tools"]
 
 
-def test_a_body_without_a_content_type_is_read(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_a_body_without_a_content_type_is_read(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, _ = answering(backstage, ["ok"])
     headers = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl -d sends
     reply = httpx.post(deployment.url() + "/v1/chat/completions", content=json.dumps(BODY).encode(), headers=headers, timeout=60, trust_env=False)

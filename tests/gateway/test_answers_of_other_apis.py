@@ -1,18 +1,18 @@
 """Thoughts and calls of a model that has them, as the packages of the other APIs read them, over real gateways: whole and streamed alike."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import anthropic
 import httpx
 import ollama
+import openai
 import pytest
 
-from tests.conftest import running_redis
+from services.gateway.sse import DONE
+from shared.messages import RequestError
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
-from tests.gateway.conftest import start_gateways
 from tests.gateway.test_answers import ADD, CALLS, LOOK, TEXTS, answering
 
 QUESTION: list[Any] = [{"role": "user", "content": "Hi"}]
@@ -28,23 +28,8 @@ FLAT: list[Any] = [{"type": "function"} | tool["function"] for tool in (ADD, LOO
 BLOCKS = [{"name": tool["function"]["name"], "input_schema": tool["function"].get("parameters", {"type": "object"})} for tool in (ADD, LOOK)]
 
 
-@pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment, Backstage]]:
-    """One Redis and two gateways, before a model that thinks and calls."""
-    folder = tmp_path_factory.mktemp("others")
-    with running_redis(folder / "redis", None) as url:
-        deployment = Deployment(url, folder)
-        backstage = Backstage(url, parsers={"tool_calls": "hermes", "reasoning": "qwen3"})
-        try:
-            start_gateways(deployment, 2)
-            yield deployment, backstage
-        finally:
-            deployment.stop()
-            backstage.close()
-
-
-def test_responses_have_items_of_reasoning_text_and_calls(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_responses_have_items_of_reasoning_text_and_calls(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     asked: dict[str, Any] = {"model": NAME, "input": "Hi", "tools": FLAT, "reasoning": {"effort": "low"}}
     with deployment.client() as client:
         thread, taken = answering(backstage, TEXTS)
@@ -74,19 +59,25 @@ def test_responses_have_items_of_reasoning_text_and_calls(stage: tuple[Deploymen
         assert [message.tool_call_id for message in told] == [call.call_id for call in said.tool_calls]
 
 
-def test_a_background_response_is_parsed_from_its_log(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def num_in_background(deployment: Deployment) -> float:
+    lines = deployment.get("/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith("penstock_background_responses_total"))
+
+
+def test_a_background_response_is_counted_and_parsed_from_its_log(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
+    num_before = num_in_background(deployment)
     with deployment.client() as client:
         response = client.responses.create(model=NAME, input="Hi", tools=FLAT, background=True)
         [request] = backstage.take()
         backstage.write_texts(request, TEXTS)
         done = client.responses.retrieve(response.id)
-        assert request.gateway_id is None and done.status == "completed"
+        assert request.gateway_id is None and done.status == "completed" and num_in_background(deployment) == num_before + 1
         assert [(item.name, item.arguments) for item in done.output if item.type == "function_call"] == CALLS
 
 
-def test_messages_have_blocks_of_thinking_text_and_tool_use(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_messages_have_blocks_of_thinking_text_and_tool_use(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     asked: dict[str, Any] = {"model": NAME, "max_tokens": 100, "messages": QUESTION, "tools": BLOCKS, "thinking": {"type": "enabled", "budget_tokens": 1024}}
     with anthropic.Anthropic(base_url=deployment.url(), api_key="any", max_retries=0, timeout=60) as client:
         thread, taken = answering(backstage, TEXTS)
@@ -117,8 +108,8 @@ def test_messages_have_blocks_of_thinking_text_and_tool_use(stage: tuple[Deploym
         assert [(call.name, json.loads(call.arguments)) for call in (taken[0].messages or ())[1].tool_calls] == INPUTS
 
 
-def test_ollama_s_messages_have_thinking_and_whole_calls(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_ollama_s_messages_have_thinking_and_whole_calls(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     asked: dict[str, Any] = {"model": NAME, "messages": QUESTION, "tools": [ADD, LOOK]}
     with ollama.Client(host=deployment.url(), trust_env=False) as client:
         thread, taken = answering(backstage, TEXTS)
@@ -152,8 +143,8 @@ def test_ollama_s_messages_have_thinking_and_whole_calls(stage: tuple[Deployment
         ("/api/generate", {"format": SCHEMA}),
     ],
 )
-def test_a_format_is_the_answer_s_constraint(stage: tuple[Deployment, Backstage], path: str, field: dict[str, Any]) -> None:
-    deployment, backstage = stage
+def test_a_format_is_the_answer_s_constraint(thinking_stage: tuple[Deployment, Backstage], path: str, field: dict[str, Any]) -> None:
+    deployment, backstage = thinking_stage
     thread, taken = answering(backstage, ['{"x": 1}'])
     body = {"model": NAME, "stream": False, **ASKED[path], **field}
     reply = httpx.post(deployment.url() + path, json=body, timeout=60, trust_env=False)
@@ -186,19 +177,19 @@ NAMED = {"type": "function", "function": {"name": "f", "parameters": 3}}
         ("/api/chat", {"tools": [NAMED]}, "tools[0].function.parameters"),
     ],
 )
-def test_what_is_wrong_is_named_as_the_api_names_it(stage: tuple[Deployment, Backstage], path: str, body: dict[str, Any], name: str) -> None:
-    reply = httpx.post(stage[0].url() + path, json={"model": NAME, **ASKED[path], **body}, timeout=60, trust_env=False)
+def test_what_is_wrong_is_named_as_the_api_names_it(thinking_stage: tuple[Deployment, Backstage], path: str, body: dict[str, Any], name: str) -> None:
+    reply = httpx.post(thinking_stage[0].url() + path, json={"model": NAME, **ASKED[path], **body}, timeout=60, trust_env=False)
     error = reply.json()["error"]
     assert reply.status_code == 400
     if path == "/v1/responses":
         assert error["param"] == name, error
     message = error if isinstance(error, str) else error["message"]
     assert name in message and "response_format" not in message, error
-    assert stage[1].held() == 0
+    assert thinking_stage[1].held() == 0
 
 
-def test_a_tool_that_must_be_called_ends_a_message_as_tool_use(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_a_tool_that_must_be_called_ends_a_message_as_tool_use(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, taken = answering(backstage, ['{"a": 1, ', '"b": "x"}'])
     with anthropic.Anthropic(base_url=deployment.url(), api_key="any", max_retries=0, timeout=60) as client:
         choice: Any = {"type": "tool", "name": "add"}
@@ -209,8 +200,8 @@ def test_a_tool_that_must_be_called_ends_a_message_as_tool_use(stage: tuple[Depl
     assert taken[0].constraint is not None and taken[0].constraint.param == "tools"
 
 
-def test_an_allowed_tool_of_responses_is_the_chat_s(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+def test_an_allowed_tool_of_responses_is_the_chat_s(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, taken = answering(backstage, ['[{"name": "look", "parameters": {}}]'])
     choice: Any = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "look"}]}
     with deployment.client() as client:
@@ -220,8 +211,66 @@ def test_an_allowed_tool_of_responses_is_the_chat_s(stage: tuple[Deployment, Bac
     assert taken[0].constraint is not None and 'name\\": \\"add' not in taken[0].constraint.text
 
 
-def test_events_have_no_positions(stage: tuple[Deployment, Backstage]) -> None:
-    deployment, backstage = stage
+@pytest.mark.parametrize(
+    ("path", "last"),
+    [
+        ("/v1/messages", b'event: error\ndata: {"type":"error","error":{"type":"overloaded_error","message":"compute is gone"}}\n\n'),
+        ("/api/chat", b'{"error":"compute is gone"}\n'),
+        ("/api/generate", b'{"error":"compute is gone"}\n'),
+        ("/v1/chat/completions", b'data: {"error":{"message":"compute is gone","type":"unavailable_error","param":null,"code":"lost"}}\n\n' + DONE),
+    ],
+)
+def test_an_error_in_a_stream_has_the_shape_of_its_api(thinking_stage: tuple[Deployment, Backstage], path: str, last: bytes) -> None:
+    deployment, backstage = thinking_stage
+    body = {"model": NAME, "stream": True} | ASKED.get(path, {"messages": QUESTION})
+    with httpx.stream("POST", deployment.url() + path, json=body, timeout=60, trust_env=False) as reply:
+        [request] = backstage.take()
+        backstage.write(request, 1, text="Hello")
+        pieces = reply.iter_bytes()
+        while b"Hello" not in next(pieces):
+            pass
+        backstage.end(request, error=RequestError("compute is gone", 503, code="lost"))
+        assert b"".join(pieces).endswith(last)
+
+
+def test_a_model_that_thinks_may_do_so_before_what_it_must_call(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
+    asked: dict[str, Any] = {"model": NAME, "messages": QUESTION, "tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}}
+    with deployment.client() as client:
+        thread, taken = answering(backstage, ["<think>Let me", " see.</th", "ink>\n\n", '{"a": 1, "b": "x"}'])
+        message = client.chat.completions.create(**asked).choices[0].message
+        thread.join()
+        [call] = message.tool_calls or []
+        assert (call.function.name, call.function.arguments, message.content) == ("add", '{"a": 1, "b": "x"}', None)
+        assert message.model_extra is not None and message.model_extra["reasoning_content"] == "Let me see."
+        constraint, template_kwargs = taken[0].constraint, taken[0].chat.template_kwargs
+        assert constraint is not None and (constraint.thought_begin, constraint.thought_end, template_kwargs) == ("<think>", "</think>", "")
+
+        thread, taken = answering(backstage, ['{"a": 1, "b": "x"}'])
+        client.chat.completions.create(**asked, reasoning_effort="none")
+        thread.join()
+        constraint = taken[0].constraint
+        assert constraint is not None and constraint.thought_end == "" and json.loads(taken[0].chat.template_kwargs)["enable_thinking"] is False
+
+
+def test_strict_functions_that_may_be_called_hold_the_call_to_their_schema(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
+    tools: Any = [{"type": "function", "function": ADD["function"] | {"strict": True}}, LOOK]
+    with deployment.client() as client:
+        thread, taken = answering(backstage, TEXTS)
+        reply = client.chat.completions.create(model=NAME, messages=QUESTION, tools=tools)
+        thread.join()
+        assert [(call.function.name, call.function.arguments) for call in reply.choices[0].message.tool_calls or []] == CALLS
+        constraint = taken[0].constraint
+        assert constraint is not None and constraint.kind == "structural_tag" and json.loads(constraint.text)["format"]["triggers"] == ["<tool_call>"]
+        impossible: Any = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}]
+        with pytest.raises(openai.BadRequestError, match="not") as error:
+            client.chat.completions.create(model=NAME, messages=QUESTION, tools=impossible)
+        assert error.value.param == "tools"
+
+
+def test_events_have_no_positions(thinking_stage: tuple[Deployment, Backstage]) -> None:
+    deployment, backstage = thinking_stage
     thread, taken = answering(backstage, TEXTS)
     body = {"model": NAME, "max_tokens": 50, "messages": QUESTION, "tools": BLOCKS, "stream": True}
     reply = httpx.post(deployment.url() + "/v1/messages", json=body, timeout=60, trust_env=False)

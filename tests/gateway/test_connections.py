@@ -17,7 +17,7 @@ from tests.gateway.conftest import start_gateways
 from tests.gateway.streams import BODY
 from tests.waiting import wait_until
 
-GET = b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n"
+GET = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_headers_that_trickle_or_never_come_are_not_waited_for(impatient: tuple[
 def test_a_body_that_does_not_come_is_408(impatient: tuple[Deployment, Backstage]) -> None:
     deployment, _ = impatient
     with connection(deployment) as sock:
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
         reply = read_response(sock)
         assert reply.startswith(b"HTTP/1.1 408") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "body_timeout"
         assert sock.recv(1) == b""
@@ -89,7 +89,7 @@ def test_bodies_that_are_half_here_can_not_take_all_memory(impatient: tuple[Depl
     """With a bound of 1 MiB: a third body of 400 KiB is refused while two others are waited for, and welcome when they are gone."""
     deployment, _ = impatient
     body = json.dumps({"model": "m", "prompt": [1, "x"], "user": "x" * 400_000}).encode()
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
     with connection(deployment) as one, connection(deployment) as other, connection(deployment) as third:
         for sock in (one, other):
             sock.sendall(head + body[:-1])
@@ -108,7 +108,7 @@ def test_a_client_that_does_not_read_loses_its_connection_and_its_sequences(impa
     with connection(deployment) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         body = json.dumps(BODY | {"max_tokens": 5000}).encode()
-        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+        sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
         [request] = backstage.take()
         for position in range(1, 41):  # 10 MB: more than the kernel keeps for a connection
             backstage.write(request, position, text="x" * 250_000)

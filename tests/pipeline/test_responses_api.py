@@ -219,11 +219,11 @@ def test_a_seed_makes_the_same_answer(client: openai.OpenAI) -> None:
         ({"input": [{"role": "nobody", "content": "x"}]}, "input[0].role"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": "x", "colour": 1}]}, "input[0].colour"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "image_generation_call", "id": "x"}]}, "input[0].type"),
         ({"temperature": 1000}, "temperature"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 1 << 30}, "max_output_tokens"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "middle"}, "truncation"),
         ({"input": "word " * 3000}, "input"),
         ({"input": "word " * 3000, "stream": True}, "input"),
         ({"background": True, "store": False}, "store"),
@@ -241,3 +241,31 @@ def test_what_is_wrong_is_named(client: openai.OpenAI, more: dict[str, Any], par
 def test_a_response_is_no_stream_of_the_chat_api(demo: Deployment, client: openai.OpenAI) -> None:
     reply = demo.get(f"/v1/streams/{ask(client).id}")
     assert (reply.status_code, reply.json()["error"]["code"]) == (400, "response_of_another_api")
+
+
+def test_an_item_that_is_stored_may_be_named(client: openai.OpenAI) -> None:
+    first = ask(client, input=[ITEM])
+    [asked] = client.responses.input_items.list(first.id).data
+    named: Any = [{"type": "item_reference", "id": asked.id}, {"type": "item_reference", "id": first.output[0].id}, ITEM]
+    told: Any = [ITEM, {"role": "assistant", "content": ANSWER}, ITEM]
+    again = ask(client, input=named)
+    assert again.usage.input_tokens == ask(client, input=told).usage.input_tokens > first.usage.input_tokens
+    assert [item.type for item in client.responses.input_items.list(again.id).data] == ["message"] * 3
+    for wrong in ("msg_1", first.output[0].id[:-1] + "7", "msg_" + "0" * 32 + "_0"):
+        with pytest.raises(openai.APIStatusError, match="not found") as error:
+            ask(client, input=[ITEM, {"type": "item_reference", "id": wrong}])
+        assert error.value.response.json()["error"]["param"] == "input[1].id"
+
+
+def test_what_is_too_long_is_cut_at_its_beginning_if_that_is_asked_for(client: openai.OpenAI) -> None:
+    turns: list[Any] = [{"role": role, "content": f"{number} " + "word " * 40} for number in range(20) for role in ("user", "assistant")]
+    with pytest.raises(openai.BadRequestError) as error:
+        ask(client, input=[*turns, ITEM])
+    assert error.value.code == "context_length_exceeded"
+    cut = ask(client, input=[*turns, ITEM], truncation="auto", instructions="Be brief.", max_output_tokens=100)
+    assert cut.truncation == "auto" and cut.output_text and 700 < cut.usage.input_tokens <= 924
+    whole = ask(client, input=[ITEM], truncation="auto")
+    assert whole.output_text == ANSWER and whole.usage.input_tokens == 7
+    with pytest.raises(openai.BadRequestError) as still:
+        ask(client, input="word " * 3000, truncation="auto")
+    assert still.value.code == "context_length_exceeded"

@@ -188,7 +188,13 @@ def thoughts(text: str) -> str:
     return "".join(choice["delta"].get("reasoning", "") for chunk in chunks for choice in chunk["choices"])
 
 
-def test_a_forced_call_of_a_thinking_model_is_no_thought(thinking: Deployment) -> None:
-    reply = thinking.client().chat.completions.create(**BODY, tool_choice="required", parallel_tool_calls=False, seed=5)
-    [call] = reply.choices[0].message.tool_calls or []
+def test_a_forced_call_comes_behind_a_thought_or_at_once(thinking: Deployment) -> None:
+    """This model does not know how to end a thought: it thinks as long as it may."""
+    client = thinking.client()
+    at_once = client.chat.completions.create(**BODY, tool_choice="required", parallel_tool_calls=False, seed=5, reasoning_effort="none")
+    [call] = at_once.choices[0].message.tool_calls or []
     check(call.function.name, call.function.arguments)
+    assert "reasoning" not in (at_once.choices[0].message.model_extra or {})
+    endless = client.chat.completions.create(**BODY | {"max_tokens": 20}, tool_choice="required", seed=5)
+    assert endless.choices[0].finish_reason == "length" and endless.choices[0].message.tool_calls is None
+    assert endless.choices[0].message.model_extra is not None and endless.choices[0].message.model_extra["reasoning"]

@@ -90,7 +90,7 @@ def service(tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.Monke
     with running_redis(tmp_path / "redis", redis_binary) as url:
         service = make_service(url)
         yield service
-        service.stage.transport.client.close()
+        service.stage.transport.close()
 
 
 def make_service(url: str, replica_id: str = "tokenizer-1") -> TokenizerService:

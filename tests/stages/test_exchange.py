@@ -1,7 +1,7 @@
 """Compute's exchange with its samplers: decisions in any order, from anybody; samplers that come, go, forget, and say nothing."""
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -226,9 +226,24 @@ def url(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> 
 
 
 @pytest.fixture
-def peer(url: str, monkeypatch: pytest.MonkeyPatch) -> Peer:
+def make_peer(url: str) -> Iterator[Callable[..., Peer]]:
+    """Peers with options; their connections are closed at the end."""
+    peers: list[Peer] = []
+
+    def make(**options: Any) -> Peer:
+        peers.append(Peer(url, **options))
+        return peers[-1]
+
+    yield make
+    for peer in peers:
+        peer.stage.transport.close()
+        peer.client.close()
+
+
+@pytest.fixture
+def peer(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> Peer:
     monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
-    return Peer(url)
+    return make_peer()
 
 
 def keys_of(messages: list[StepCandidates]) -> list[list[tuple[int, int]]]:
@@ -310,9 +325,9 @@ def test_with_no_sampler_alive_rows_wait_and_go_to_the_first_that_comes(peer: Pe
     assert keys_of(peer.asked("sampler-1")) == [[(1, 1), (1, 2)]]
 
 
-def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
-    peer = Peer(url, publish_interval_s=60.0, max_held=3)
+    peer = make_peer(publish_interval_s=60.0, max_held=3)
     peer.live("sampler-1")
     peer.add(1, 2)
     peer.exchange.send(rows_of((1, 1), (2, 1)))
@@ -332,9 +347,9 @@ def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(url: str, mo
     assert keys_of(peer.asked_after_a_while("sampler-1")) == [[(1, 7)]], "compute waits, and so does nothing else"
 
 
-def test_held_rows_are_dropped_with_what_they_were_computed_upon(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_rows_are_dropped_with_what_they_were_computed_upon(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
-    peer = Peer(url, publish_interval_s=60.0, max_held=9)
+    peer = make_peer(publish_interval_s=60.0, max_held=9)
     peer.live("sampler-1")
     peer.add(1, 2, 3)
     peer.exchange.send(rows_of((1, 1), (2, 1), (3, 1)))
@@ -350,8 +365,8 @@ def test_held_rows_are_dropped_with_what_they_were_computed_upon(url: str, monke
     assert keys_of([message]) == [[(1, 2), (3, 2), (1, 3), (3, 3), (3, 4)]] and message.token_ids.tolist() == [5, 5, 77, 5, 5]
 
 
-def test_held_rows_wait_for_nothing_but_the_interval(url: str) -> None:
-    peer = Peer(url, publish_interval_s=0.05, max_held=1000)
+def test_held_rows_wait_for_nothing_but_the_interval(make_peer: Callable[..., Peer]) -> None:
+    peer = make_peer(publish_interval_s=0.05, max_held=1000)
     peer.live("sampler-1")
     peer.add(1)
     peer.exchange.send(rows_of((1, 1)))
@@ -365,11 +380,11 @@ def test_held_rows_wait_for_nothing_but_the_interval(url: str) -> None:
     wait_until(has_come, description="the row goes out, though no other follows it")
 
 
-def test_a_redis_that_is_away_for_long_fails_nobody(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_redis_that_is_away_for_long_fails_nobody(url: str, make_peer: Callable[..., Peer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every try to write is one more time that the rows are sent, and none that a sampler said nothing."""
     monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
     with FaultyRedis(socket_path(Path(url.removeprefix("unix://")).parent), tmp_path / "proxy.sock") as proxy:
-        peer = Peer(url, through=proxy.url)
+        peer = make_peer(through=proxy.url)
         monkeypatch.setattr(peer.stage.transport.backoff, "failed", lambda _: 0.001)
         peer.live("sampler-1")
         peer.add(1)
@@ -382,9 +397,9 @@ def test_a_redis_that_is_away_for_long_fails_nobody(url: str, tmp_path: Path, mo
         wait_until(lambda: peer.asked_after_a_while("sampler-1"), description="the row has arrived")
 
 
-def test_a_transport_of_its_own_is_all_that_an_exchange_needs(url: str) -> None:
+def test_a_transport_of_its_own_is_all_that_an_exchange_needs(make_peer: Callable[..., Peer]) -> None:
     """Its lines are connections beside the pool: leaving closes them, and hands on what is not finished."""
-    peer = Peer(url)
+    peer = make_peer()
     assert isinstance(peer.stage.transport, Transport)
     peer.live("sampler-1")
     peer.add(1)

@@ -29,7 +29,7 @@ def quarantine(url: str) -> Iterator[Quarantine]:
         client.flushall()
     transport = Transport(url, threading.Event())
     yield Quarantine(transport)
-    transport.client.close()
+    transport.close()
 
 
 def sequence(handle: int, *, num_prompt: int = 4, num_output: int = 0, max_tokens: int = 40) -> Sequence:

@@ -98,6 +98,7 @@ SIGNS = [
     ("{{ tools }}<|tool_call|> Here is my thought process: Here is my response:", "granite", "granite"),
     ("<start_function_declaration>…<start_function_call>call:", "gemma", ""),
     ("<|tool_call>call: <|channel>thought", "gemma", "gemma4"),
+    ("{%- if tools %}<tools> … <tool_call>\n<function=example_function_name>\n<parameter=example_parameter_1> … \"name\"", "qwen3_coder", ""),
     ("{{ messages }}", "hermes", ""),
     ("{{ tools }} in a form of its own", "", ""),
 ]  # fmt: skip

@@ -42,7 +42,7 @@ def client(url: str) -> Iterator["redis.Redis"]:
 def transport(url: str, client: "redis.Redis") -> Iterator[Transport]:
     transport = Transport(url, threading.Event())
     yield transport
-    transport.client.close()
+    transport.close()
 
 
 @contextmanager
@@ -108,7 +108,7 @@ def test_what_a_server_answers_for_now_is_waited_out(way: str, error: str, url: 
         proxy.arm(1, error)
         transport.persist(lambda: WAYS[way](transport.client))
         assert proxy.disturbed and client.get("key") == b"value"
-        transport.client.close()
+        transport.close()
 
 
 def test_a_busy_server_and_an_unknown_script_are_temporary(client: "redis.Redis", transport: Transport, url: str) -> None:

@@ -10,7 +10,7 @@ from services.compute.simulation.__main__ import simulate
     ("command", "line"),
     [
         ("statsu", "no command 'statsu': did you mean status?"),
-        ("launch", "no command 'launch': it is one of up, serve, status, chat, pull, models, simulate, quantize, build-kernels, make-model"),
+        ("launch", "no command 'launch': it is one of up, serve, status, chat, batch, pull, models, keys, simulate, quantize, build-kernels, make-model"),
         ("", "COMMAND is missing; penstock --help shows how it is used"),
         ("serve samplr", "no stage 'samplr': did you mean sampler?"),
         ("up --prot 9000", "no flag '--prot': did you mean --port?; penstock up --help lists them"),

@@ -22,7 +22,7 @@ Answer = tuple[str, str, list[tuple[str, Any]]]  # reasoning, content, calls
 
 
 def parse(text: str, tool_calls: str = "", reasoning: str = "", cuts: tuple[int, ...] = (), max_calls: int = 0) -> list[Piece]:
-    parser = AnswerParser(Parsing(reasoning, tool_calls, NAMES, max_calls))
+    parser = AnswerParser(Parsing(reasoning, tool_calls, NAMES, max_calls, ("get_weather.location", "get_weather.unit")))
     pieces: list[Piece] = []
     for begin, end in zip((0, *cuts), (*cuts, len(text)), strict=True):
         pieces += parser.feed(text[begin:end])
@@ -62,6 +62,15 @@ FORMS: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
     (
         "pythonic", "[get_weather(location='Paris', unit=\"celsius\"), add(a=-1, b=[2.5, None, {'c': true}])]", "",
         [("get_weather", WEATHER), ("add", {"a": -1, "b": [2.5, None, {"c": True}]})],
+    ),
+    (
+        "qwen3_coder", "I look.\n<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[2.5, null, {\"c\": \"\\\"}{\"}]\n</parameter>\n"
+        "</function>\n</tool_call>\n<tool_call>\n<function=f>\n</function>\n</tool_call>", "I look.", [("add", ADDED), ("f", {})],
+    ),
+    (
+        "qwen3_coder", "<tool_call>\n<function=get_weather>\n<parameter=location>\n12\n</parameter>\n<parameter=unit>\ntwo\n</tool_call>"
+        "\n\n</parameter>\n</function>"
+        "\n</tool_call>", "", [("get_weather", {"location": "12", "unit": "two\n</tool_call>\n"})],
     ),
     ("pythonic", "<|python_start|>[f()]<|python_end|> So.", "So.", [("f", {})]),
     (
@@ -106,6 +115,10 @@ BROKEN = [
     ("gemma", "<start_function_call>call:add{a:<escape>x}<end_function_call>"),
     ("gemma", "<start_function_call>call:add{a:1<end_function_call>"),
     ("gemma", "<|tool_call>call:nobody{}<tool_call|> ok"),
+    ("qwen3_coder", "<tool_call>\n<function=nobody>\n</function>\n</tool_call> ok"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\nno parameter\n</function>\n</tool_call>"),
+    ("qwen3_coder", "<tool_call> no function </tool_call>"),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=x>\n1"),
     ("gemma", "<start_function_call>call:add{a:" + "[" * 200),
 ]
 

@@ -1,6 +1,7 @@
 """tools and tool_choice: what is told, what is demanded, and what is refused by name."""
 
 import json
+from dataclasses import replace
 from typing import Any, get_args
 
 import orjson
@@ -9,9 +10,12 @@ import pytest
 from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.openai.tools import closed
-from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS
+from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser
+from shared.constraint import Constraint
 from shared.errors import Invalid
+from shared.grammar import Vocabulary, compile_grammar, load_vocabulary
 from shared.messages import ChatMessage, ToolCall
+from shared.model_files import DEMO_MODEL
 from shared.settings import ReasoningParser, ToolCallParser
 
 
@@ -49,23 +53,80 @@ def test_the_choice_says_who_may_be_called(choice: Any, mode: str, told: int, ca
 
 
 def test_what_has_to_be_called_is_a_constraint() -> None:
-    assert read(tools=[ADD]).calling().constraint() is None
+    assert read(tools=[ADD]).calling().forced() is None
     one = read(tools=[ADD, LOOK], tool_choice=named("add")).calling()
-    constraint = one.constraint()
+    constraint = one.forced()
     assert (
         constraint is not None
         and constraint.kind == "json_schema"
         and json.loads(constraint.text) == SCHEMA | {"additionalProperties": False} | GUIDANCE
         and constraint.is_lenient
     )
-    assert one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == ""
-    nothing = read(tools=[LOOK], tool_choice=named("look")).calling().constraint()
+    assert one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == "qwen3"
+    assert one.parsing("hermes", "qwen3", may_think=False).reasoning == ""
+    nothing = read(tools=[LOOK], tool_choice=named("look")).calling().forced()
     assert nothing is not None and json.loads(nothing.text) == {"type": "object", "properties": {}, "additionalProperties": False} | GUIDANCE
     many = read(tools=[ADD, LOOK], tool_choice="required", parallel_tool_calls=False).calling()
     assert many.parsing("hermes", "").max_calls == 1 and many.parsing("hermes", "").tool_calls == "calls"
-    grammar = many.constraint()
+    grammar = many.forced()
     assert grammar is not None and grammar.kind == "lark"
     assert grammar.text.splitlines()[:3] == ['start: "[" call "]"', "call: call_0 | call_1", r'call_0: "{\"name\": \"add\", \"parameters\": " arguments_0 "}"']
+
+
+STRICT = tool("add", parameters=SCHEMA, strict=True)
+
+
+@pytest.fixture(scope="module")
+def vocabulary() -> Vocabulary:
+    return load_vocabulary(DEMO_MODEL, 2048, (1,))
+
+
+def matches(constraint: Constraint | None, text: str, vocabulary: Vocabulary) -> bool:
+    assert constraint is not None
+    matcher = compile_grammar(constraint, vocabulary)
+    tokens = vocabulary.tokenizer.tokenize_str(text)
+    return bool(matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting())
+
+
+@pytest.mark.parametrize(
+    ("form", "before", "after"),
+    [
+        ("hermes", '<tool_call>\n{"name": "add", "arguments": ', "}\n</tool_call>"),
+        ("granite", '<|tool_call|>[{"name": "add", "arguments": ', "}]"),
+        ("granite", '<|tool_call|>[{"name": "look", "arguments": {}}, {"name": "add", "arguments": ', "}]"),
+        ("mistral", '[TOOL_CALLS][{"name": "add", "arguments": ', "}]"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]", ""),
+    ],
+)
+def test_calls_of_strict_functions_match_from_their_marker_on(form: str, before: str, after: str, vocabulary: Vocabulary) -> None:
+    offered = read(tools=[STRICT, LOOK]).calling().offered(form)
+    right, wrong, unknown = '{"a": 1}', '{"a": "x"}', before.replace("add", "other")
+    assert matches(offered, "No call.", vocabulary) and matches(offered, f"I add. {before}{right}{after}", vocabulary)
+    assert matches(offered, f"{before}{right}{after}\n{before}{right}{after}", vocabulary)
+    assert not matches(offered, f"{before}{wrong}{after}", vocabulary) and not matches(offered, f"{unknown}{right}{after}", vocabulary)
+    parser = AnswerParser(read(tools=[STRICT, LOOK]).calling().parsing(form, ""))
+    assert [piece.text for piece in [*parser.feed(f"{before}{right}{after}"), *parser.finish()]][-2:] == ["add", right]
+
+
+def test_only_strict_functions_are_held_to_and_only_where_a_marker_says_so() -> None:
+    calling = read(tools=[STRICT, LOOK]).calling()
+    assert [calling.offered(form) for form in ("llama3_json", "pythonic", "gemma", "qwen3_coder", "")] == [None] * 5
+    assert read(tools=[ADD, LOOK]).calling().offered("hermes") is None
+    assert read(tools=[STRICT], tool_choice="none").calling().offered("hermes") is None
+
+
+@pytest.mark.parametrize("choice", ["required", named("add")])
+def test_a_thought_may_stand_before_what_must_match(choice: Any, vocabulary: Vocabulary) -> None:
+    forced = read(tools=[STRICT], tool_choice=choice).calling().forced()
+    assert forced is not None
+    right = '{"a": 1}' if choice != "required" else '[{"name": "add", "parameters": {"a": 1}}]'
+    closed_yet = replace(forced, thought_begin="<think>", thought_end="</think>")
+    open_already = replace(closed_yet, thought_begin="")
+    for text in (right, f"<think>\nHm: {{}} <tool_call>\n</think>\n\n{right}", f"<think></think>{right}"):
+        assert matches(closed_yet, text, vocabulary)
+        assert matches(open_already, text.removeprefix("<think>"), vocabulary) == (text != right)
+    for text in ("<think>Hm.", f"Hm.</think>{right}", f"<think>Hm.{right}", "<think></think>7", f"<think></think>{right}<think>"):
+        assert not matches(closed_yet, text, vocabulary)
 
 
 def test_arguments_that_a_schema_does_not_name_are_not_made_up() -> None:

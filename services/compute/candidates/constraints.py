@@ -10,7 +10,7 @@ ends in an error depends on the sequence's own tokens.
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from llguidance import LLMatcher
@@ -66,7 +66,7 @@ class Constraints:
         self.opening: dict[int, tuple[Sequence, Future[Matcher]]] = {}  # by handle: sequences that wait for their grammars
         self._load = load
         self._vocabulary: Future[Vocabulary] | None = None
-        self._compiled: OrderedDict[tuple[str, str, bool], LLMatcher] = OrderedDict()  # at their beginnings, the last used last
+        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # at their beginnings, the last used last
         self._num_characters = 0
         self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "compile-grammar")
         self._masker = ThreadPoolExecutor(1, "mask")
@@ -128,13 +128,13 @@ class Constraints:
             self._num_characters += len(matcher.constraint.text)
         self._compiled.move_to_end(key)
         while len(self._compiled) > MAX_COMPILED or self._num_characters > MAX_COMPILED_TEXT:
-            (_, text, _), _ = self._compiled.popitem(last=False)
-            self._num_characters -= len(text)
+            oldest, _ = self._compiled.popitem(last=False)
+            self._num_characters -= len(oldest.text)
 
 
-def key_of(constraint: Constraint) -> tuple[str, str, bool]:
+def key_of(constraint: Constraint) -> Constraint:
     """What the grammar depends on."""
-    return constraint.kind, constraint.text, constraint.is_lenient
+    return replace(constraint, param="")
 
 
 def open_matcher(constraint: Constraint, known: LLMatcher | None, vocabulary: "Future[Vocabulary]", token_ids: list[int]) -> Matcher:

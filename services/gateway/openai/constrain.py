@@ -59,11 +59,15 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
         raise Invalid(f"response_format.type must be one of {', '.join(FORMATS)}, got {got}", param="response_format.type")
     if kind == "structural_tag":
         return Constraint("structural_tag", to_json(value, "response_format"), "response_format")
-    allowed = ("type", "json_schema") if kind == "json_schema" else ("type",)
-    _refuse_others(value, allowed, "response_format")
+    own = {"json_schema": "json_schema", "json_object": "schema"}.get(kind, "type")
+    _refuse_others(value, ("type", own), "response_format")
     if kind == "text":
         return None
-    return Constraint("json_object", "", "response_format") if kind == "json_object" else _of_json_schema(value.get("json_schema"))
+    if kind == "json_schema":
+        return _of_json_schema(value.get("json_schema"))
+    if value.get("schema") is not None:  # llama.cpp's way to say it
+        return Constraint("json_schema", to_json(value["schema"], "response_format.schema"), "response_format.schema")
+    return Constraint("json_object", "", "response_format")
 
 
 def _of_json_schema(value: Any) -> Constraint:

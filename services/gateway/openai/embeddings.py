@@ -6,13 +6,14 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
-from services.gateway.context import Context, context_of
+from services.gateway.context import Context, RequestContext, context_of
 from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
+from services.gateway.openai.formats import Choice
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.routes import check
 from services.gateway.openai.schemas import EmbeddingBody
-from services.gateway.record import make_record
+from services.gateway.record import ResponseRecord, make_record
 from shared.errors import Invalid
 from shared.messages import Float32Array, GenerateRequest, SchedulingParams
 from shared.sampling_params import SamplingParams
@@ -26,17 +27,23 @@ class EmbeddingResponder(Responder):
     is_base64 = False
 
     def _body(self) -> dict[str, Any]:
-        num_tokens = sum(choice.num_prompt_tokens for choice in self.choices)
-        return {
-            "object": "list",
-            "data": [{"object": "embedding", "index": choice.index, "embedding": self._vector(choice.embedding)} for choice in self.choices],
-            "model": self.generation.record.model,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
+        return embeddings_body(self.generation.record, self.choices, is_base64=self.is_base64)
 
-    def _vector(self, vector: Float32Array | None) -> Any:
-        assert vector is not None, "the end of an embedding's log has its vector"
-        return base64.b64encode(vector.astype("<f4").tobytes()).decode() if self.is_base64 else vector
+
+def embeddings_body(record: ResponseRecord, choices: list[Choice], *, is_base64: bool) -> dict[str, Any]:
+    """The answer: the vectors as arrays, or spelt in base64."""
+    num_tokens = sum(choice.num_prompt_tokens for choice in choices)
+    return {
+        "object": "list",
+        "data": [{"object": "embedding", "index": choice.index, "embedding": _vector(choice.embedding, is_base64=is_base64)} for choice in choices],
+        "model": record.model,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+
+
+def _vector(vector: Float32Array | None, *, is_base64: bool) -> Any:
+    assert vector is not None, "the end of an embedding's log has its vector"
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_base64 else vector
 
 
 R = TypeVar("R", bound=EmbeddingResponder)
@@ -55,21 +62,27 @@ async def embeddings(request: Request) -> Response:
 
 async def submit_embeddings(context: Context, body: EmbeddingBody, request: Request, make: type[R]) -> R:
     """Hand the inputs over, all or none. Returns what answers."""
+    record, requests = prepare_embeddings(context, body, context.stage.replica_id)
+    measured = Measured(context.metrics)
+    generation = await context.pipeline.submit(context.caller, record, requests)
+    context.log_submitted(record, body.user, request.state.request_id)
+    return make(generation, measured, context.settings.ping_interval_s)
+
+
+def prepare_embeddings(context: RequestContext, body: EmbeddingBody, gateway_id: str | None, **others: Any) -> tuple[ResponseRecord, list[GenerateRequest]]:
+    """What goes into the pipeline for a list of inputs: as `prepare_chat` for a chat."""
     model = check(context, body)
     if len(body.input) > (most := context.settings.max_requests):
         raise Invalid(f"at most {most} inputs in one request here, got {len(body.input)}", param="input")
-    measured = Measured(context.metrics)
-    record = make_record("embedding", body.model, model, num_prompts=len(body.input))
+    record = make_record("embedding", body.model, model, num_prompts=len(body.input), **others)
     now = time.time()
     scheduling = SchedulingParams(body.priority, now + body.deadline_s if body.deadline_s is not None else 0.0, "", body.cache_salt)
     requests = [
         GenerateRequest(
-            request_id, context.stage.replica_id, model, SamplingParams(max_tokens=0),
+            request_id, gateway_id, model, SamplingParams(max_tokens=0),
             prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=None if isinstance(prompt, str) else prompt,
             created_at=now, scheduling=scheduling, embedding=body.embedding,
         )
         for request_id, prompt in zip(record.request_ids, body.input, strict=True)
     ]  # fmt: skip
-    generation = await context.pipeline.submit(context.caller, record, requests)
-    context.log_submitted(record, body.user, request.state.request_id)
-    return make(generation, measured, context.settings.ping_interval_s)
+    return record, requests

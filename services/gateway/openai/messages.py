@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import CONTENT_SCHEMA, at_most, join_parts, kind_of
-from services.gateway.openai.neutral import OF_MESSAGES
+from services.gateway.openai.neutral import OF_CALLS, OF_MESSAGES
 from shared.messages import ChatMessage, ToolCall
 
 MAX_TOOL_CALLS = 128
@@ -25,6 +25,8 @@ def read_arguments(value: Any) -> str:
 
 
 class FunctionCall(Body):
+    neutral = OF_CALLS
+
     name: str = Field(max_length=MAX_NAME)
     arguments: Annotated[str, PlainValidator(read_arguments), WithJsonSchema({"type": "string"})] = "{}"
 

@@ -19,7 +19,8 @@ OF_COMPLETIONS: dict[str, tuple[Any, ...]] = OF_REQUESTS | {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "parallel_tool_calls": (True, False), "suffix": ("",),
     "tool_choice": ("none", "auto"), "tools": ([],), "verbosity": ("medium",),
 }  # fmt: skip
-OF_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ANYTHING, "provider_specific_fields": ANYTHING}
+OF_MESSAGES: dict[str, tuple[Any, ...]] = {"annotations": ANYTHING, "parsed": ANYTHING, "provider_specific_fields": ANYTHING}
+OF_CALLS: dict[str, tuple[Any, ...]] = {"parsed_arguments": ANYTHING}  # that the openai package's parse() adds, and sends back
 OF_PARTS: dict[str, tuple[Any, ...]] = {"annotations": ANYTHING, "cache_control": ANYTHING, "prompt_cache_breakpoint": ANYTHING}
 
 

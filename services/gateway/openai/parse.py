@@ -7,6 +7,7 @@ import orjson
 from pydantic import ValidationError
 
 from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
+from services.gateway.batches.schemas import BatchBody
 from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
@@ -22,6 +23,7 @@ BODIES: dict[str, type[Body]] = {
     "detokenize": DetokenizeBody,
     "embedding": EmbeddingBody,
     "response": ResponseBody,
+    "batch": BatchBody,
     "message": MessagesBody,
     "count": CountTokensBody,
     "ollama_chat": OllamaChatBody,

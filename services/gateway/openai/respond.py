@@ -13,6 +13,7 @@ from services.gateway.errors import CLIENT_CLOSED, RequestFailed, error_body
 from services.gateway.generation import Generation
 from services.gateway.measured import Measured
 from services.gateway.openai.formats import Choice, best, format_for, usage
+from services.gateway.record import ResponseRecord
 from services.gateway.sse import DONE, PING, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
@@ -51,6 +52,11 @@ class EventStream(Response):
         async for chunk in self.chunks:
             await send({"type": "http.response.body", "body": chunk, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def whole_body(record: ResponseRecord, choices: list[Choice]) -> dict[str, Any]:
+    """The answer that was not asked for as a stream. Its usage is all that was generated, whatever became of it."""
+    return format_for(record).whole(best(choices, record)) | {"usage": usage(choices, record.n)}
 
 
 async def until_disconnect(receive: Receive) -> None:
@@ -110,8 +116,7 @@ class Responder:
         return EventStream(self._chunks(first), self.close, self.media_type)
 
     def _body(self) -> dict[str, Any]:
-        record = self.generation.record
-        return self.format.whole(best(self.choices, record)) | {"usage": usage(self.choices, record.n)}  # all that was generated, whatever became of it
+        return whole_body(self.generation.record, self.choices)
 
     @property
     def _is_over(self) -> bool:

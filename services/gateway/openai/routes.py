@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Header, Request, Response
 
-from services.gateway.context import Context, context_of
+from services.gateway.context import Context, RequestContext, context_of
 from services.gateway.measured import Measured
 from services.gateway.openai.ask import unless_gone
 from services.gateway.openai.beams import check_beams, search_prompt
@@ -16,8 +16,7 @@ from services.gateway.openai.fields import MAX_SEQUENCES
 from services.gateway.openai.formats import Choice, format_for, parsed, usage
 from services.gateway.openai.respond import Responder
 from services.gateway.openai.schemas import MAX_MESSAGES, ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
-from services.gateway.openai.tools import Calling
-from services.gateway.parsing.answer import REASONING, TOOL_CALLS, Parsing
+from services.gateway.parsing.answer import REASONING, TOOL_CALLS
 from services.gateway.record import ResponseRecord, choice_params, make_record
 from shared.constraint import Constraint
 from shared.errors import Invalid
@@ -47,13 +46,21 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await context.bodies.read(request, "completion")
     assert isinstance(body, CompletionBody)
+    record, requests = await prepare_completion(context, body, context.stage.replica_id)
+    return await respond(context, body, record, requests, request)
+
+
+async def prepare_completion(
+    context: RequestContext, body: CompletionBody, gateway_id: str | None, **others: Any
+) -> tuple[ResponseRecord, list[GenerateRequest]]:
+    """What goes into the pipeline for a completion: as `prepare_chat` for a chat."""
     params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
         "text_completion", body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
         num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
-        **each_choice(body, has_logprobs=body.logprobs is not None),
+        **(each_choice(body, has_logprobs=body.logprobs is not None) | others),
     )  # fmt: skip
     now = time.time()
     requests = []
@@ -62,12 +69,12 @@ async def completions(request: Request) -> Response:
         text, token_ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         requests.append(
             GenerateRequest(
-                request_id, context.stage.replica_id, model, own,
+                request_id, gateway_id, model, own,
                 prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=now,
                 scheduling=body.scheduling(now, f"{record.response_id}.{index // record.n}"), constraint=constraint, encoding=body.encoding(),
             )
         )  # fmt: skip
-    return await respond(context, body, record, requests, request)
+    return record, requests
 
 
 @router.get("/streams/{response_id}")
@@ -104,14 +111,14 @@ def models(context: Context) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
-def check(context: Context, body: GenerateBody | EmbeddingBody) -> str:
+def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:
     """The served model that the body names. Raises Rejected, Invalid."""
     if body.priority < (least := context.settings.min_priority):
         raise Invalid(f"priority must be at least {least} here (smaller is sooner), got {body.priority}", param="priority")
     return context.resolve(body.model)
 
 
-async def constraint_for(context: Context, constraint: Constraint | None) -> Constraint | None:
+async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Constraint | None:
     """What the answer must match, checked. Raises Invalid, Rejected."""
     if constraint is not None:
         await context.grammars.check(constraint)
@@ -119,7 +126,7 @@ async def constraint_for(context: Context, constraint: Constraint | None) -> Con
 
 
 async def prepare_chat(
-    context: Context, body: ChatCompletionBody, kind: str, name: str, gateway_id: str | None, **others: Any
+    context: RequestContext, body: ChatCompletionBody, kind: str, name: str, gateway_id: str | None, **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """What goes into the pipeline for a chat, whichever API it came by. Raises Invalid, Rejected.
 
@@ -127,14 +134,19 @@ async def prepare_chat(
     fields of the record.
     """
     calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
-    constraint = await constraint_for(context, calling.constraint() or body.constraint())
-    parsing = parsing_of(context, model, calling)
+    tool_calls, reasoning = parsers_of(context, model)
+    parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
+    constraint = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
+    if constraint is not None and parsing.reasoning and body.may_think:
+        constraint = after_thought(constraint, parsing.reasoning)
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
-    options = body.chat_options(calling, may_bring_template=context.settings.trust_request_chat_template)
+    options = body.chat_options(
+        calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
+    )
     if parsing.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     messages = tuple(message.to_wire() for message in body.messages)
@@ -150,19 +162,20 @@ async def prepare_chat(
     return record, requests
 
 
-def parsing_of(context: Context, model: str, calling: Calling) -> Parsing:
-    """How the model's answers are read, as its tokenizers announce it."""
-    return calling.parsing(*parsers_of(context, model))
+def after_thought(constraint: Constraint, reasoning: str) -> Constraint:
+    """The same for a model that may think before its answer."""
+    marks = REASONING[reasoning]
+    return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
 
 
-def parsers_of(context: Context, model: str) -> tuple[str, str]:
+def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
     """Of its calls and of its reasoning; empty: it has none."""
     parsers = next((replica.parsers for replica in context.stage.registry.of("tokenizer", model)), {})
     tool_calls, reasoning = parsers.get("tool_calls", ""), parsers.get("reasoning", "")
     return tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else ""
 
 
-def fingerprint_of(context: Context, model: str) -> str:
+def fingerprint_of(context: RequestContext, model: str) -> str:
     return next((replica.fingerprint for replica in context.stage.registry.of("compute", model)), "")
 
 

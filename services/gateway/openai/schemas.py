@@ -262,14 +262,20 @@ class ChatCompletionBody(GenerateBody):
         """Raises Invalid."""
         return resolve_calling(self.tools, self.tool_choice, self.parallel_tool_calls)
 
-    def chat_options(self, calling: Calling, *, may_bring_template: bool) -> ChatOptions:
-        """What the template is given beside the messages. Raises Invalid."""
+    @property
+    def may_think(self) -> bool:
+        """Whether the request leaves it to the model."""
+        kwargs = self.chat_template_kwargs or {}
+        return self.reasoning_effort != "none" and kwargs.get("enable_thinking") is not False and kwargs.get("thinking") is not False
+
+    def chat_options(self, calling: Calling, *, may_bring_template: bool, begins_with_call: bool = False) -> ChatOptions:
+        """What the template is given beside the messages. begins_with_call: the answer has no room for a thought. Raises Invalid."""
         if self.chat_template is not None and not may_bring_template:
             raise Invalid("chat_template is not allowed here: the operator can, with --trust-request-chat-template", param="chat_template")
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
             raise Invalid("continue_final_message and add_generation_prompt exclude each other", param="continue_final_message")
         kwargs: dict[str, Any] = {"reasoning_effort": self.reasoning_effort, "verbosity": self.verbosity}
-        if self.reasoning_effort == "none" or calling.is_forced:  # a call that is forced begins with the first token
+        if self.reasoning_effort == "none" or begins_with_call:
             kwargs |= {"enable_thinking": False, "thinking": False}
         kwargs |= self.chat_template_kwargs or {}
         if reserved := next((name for name in kwargs if name in OF_CONVERSATIONS), None):

@@ -1,7 +1,7 @@
 """The functions that a model may call, and which of them it has to: what the template is told, what the answer must match, and how it is parsed."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ from pydantic.types import Discriminator
 
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import at, at_most, kind_of
-from services.gateway.parsing.answer import Parsing
+from services.gateway.parsing.answer import XML, Parsing
 from shared.constraint import Constraint
 from shared.errors import Invalid
 
@@ -98,16 +98,24 @@ class Calling:
             return ""
         return orjson.dumps([tool.model_dump(exclude_none=True) for tool in self.tools]).decode()
 
-    def parsing(self, tool_calls: str, reasoning: str) -> Parsing:
+    def parsing(self, tool_calls: str, reasoning: str, *, may_think: bool = True) -> Parsing:
         """How an answer is read, by the names of the model's parsers; empty: it has none."""
         names = [tool.function.name for tool in self.callable]
         if self.mode == "none":
             return Parsing(reasoning)
-        if self.is_forced:  # from its first token on the answer is calls: there is no room for thoughts
-            return Parsing("", "calls" if self.mode == "required" else "arguments", names, 0 if self.is_parallel else 1)
-        return Parsing(reasoning, tool_calls, names if tool_calls else (), 0 if self.is_parallel else 1)
+        max_calls = 0 if self.is_parallel else 1
+        if self.is_forced:  # what is not a thought is calls, from its first character on
+            return Parsing(reasoning if may_think else "", "calls" if self.mode == "required" else "arguments", names, max_calls)
+        texts = text_parameters(self.callable) if tool_calls == XML else ()
+        return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts)
 
-    def constraint(self) -> Constraint | None:
+    def offered(self, tool_calls: str) -> Constraint | None:
+        """What the calls in an answer must match that may call, in the form of that name: something if any of the functions is strict. Raises Invalid."""
+        if self.mode != "auto" or not any(tool.function.strict for tool in self.callable) or tool_calls not in TAGS:
+            return None
+        return Constraint("structural_tag", json.dumps({"format": TAGS[tool_calls](self.callable)}, ensure_ascii=False), "tools")
+
+    def forced(self) -> Constraint | None:
         """What an answer that has to call must match. Raises Invalid."""
         if self.mode == "named":
             [tool] = self.callable
@@ -145,6 +153,51 @@ def calls_grammar(tools: Sequence[Tool], *, is_parallel: bool) -> str:
         head = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "parameters": ')
         lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {json.dumps(schema_of(tool))}"]
     return "\n".join(lines)
+
+
+def tagged(tool: Tool, begin: str, end: str) -> dict[str, Any]:
+    """A call between two texts."""
+    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema_of(tool)}, "end": end}
+
+
+def json_head(tool: Tool) -> str:
+    return f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
+
+
+def hermes_tags(tools: Sequence[Tool]) -> dict[str, Any]:
+    tags = [tagged(tool, f"<tool_call>\n{json_head(tool)}", "}\n</tool_call>") for tool in tools]
+    return {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
+
+
+def list_tags(marker: str, tools: Sequence[Tool]) -> dict[str, Any]:
+    """A list of calls behind a marker."""
+    calls = {"type": "tags_with_separator", "tags": [tagged(tool, json_head(tool), "}") for tool in tools], "separator": ", ", "at_least_one": True}
+    return {"type": "tag", "begin": f"{marker}[", "content": calls, "end": "]"}
+
+
+def granite_tags(tools: Sequence[Tool]) -> dict[str, Any]:
+    return {"type": "triggered_tags", "triggers": ["<|tool_call|>"], "tags": [list_tags("<|tool_call|>", tools)]}
+
+
+def mistral_tags(tools: Sequence[Tool]) -> dict[str, Any]:
+    """In both of its forms: a list, or the name before the arguments."""
+    named = [tagged(tool, f"[TOOL_CALLS]{tool.function.name}[ARGS]", "") for tool in tools]
+    return {"type": "triggered_tags", "triggers": ["[TOOL_CALLS]"], "tags": [list_tags("[TOOL_CALLS]", tools), *named]}
+
+
+# By the name of the form, of those in which a marker says that a call begins, and JSON follows
+TAGS: dict[str, Callable[[Sequence[Tool]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
+
+
+def text_parameters(tools: Sequence[Tool]) -> list[str]:
+    """The parameters whose values are texts as they stand, as function.parameter."""
+    found = []
+    for tool in tools:
+        properties = (tool.function.parameters or {}).get("properties")
+        for name, schema in properties.items() if isinstance(properties, dict) else ():
+            if isinstance(schema, dict) and schema.get("type") == "string":
+                found.append(f"{tool.function.name}.{name}")
+    return found
 
 
 def resolve_calling(tools: Sequence[Tool] | None, choice: Any, is_parallel: bool | None) -> Calling:

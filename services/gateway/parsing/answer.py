@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from services.gateway.parsing.json_calls import Form, JsonCalls
 from services.gateway.parsing.pieces import Parser, Piece, merged
 from services.gateway.parsing.reasoning import Marks, ReasoningParser
-from services.gateway.parsing.text_calls import GemmaCalls, PythonicCalls
+from services.gateway.parsing.text_calls import PythonicCalls, gemma_calls
+from services.gateway.parsing.xml_calls import xml_calls
 
 THINK = Marks(("<think>",), ("</think>",))
 REASONING: dict[str, Marks] = {
@@ -22,8 +23,9 @@ FORMS: dict[str, Form] = {
     "mistral": Form(("[TOOL_CALLS]",), has_names_first=True),
     "granite": Form(("<|tool_call|>", "<tool_call>", "<function_call>"), ("</tool_call>",)),
 }
-OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCalls, "gemma": GemmaCalls}
-TOOL_CALLS = (*FORMS, *OTHERS)
+OTHERS: dict[str, Callable[[frozenset[str]], Parser]] = {"pythonic": PythonicCalls, "gemma": gemma_calls}
+XML = "qwen3_coder"
+TOOL_CALLS = (*FORMS, *OTHERS, XML)
 WITH_SPECIAL_TOKENS = ("mistral", "gemma4")  # of REASONING
 
 
@@ -35,6 +37,7 @@ class Parsing:
     tool_calls: str = ""  # of TOOL_CALLS, or of FORCED; empty: not at all
     names: Sequence[str] = ()  # of the functions
     max_calls: int = 0  # those beyond are dropped; 0: none is
+    texts: Sequence[str] = ()  # the parameters, as function.parameter, whose values are texts as they stand; for XML
 
     @property
     def needs_special_tokens(self) -> bool:
@@ -71,7 +74,7 @@ class AnswerParser:
     def __init__(self, parsing: Parsing) -> None:
         names = frozenset(parsing.names)
         self._reasoning = ReasoningParser(REASONING[parsing.reasoning]) if parsing.reasoning else None
-        self._tool_calls = make_tool_parser(parsing.tool_calls, names) if parsing.tool_calls else None
+        self._tool_calls = make_tool_parser(parsing.tool_calls, names, frozenset(parsing.texts)) if parsing.tool_calls else None
         self._max_calls = parsing.max_calls
         self._num_calls = 0
 
@@ -101,8 +104,10 @@ class AnswerParser:
         return kept
 
 
-def make_tool_parser(name: str, names: frozenset[str]) -> Parser:
-    """A fresh parser of the form of that name, of calls of these functions."""
+def make_tool_parser(name: str, names: frozenset[str], texts: frozenset[str] = frozenset()) -> Parser:
+    """A fresh parser of the form of that name, of calls of these functions. texts: as of Parsing."""
+    if name == XML:
+        return xml_calls(names, texts)
     if name in FORMS:
         return JsonCalls(FORMS[name], names)
     return (OTHERS | FORCED)[name](names)

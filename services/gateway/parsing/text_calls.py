@@ -7,6 +7,7 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from services.gateway.parsing.pieces import Piece, Prose, find_first, held_length, may_begin, to_json
@@ -25,7 +26,8 @@ GEMMA_HEAD = re.compile(r"\s*call:([A-Za-z0-9_.-]+)\s*(?=\{)")
 GEMMA_BARE = re.compile(r"[^,{}\[\]<]+")
 SPACE = re.compile(r"\s*")
 
-Calls = list[tuple[str, dict[str, Any]]]
+Call = tuple[str, dict[str, Any]]
+Calls = list[Call]
 
 
 def call_pieces(calls: Calls) -> list[Piece]:
@@ -151,11 +153,16 @@ def python_value(node: ast.expr) -> Any:
     raise ValueError("not a plain value")
 
 
-class GemmaCalls:
-    """Parser of the calls of FunctionGemma and Gemma 4."""
+class BlockCalls:
+    """Parser of calls that stand between markers, each of which is read as a whole."""
 
-    def __init__(self, names: frozenset[str]) -> None:
-        self.names = names
+    def __init__(
+        self, starts: tuple[str, ...], find_end: Callable[[str], tuple[int, str] | None], read: Callable[[str], tuple[str, dict[str, Any]] | None]
+    ) -> None:
+        """find_end: where a block's end marker is, and which; read: the call that a block is, None for one that is content."""
+        self.starts = starts
+        self.find_end = find_end
+        self.read = read
         self._prose = Prose()
         self._text = ""  # of prose, what may be the beginning of a marker
         self._marker = ""  # that began the block; empty: in prose
@@ -175,9 +182,9 @@ class GemmaCalls:
         return pieces + self._prose.say(self._text) + self._prose.finish()
 
     def _in_prose(self, pieces: list[Piece]) -> bool:
-        found = find_first(self._text, GEMMA_STARTS)
+        found = find_first(self._text, self.starts)
         if found is None:
-            keep = len(self._text) - held_length(self._text, GEMMA_STARTS)
+            keep = len(self._text) - held_length(self._text, self.starts)
             pieces += self._prose.say(self._text[:keep])
             self._text = self._text[keep:]
             return False
@@ -190,7 +197,7 @@ class GemmaCalls:
         """Up to the end marker, but for one between quotes."""
         whole = self._block + self._text
         self._block, self._text = whole, ""
-        end = gemma_end(whole[:MAX_BLOCK])
+        end = self.find_end(whole[:MAX_BLOCK])
         if end is None:
             if len(whole) > MAX_BLOCK:
                 pieces += self._prose.say(self._marker + whole[:MAX_BLOCK])
@@ -205,11 +212,21 @@ class GemmaCalls:
     def _end_block(self, end: str) -> list[Piece]:
         block, start = self._block, self._marker
         self._marker = self._block = ""
-        call = gemma_call(block)
-        if call is None or call[0] not in self.names:
+        call = self.read(block)
+        if call is None:
             return self._prose.say(start + block + end)
         self._prose.call()
         return call_pieces([call])
+
+
+def gemma_calls(names: frozenset[str]) -> BlockCalls:
+    """Parser of the calls of FunctionGemma and Gemma 4."""
+
+    def read(block: str) -> Call | None:
+        call = gemma_call(block)
+        return call if call is not None and call[0] in names else None
+
+    return BlockCalls(GEMMA_STARTS, gemma_end, read)
 
 
 def gemma_end(text: str) -> tuple[int, str] | None:

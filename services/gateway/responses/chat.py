@@ -20,12 +20,12 @@ NAME_HERE = {
 }  # fmt: skip
 
 
-def chat_of(body: ResponseBody, before: list[Json]) -> ChatCompletionBody:
-    """The chat that this is, after the items of the conversation before. Raises Invalid, in this API's terms."""
+def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> ChatCompletionBody:
+    """The chat that this is, after the items of the conversation before, without the first num_dropped of both. Raises Invalid, in this API's terms."""
     if body.background and not body.store:
         raise Invalid("a background response is read later, so it must be stored: background needs store", param="store")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
-    messages, begins = messages_of([*before, *body.input])
+    messages, begins = messages_of([*before, *body.input][num_dropped:])
     given: Json = {name: getattr(body, name) for name in SAME}
     given |= {
         "messages": [*system, *messages],
@@ -39,7 +39,7 @@ def chat_of(body: ResponseBody, before: list[Json]) -> ChatCompletionBody:
         "verbosity": body.text.verbosity if body.text else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
     }
-    own = [number - len(before) for number in begins]
+    own = [number + num_dropped - len(before) for number in begins]
     return make_chat(given, NAME_HERE, lambda number: _place_of(number, own, len(system)))
 
 

@@ -16,12 +16,13 @@ PART_OF = {"user": "input_text", "system": "input_text", "developer": "input_tex
 TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 # Of what we send in items, the fields that say nothing to the model
 MESSAGE_FIELDS = {"type", "id", "role", "content", "status", "phase"}
-CALL_FIELDS = {"type", "id", "call_id", "name", "arguments", "status", "namespace", "caller", "async"}
+CALL_FIELDS = {"type", "id", "call_id", "name", "arguments", "status", "namespace", "caller", "async", "parsed_arguments"}
 OUTPUT_FIELDS = {"type", "id", "call_id", "output", "status", "name"}
 REASONING_FIELDS = {"type", "id", "summary", "content", "encrypted_content", "status"}
+REFERENCE_FIELDS = {"type", "id"}
 
 INPUT_SCHEMA = {
-    "description": "a text, or items: messages, function calls, their outputs, reasoning",
+    "description": "a text, or items: messages, function calls, their outputs, reasoning, references to items of stored responses",
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}, "minItems": 1}],
 }
 
@@ -60,7 +61,10 @@ def read_item(value: Any, path: str) -> Json:
     if kind == "reasoning":
         _refuse_others(value, REASONING_FIELDS, path)
         return _read_reasoning(value, path)
-    raise at(f"{path}.type", f"only message, function_call, function_call_output and reasoning are understood, got {shortened(kind)}")
+    if kind == "item_reference":
+        _refuse_others(value, REFERENCE_FIELDS, path)
+        return {"type": kind, "id": _text(value, "id", path)}
+    raise at(f"{path}.type", f"only message, function_call, function_call_output, reasoning and item_reference are understood, got {shortened(kind)}")
 
 
 def _read_message(value: Json, path: str) -> Json:

@@ -5,12 +5,14 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from services.gateway.context import Context, context_of
+from services.gateway.context import RequestContext, context_of
 from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
 from services.gateway.openai.respond import EventStream
 from services.gateway.openai.routes import prepare_chat
+from services.gateway.record import ResponseRecord
 from services.gateway.responses.chat import NAME_HERE, chat_of
+from services.gateway.responses.conversation import num_too_many, with_conversation
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.items import Json, with_ids
 from services.gateway.responses.schemas import ResponseBody
@@ -18,8 +20,7 @@ from services.gateway.responses.stored import Stored
 from services.gateway.token_count import count_tokens
 from services.gateway.translate import TranslatedResponder, own_terms
 from shared.errors import Invalid
-
-UNFINISHED = ("queued", "in_progress")
+from shared.messages import GenerateRequest
 
 router = APIRouter(prefix="/v1/responses")
 
@@ -30,18 +31,14 @@ async def create(request: Request) -> Response:
     context = context_of(request)
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
-    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
-    chat = chat_of(body, before)
+    body, before = await with_conversation(context, body)
+    num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
     reader = None if body.background else context.stage.replica_id
-    with own_terms(NAME_HERE):
-        record, requests = await prepare_chat(context, chat, "response", body.model, reader, is_background=body.background)
-    stored = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)])
-    content = stored.encode() if body.store else b""
-    if len(content) > (longest := context.settings.max_body_bytes):
-        raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
-    events = ResponseEvents(record, stored.asked)
+    record, requests, content = await prepare_response(context, body, before, reader, num_dropped=num_dropped, is_background=body.background)
+    events = ResponseEvents(record, body.asked())
     if body.background:
         await context.pipeline.submit_unread(context.caller, record, requests, content)
+        context.metrics.background.labels(record.served_model).inc()
         context.log_submitted(record, body.user, request.state.request_id)
         if body.stream:
             return EventStream(context.store.follow(record, events), on_close=lambda: None)
@@ -53,36 +50,34 @@ async def create(request: Request) -> Response:
     return await (responder.stream() if body.stream else responder.whole(request))
 
 
+async def prepare_response(
+    context: RequestContext, body: ResponseBody, before: list[Json], gateway_id: str | None, *, num_dropped: int = 0, **others: Any
+) -> tuple[ResponseRecord, list[GenerateRequest], bytes]:
+    """What goes into the pipeline for a response, as `prepare_chat` says; and what is to be stored of it, empty: nothing.
+
+    before: the items that it goes on from; num_dropped: how many of all items the model is not given.
+    """
+    chat = chat_of(body, before, num_dropped=num_dropped)
+    with own_terms(NAME_HERE):
+        record, requests = await prepare_chat(context, chat, "response", body.model, gateway_id, **others)
+    if not body.store:
+        return record, requests, b""
+    content = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)]).encode()
+    if len(content) > (longest := context.settings.max_body_bytes):
+        raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
+    return record, requests, content
+
+
 @router.post("/input_tokens", openapi_extra=takes("response"))
 async def input_tokens(request: Request) -> Response:
     """How many tokens the model would be given, by its own template and tokenizer."""
     context = context_of(request)
     body = await context.bodies.read(request, "response")
     assert isinstance(body, ResponseBody)
-    before = await conversation(context, body.previous_response_id) if body.previous_response_id else []
+    body, before = await with_conversation(context, body)
     return await count_tokens(
         context, request, chat_of(body, before), "response", NAME_HERE, lambda number: {"object": "response.input_tokens", "input_tokens": number}
     )
-
-
-async def conversation(context: Context, response_id: str) -> list[Json]:
-    """The items up to a response's answer, that included. Raises Invalid for one that is not stored, or that can't be gone on with."""
-    field = "previous_response_id"
-    try:
-        record, stored = await context.store.load(context.tenant, response_id)
-        events = await context.store.read(record, stored)
-    except Invalid as error:
-        raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
-    if events.status in UNFINISHED or events.status == "failed":
-        raise Invalid(f"the response {response_id!r} is {events.status}: it can't be gone on with", param=field, code="previous_response_not_completed")
-    return [*stored.items, *map(without_logprobs, events.output)]
-
-
-def without_logprobs(item: Json) -> Json:
-    """An item of the output as one of an input."""
-    if item["type"] != "message":
-        return item
-    return item | {"content": [{key: value for key, value in part.items() if key != "logprobs"} for part in item["content"]]}
 
 
 @router.get("/{response_id}")

@@ -51,7 +51,7 @@ class ResponseBody(Body):
     reasoning: ReasoningOptions | None = None
     tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_TOOLS))] = None
     tool_choice: str | dict[str, Any] | None = None
-    truncation: Literal["disabled"] | None = Field(None, description="what is too long is refused")
+    truncation: Literal["auto", "disabled"] | None = Field(None, description="auto: of what is too long, the first items are left out; else it is refused")
     parallel_tool_calls: Any = None
     service_tier: Any = None
     prompt_cache_key: Any = None
@@ -98,6 +98,6 @@ class ResponseBody(Body):
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,
             "top_p": 1.0 if self.top_p is None else self.top_p,
-            "truncation": "disabled",
+            "truncation": self.truncation or "disabled",
             "user": self.user,
         }

@@ -12,7 +12,7 @@ import orjson
 import redis
 import redis.asyncio
 
-from services.gateway.generation import Pipeline, away
+from services.gateway.generation import away, find_record
 from services.gateway.openai.respond import aside
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.events import ResponseEvents
@@ -47,11 +47,10 @@ class Stored:
 class Store:
     """Stored responses, as a gateway finds them in Redis."""
 
-    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", pipeline: Pipeline, ping_interval_s: float) -> None:
+    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float) -> None:
         """followers: a client of its own, each command of which may block."""
         self.client = client
         self.followers = followers
-        self.pipeline = pipeline
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
         self._num_followers = 0
         self._is_draining = False
@@ -60,7 +59,7 @@ class Store:
         """Raises Invalid (404) for what is not stored, not any more, or not by this tenant."""
         with away():
             packed: Any = await self.client.get(stored_key(response_id))
-            record = await self.pipeline.find_record(tenant, response_id)
+            record = await find_record(self.client, tenant, response_id)
         if packed is None or record is None:
             raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
         return record, Stored(**await aside(lambda: orjson.loads(packed), is_long=len(packed) > LONG_BYTES))

@@ -1,0 +1,76 @@
+"""OpenAI's batches: a file of requests, answered in their own time."""
+
+import time
+import uuid
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse
+
+from services.gateway.batches.schemas import BatchBody
+from services.gateway.batches.store import Batch, BatchRecord
+from services.gateway.context import context_of
+from services.gateway.files.pages import page_of
+from services.gateway.generation import away
+from services.gateway.openai.docs import takes
+from shared.errors import Invalid, Rejected
+from shared.streams import FILE_TTL_S
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.gateway")
+
+MAX_RUNNING = 100  # of one owner
+
+router = APIRouter(prefix="/v1/batches")
+
+
+@router.post("", openapi_extra=takes("batch"))
+async def create(request: Request) -> JSONResponse:
+    """Have the requests of a file answered."""
+    context = context_of(request)
+    body = await context.bodies.read(request, "batch")
+    assert isinstance(body, BatchBody)
+    owner, now, window_s = context.tenant.tenant_id, int(time.time()), body.window_s
+    try:
+        file = await context.files.load(body.input_file_id, owner)
+    except Invalid as error:
+        raise Invalid(str(error), param="input_file_id", code="file_not_found") from None
+    if file.purpose != "batch":
+        raise Invalid(f"the file {file.file_id} has the purpose {file.purpose}, not batch", param="input_file_id")
+    if sum(batch.is_running for batch in await context.batches.list_of(owner)) >= MAX_RUNNING:
+        raise Rejected(f"{MAX_RUNNING} batches are running already", status=429, retry_after_s=60)
+    ttl_s = body.output_expires_after.seconds if body.output_expires_after is not None else FILE_TTL_S
+    record = BatchRecord(
+        f"batch_{uuid.uuid4().hex}", context.tenant, body.endpoint, file.file_id, body.completion_window, now, now + window_s, body.metadata, ttl_s
+    )
+    batch = await context.batches.create(record)
+    await context.jobs.send(record.batch_id)
+    log.info("batch created", batch_id=record.batch_id, endpoint=record.endpoint, num_bytes=file.num_bytes, x_request_id=request.state.request_id)
+    return JSONResponse(batch.describe())
+
+
+@router.get("")
+async def list_batches(request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)) -> JSONResponse:
+    """The batches that there are, the newest first."""
+    context = context_of(request)
+    return JSONResponse(page_of(await context.batches.list_of(context.tenant.tenant_id), after, limit, lambda each: each.record.batch_id, Batch.describe))
+
+
+@router.get("/{batch_id}")
+async def retrieve(batch_id: str, request: Request) -> JSONResponse:
+    """A batch as it is now."""
+    context = context_of(request)
+    return JSONResponse((await context.batches.load(batch_id, context.tenant.tenant_id)).describe())
+
+
+@router.post("/{batch_id}/cancel")
+async def cancel(batch_id: str, request: Request) -> JSONResponse:
+    """End a batch: what has been answered by then is in its files."""
+    context = context_of(request)
+    batch = await context.batches.load(batch_id, context.tenant.tenant_id)
+    with away():
+        status = await context.batches.move(batch_id, ("validating", "in_progress"), "cancelling")
+    if status != "cancelling":
+        raise Invalid(f"Cannot cancel a batch with status '{status}'.", param="batch_id", code="batch_has_ended", status=409)
+    if batch.status != "cancelling":
+        await context.jobs.send(batch_id)
+    return JSONResponse((await context.batches.load(batch_id, context.tenant.tenant_id)).describe())

@@ -1,0 +1,185 @@
+"""Batches: each is a hash in Redis, of what was asked and how far it is. A gateway makes and cancels it, the workers of services/jobs do the rest.
+
+The status changes by one script that knows where it may go from: a batch that has ended stays as it is, whoever comes late.
+"""
+
+import time
+from dataclasses import asdict, astuple, dataclass, field, fields
+from typing import Any
+
+import msgpack
+import orjson
+import redis.asyncio
+
+from services.gateway.batches.schemas import LONGEST_WINDOW_S
+from services.gateway.generation import away
+from shared.errors import Invalid
+from shared.streams import BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
+from shared.tenants import Tenant
+
+RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
+
+# ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by commas), the next, '1' if that is an end, the time, then
+# further fields and values. Returns the status that it has now.
+MOVE = """
+local status = redis.call('HGET', ARGV[1], 'status')
+if not status or not string.find(',' .. ARGV[4] .. ',', ',' .. status .. ',', 1, true) then return status end
+redis.call('HSET', ARGV[1], 'status', ARGV[5], ARGV[5] .. '_at', ARGV[7], unpack(ARGV, 8))
+if ARGV[6] == '1' then redis.call('SREM', ARGV[2], ARGV[3]) end
+return ARGV[5]
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Of a batch, or of a part of it."""
+
+    completed: int = 0
+    failed: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    reasoning_tokens: int = 0
+
+    def __add__(self, other: "Totals") -> "Totals":
+        return Totals(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRecord:
+    """What was asked."""
+
+    batch_id: str
+    tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
+    endpoint: str
+    input_file_id: str
+    completion_window: str
+    created_at: int
+    expires_at: int
+    metadata: dict[str, str] | None = None
+    output_ttl_s: int = FILE_TTL_S
+
+    @property
+    def owner(self) -> str:
+        return self.tenant.tenant_id
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> "BatchRecord":
+        values = msgpack.unpackb(packed)
+        tenant = values.pop("tenant")
+        models = tenant.pop("models")
+        return cls(tenant=Tenant(**tenant, models=tuple(models) if models is not None else None), **values)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as Redis has it."""
+
+    record: BatchRecord
+    status: str
+    times: dict[str, int]  # by status, when it came to be that
+    total: int = 0
+    totals: Totals = field(default_factory=Totals)
+    model: str = ""
+    output_file_id: str = ""
+    error_file_id: str = ""
+    errors: list[dict[str, Any]] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self.status in RUNNING
+
+    def describe(self) -> dict[str, Any]:
+        """The object of the API."""
+        record, totals = self.record, self.totals
+        statuses = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        return {
+            "id": record.batch_id,
+            "object": "batch",
+            "endpoint": record.endpoint,
+            "model": self.model or None,
+            "errors": {"object": "list", "data": self.errors} if self.errors else None,
+            "input_file_id": record.input_file_id,
+            "completion_window": record.completion_window,
+            "status": self.status,
+            "output_file_id": self.output_file_id or None,
+            "error_file_id": self.error_file_id or None,
+            "created_at": record.created_at,
+            "expires_at": record.expires_at,
+            **{f"{status}_at": self.times.get(status) for status in statuses},
+            "request_counts": {"total": self.total, "completed": totals.completed, "failed": totals.failed},
+            "usage": {
+                "input_tokens": totals.input_tokens,
+                "input_tokens_details": {"cached_tokens": totals.cached_tokens},
+                "output_tokens": totals.output_tokens,
+                "output_tokens_details": {"reasoning_tokens": totals.reasoning_tokens},
+                "total_tokens": totals.input_tokens + totals.output_tokens,
+            },
+            "metadata": record.metadata,
+        }
+
+
+class BatchStore:
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self.client = client
+
+    async def create(self, record: BatchRecord) -> Batch:
+        """Make it known, to its owner and to the workers. It is kept as long as what it writes."""
+        with away():
+            async with self.client.pipeline(transaction=True) as pipe:
+                pipe.hset(batch_key(record.batch_id), mapping={"record": msgpack.packb(asdict(record)), "status": "validating"})
+                pipe.expire(batch_key(record.batch_id), FILE_TTL_S + LONGEST_WINDOW_S)
+                pipe.zadd(batches_key(record.owner), {record.batch_id: time.time()})
+                pipe.expire(batches_key(record.owner), FILE_TTL_S + LONGEST_WINDOW_S)
+                pipe.sadd(BATCHES_RUNNING, record.batch_id)
+                pipe.expire(BATCHES_RUNNING, FILE_TTL_S)
+                await pipe.execute()
+        return Batch(record, "validating", {})
+
+    async def load(self, batch_id: str, owner: str) -> Batch:
+        """Raises Invalid (404) for one that is not there, or not this owner's."""
+        with away():
+            values: Any = await self.client.hgetall(batch_key(batch_id))
+            batch = read_batch(values)
+        if batch is None or batch.record.owner != owner:
+            raise Invalid(f"No batch found with id '{batch_id}'.", param="batch_id", code="batch_not_found", status=404)
+        return batch
+
+    async def list_of(self, owner: str) -> list[Batch]:
+        """All of an owner's, the newest first."""
+        with away():
+            names: Any = await self.client.zrevrange(batches_key(owner), 0, -1)
+            async with self.client.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hgetall(batch_key(name.decode()))
+                batches = [read_batch(values) for values in await pipe.execute()]
+            if gone := [name for name, batch in zip(names, batches, strict=True) if batch is None]:
+                await self.client.zrem(batches_key(owner), *gone)
+        return [batch for batch in batches if batch is not None]
+
+    async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
+        """Give it the status, and further fields, if it has one of those allowed. Returns the status that it has then; None: there is no such batch."""
+        pairs = [each for name, value in values.items() for each in (name, value)]
+        is_end = "0" if status in RUNNING else "1"
+        found: Any = await self.client.eval(
+            MOVE, 0, batch_key(batch_id), BATCHES_RUNNING, batch_id, ",".join(allowed), status, is_end, int(time.time()), *pairs
+        )
+        return found.decode() if found is not None else None
+
+
+def read_batch(values: dict[bytes, bytes]) -> Batch | None:
+    """A batch's hash; None where there is none."""
+    if b"record" not in values:
+        return None
+    texts = {key.decode(): value for key, value in values.items()}
+    return Batch(
+        BatchRecord.unpack(texts["record"]),
+        texts["status"].decode(),
+        {key.removesuffix("_at"): int(value) for key, value in texts.items() if key.endswith("_at")},
+        int(texts.get("total", 0)),
+        Totals(*(int(texts.get(each.name, 0)) for each in fields(Totals))),
+        texts.get("model", b"").decode(),
+        texts.get("output_file_id", b"").decode(),
+        texts.get("error_file_id", b"").decode(),
+        orjson.loads(texts["errors"]) if "errors" in texts else None,
+    )

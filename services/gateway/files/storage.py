@@ -1,0 +1,84 @@
+"""Storage: the bytes of files, in a folder or wherever fsspec reaches. A file is there whole or not at all.
+
+Synchronous: callers run it beside their event loop.
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import IO, Any
+
+import fsspec
+
+from shared.errors import StartupError
+
+PIECE_BYTES = 1 << 20
+UNFINISHED = ".part"  # in the name of what is being written
+
+
+class Storage:
+    def __init__(self, url: str) -> None:
+        """url: a folder, or file://, s3:// and others, whose options fsspec takes from its own configuration. Raises StartupError."""
+        try:
+            self.fs, self.root = fsspec.core.url_to_fs(url)
+        except (OSError, ValueError, ImportError) as error:
+            raise StartupError(f"--files-url {url}: {error}") from None
+
+    @contextmanager
+    def writing(self, path: str) -> Iterator[IO[bytes]]:
+        """A file to write to, which is at `path` when the block ends well, and nowhere else."""
+        whole = f"{self.root}/{path}"
+        unfinished = f"{whole}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
+        self.fs.makedirs(whole.rpartition("/")[0], exist_ok=True)
+        try:
+            with self.fs.open(unfinished, "wb") as file:
+                yield file
+            self.fs.mv(unfinished, whole)
+        except BaseException:
+            with suppress(OSError):
+                self.fs.rm_file(unfinished)
+            raise
+
+    def write(self, path: str, data: bytes) -> None:
+        with self.writing(path) as file:
+            file.write(data)
+
+    def size(self, path: str) -> int:
+        """In bytes. Raises FileNotFoundError."""
+        return int(self.fs.info(f"{self.root}/{path}")["size"])
+
+    def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
+        """Bytes [start, end), all by default. Raises FileNotFoundError."""
+        return bytes(self.fs.cat_file(f"{self.root}/{path}", start, end))
+
+    def open(self, path: str) -> IO[bytes]:
+        """To read from. Raises FileNotFoundError."""
+        file: IO[bytes] = self.fs.open(f"{self.root}/{path}", "rb")
+        return file
+
+    def names(self, folder: str) -> list[str]:
+        """What is whole in a folder, sorted; of a folder that is not there: nothing."""
+        return [name for name, _ in self._listed(folder) if not name.endswith(UNFINISHED)]
+
+    def remove(self, path: str) -> None:
+        """A file, or a folder with all in it. Not there: fine."""
+        with suppress(FileNotFoundError):
+            self.fs.rm(f"{self.root}/{path}", recursive=True)
+
+    def abandoned(self, folder: str, after_s: float) -> list[str]:
+        """What in a folder was not written to its end, and not written to for so long."""
+        return [name for name, info in self._listed(folder) if name.endswith(UNFINISHED) and time.time() - modified_at(info) > after_s]
+
+    def _listed(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
+        try:
+            self.fs.invalidate_cache()  # another process may have written there
+            return sorted(((info["name"].rpartition("/")[2], info) for info in self.fs.ls(f"{self.root}/{folder}", detail=True)), key=lambda each: each[0])
+        except FileNotFoundError:
+            return []
+
+
+def modified_at(info: dict[str, Any]) -> float:
+    """When a file was written, as its file system says it; now, if that does not say."""
+    found = info.get("mtime") or info.get("LastModified") or time.time()
+    return float(found.timestamp() if hasattr(found, "timestamp") else found)

@@ -1,0 +1,108 @@
+"""Files: what they are is in Redis, what is in them in the storage. Each has an owner, to everybody else it does not exist."""
+
+import asyncio
+import time
+import uuid
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+import msgpack
+import redis.asyncio
+
+from services.gateway.files.storage import PIECE_BYTES, Storage
+from services.gateway.generation import away
+from shared.errors import Invalid
+from shared.streams import FILE_TTL_S, file_key, files_key
+
+MAX_FILES = 10_000  # of one owner
+CONTENTS = "contents"  # the folder of what is in files
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """What a file is."""
+
+    file_id: str
+    owner: str
+    filename: str
+    purpose: str
+    num_bytes: int
+    created_at: int
+    expires_at: int
+
+    @property
+    def path(self) -> str:
+        return content_path(self.file_id, self.expires_at)
+
+    def describe(self) -> dict[str, Any]:
+        """The object of the API."""
+        return {
+            "id": self.file_id, "object": "file", "bytes": self.num_bytes, "created_at": self.created_at, "expires_at": self.expires_at,
+            "filename": self.filename, "purpose": self.purpose, "status": "processed",
+        }  # fmt: skip
+
+
+class FileStore:
+    def __init__(self, client: "redis.asyncio.Redis", storage: Storage) -> None:
+        self.client = client
+        self.storage = storage
+
+    async def load(self, file_id: str, owner: str) -> FileRecord:
+        """Raises Invalid (404) for a file that is not there, or not this owner's."""
+        with away():
+            packed = await self.client.get(file_key(file_id))
+        record = FileRecord(**msgpack.unpackb(packed)) if packed is not None else None
+        if record is None or record.owner != owner:
+            raise Invalid(f"No such File object: {file_id}", param="id", code="file_not_found", status=404)
+        return record
+
+    async def list_of(self, owner: str) -> list[FileRecord]:
+        """All of an owner's, the newest first."""
+        with away():
+            names: Any = await self.client.zrevrange(files_key(owner), 0, -1)
+            values = await self.client.mget([file_key(name.decode()) for name in names]) if names else []
+            if gone := [name for name, value in zip(names, values, strict=True) if value is None]:
+                await self.client.zrem(files_key(owner), *gone)
+        return [FileRecord(**msgpack.unpackb(value)) for value in values if value is not None]
+
+    async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int, most: int = MAX_FILES) -> FileRecord:
+        """Keep a file that has been received. max_size: of all of the owner's, in bytes. Raises Invalid (413) beyond the owner's bounds."""
+        num_bytes = await asyncio.to_thread(file.seek, 0, 2)
+        held = await self.list_of(owner)
+        if len(held) >= most:
+            raise Invalid(f"there are {most} files already: delete some", code="too_many_files", status=413)
+        if (size := sum(each.num_bytes for each in held)) + num_bytes > max_size:
+            raise Invalid(f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some", code="storage_full", status=413)
+        now = int(time.time())
+        record = FileRecord(f"file-{uuid.uuid4().hex[:24]}", owner, filename, purpose, num_bytes, now, now + ttl_s)
+        await asyncio.to_thread(self._copy, file, record.path)
+        await self.enter(record)
+        return record
+
+    async def enter(self, record: FileRecord) -> None:
+        """Make a file known whose content is stored. Safe to repeat."""
+        with away():
+            async with self.client.pipeline(transaction=True) as pipe:
+                pipe.set(file_key(record.file_id), msgpack.packb(asdict(record)), exat=record.expires_at)
+                pipe.zadd(files_key(record.owner), {record.file_id: record.created_at})
+                pipe.expire(files_key(record.owner), FILE_TTL_S)
+                await pipe.execute()
+
+    async def delete(self, record: FileRecord) -> None:
+        with away():
+            async with self.client.pipeline(transaction=True) as pipe:
+                pipe.delete(file_key(record.file_id))
+                pipe.zrem(files_key(record.owner), record.file_id)
+                await pipe.execute()
+        await asyncio.to_thread(self.storage.remove, record.path)
+
+    def _copy(self, file: IO[bytes], path: str) -> None:
+        file.seek(0)
+        with self.storage.writing(path) as kept:
+            while piece := file.read(PIECE_BYTES):
+                kept.write(piece)
+
+
+def content_path(file_id: str, expires_at: int) -> str:
+    """Its time is in the name: an expired file is known for one whatever has become of its record."""
+    return f"{CONTENTS}/{file_id}.{expires_at}"

@@ -1,0 +1,160 @@
+"""Asking: a line's body to requests of the pipeline, by the gateway's own checks and translations, and their token logs to the body of an answer.
+
+The ids of the requests are a function of the batch, the line and the attempt, and so is the seed, where the line has none: whoever asks again finds what
+is there, and what is not is computed to the same.
+"""
+
+import hashlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from services.gateway.admission import estimate_output, estimate_prompt
+from services.gateway.batches.store import BatchRecord, Totals
+from services.gateway.context import RequestContext
+from services.gateway.errors import RequestFailed
+from services.gateway.openai import parse
+from services.gateway.openai.embeddings import embeddings_body, prepare_embeddings
+from services.gateway.openai.formats import Choice, usage
+from services.gateway.openai.respond import check, whole_body
+from services.gateway.openai.routes import prepare_chat, prepare_completion
+from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
+from services.gateway.record import ResponseRecord
+from services.gateway.responses.chat import NAME_HERE
+from services.gateway.responses.conversation import with_conversation
+from services.gateway.responses.events import ResponseEvents
+from services.gateway.responses.routes import prepare_response
+from services.gateway.responses.schemas import ResponseBody
+from services.gateway.translate import Fold, in_own_terms
+from services.jobs.input import Line
+from shared.errors import Invalid
+from shared.messages import GenerateRequest, TokenEvent
+
+Json = dict[str, Any]
+Logs = list[list[TokenEvent]]  # of a response's sequences
+
+BATCH_PRIORITY = 10  # levels behind interactive requests: those that come within five minutes go first (aging_s is 30)
+MAX_PRIORITY = 100
+
+G = TypeVar("G", bound=GenerateBody)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A line, ready for the pipeline."""
+
+    record: ResponseRecord
+    requests: list[GenerateRequest]
+    stored: bytes  # empty: nothing
+    fold: Callable[[ResponseRecord, Logs], tuple[Any, Totals]]  # the answer's body. Raises RequestFailed
+
+
+def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
+    """What the ids of a line's response and answer end with."""
+    return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
+    """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
+    asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
+    settings, outputs = context.settings, sum(map(estimate_output, asked.requests))
+    tokens = sum(map(estimate_prompt, asked.requests)) + outputs
+    if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
+        raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
+    context.caller.arguments(tokens, outputs, len(asked.requests))  # raises for what the tenant's limits never allow
+    requests = [replace(each, scheduling=replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
+    return replace(asked, requests=requests)
+
+
+def behind(priority: int) -> int:
+    return min(max(priority, 0) + BATCH_PRIORITY, MAX_PRIORITY)
+
+
+async def ask_chat(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+    body = seeded(parse.check(ChatCompletionBody, value), seed)
+    record, requests = await prepare_chat(context, body, "chat.completion", body.model, None, key=key, is_background=True)
+    return Asked(record, requests, b"", fold_choices)
+
+
+async def ask_completion(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+    body = seeded(parse.check(CompletionBody, value), seed)
+    record, requests = await prepare_completion(context, body, None, key=key, is_background=True)
+    return Asked(record, requests, b"", fold_choices)
+
+
+async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int) -> Asked:
+    body = parse.check(EmbeddingBody, value)
+    record, requests = prepare_embeddings(context, body, None, key=key, is_background=True)
+
+    def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
+        choices = choices_of(record, logs)
+        found = embeddings_body(record, choices, is_base64=body.encoding_format == "base64")
+        return found, Totals(completed=1, input_tokens=found["usage"]["prompt_tokens"])
+
+    return Asked(record, requests, b"", fold)
+
+
+async def ask_response(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+    body = parse.check(ResponseBody, value)
+    if body.stream or body.background:
+        field = "stream" if body.stream else "background"
+        raise Invalid(f"{field} is not available in a batch", param=field)
+    if body.seed is None:
+        body = body.model_copy(update={"seed": seed})
+    if body.truncation == "auto":
+        raise Invalid("truncation 'auto' is not available in a batch: what does not fit is an error of its line", param="truncation")
+    body, before = await with_conversation(context, body)
+    record, requests, stored = await prepare_response(context, body, before, None, key=key, is_background=True)
+
+    def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
+        events = ResponseEvents(record, body.asked() | {"background": False})
+        folded = Fold(record, events)
+        events.opening(None)
+        for event in logs[0]:
+            try:
+                check(event)
+            except RequestFailed as failed:
+                raise RequestFailed(in_own_terms(failed.error, NAME_HERE)) from None
+            folded.add(event)
+        return events.whole(), count(usage([folded.choice], 1))
+
+    return Asked(record, requests, stored, fold)
+
+
+ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]]] = {
+    "/v1/chat/completions": ask_chat,
+    "/v1/completions": ask_completion,
+    "/v1/embeddings": ask_embeddings,
+    "/v1/responses": ask_response,
+}
+
+
+def seeded(body: G, seed: int) -> G:
+    """The body with a seed of its own, unless it has one. Raises Invalid for what a batch can't do."""
+    if body.stream:
+        raise Invalid("stream is not available in a batch", param="stream")
+    if body.num_beams is not None:
+        raise Invalid("use_beam_search is not available in a batch", param="use_beam_search")
+    return body if body.seed is not None else body.model_copy(update={"seed": seed})
+
+
+def fold_choices(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
+    body = whole_body(record, choices_of(record, logs))
+    return body, count(body["usage"])
+
+
+def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
+    """Raises RequestFailed."""
+    choices = []
+    for index, events in enumerate(logs):
+        choices.append(choice := Choice.begin(index, record))
+        for event in events:
+            check(event)
+            choice.add(event)
+    return choices
+
+
+def count(used: Json) -> Totals:
+    """One completed line, of its usage."""
+    thought = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    return Totals(1, 0, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], used["completion_tokens"], thought)

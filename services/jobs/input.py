@@ -1,0 +1,122 @@
+"""A batch's input: checked line by line, and then kept in the order of the custom ids, in blocks of lines that are read one after the other.
+
+Synchronous: it runs beside the event loop.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import orjson
+
+from services.gateway.files.storage import Storage
+from services.gateway.openai.fields import kind_of, shortened
+from shared.errors import Invalid
+
+BLOCK_LINES = 100
+MAX_LINES = 50_000
+MAX_ERRORS = 50  # that are told of one file
+MAX_CUSTOM_ID = 512
+FOLDERS = "batches"
+FIELDS = ("custom_id", "method", "url", "body")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One request of a batch."""
+
+    custom_id: str
+    body: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What was found. With errors, nothing was kept."""
+
+    total: int
+    model: str  # that all lines name; empty: several
+    errors: list[dict[str, Any]]
+
+
+def folder_of(batch_id: str) -> str:
+    """Where a batch keeps what it works with, until it has ended."""
+    return f"{FOLDERS}/{batch_id}"
+
+
+def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_line_bytes: int) -> Checked:
+    """Check a file of requests, and keep it in order, should it be right. Raises FileNotFoundError."""
+    lines: dict[str, bytes] = {}
+    models: set[str] = set()
+    errors: list[dict[str, Any]] = []
+    with storage.open(path) as file:
+        for number, raw in enumerate(file, 1):
+            text = raw.strip()
+            if not text:
+                continue
+            try:
+                line = read_line(text, endpoint, max_line_bytes)
+                if line.custom_id in lines:
+                    raise Invalid(f"the custom_id {shortened(line.custom_id)!r} has been there before", param="custom_id", code="duplicate_custom_id")
+                if len(lines) >= MAX_LINES:
+                    raise Invalid(f"at most {MAX_LINES} requests in one batch", code="too_many_requests")
+            except Invalid as error:
+                errors.append({"code": error.code, "line": number, "message": str(error), "param": error.param})
+                if len(errors) >= MAX_ERRORS or error.code == "too_many_requests":
+                    break
+                continue
+            lines[line.custom_id] = text
+            models.add(line.body["model"])
+    if not lines and not errors:
+        errors.append({"code": "empty_file", "line": None, "message": "the file has no requests", "param": "input_file_id"})
+    if not errors:
+        keep(storage, batch_id, [lines[custom_id] for custom_id in sorted(lines)])
+    return Checked(len(lines), next(iter(models)) if len(models) == 1 else "", errors)
+
+
+def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
+    """Raises Invalid for what is no request, but for what the endpoint itself makes of the body."""
+    if len(text) > max_bytes:
+        raise Invalid(f"the line has {len(text)} bytes, at most {max_bytes} are taken", code="line_too_long")
+    try:
+        value = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise Invalid(f"the line is not JSON: {error}", code="invalid_json_line") from None
+    if not isinstance(value, dict):
+        raise Invalid(f"a line must be a JSON object, got {kind_of(value)}", code="invalid_json_line")
+    custom_id, body = value.get("custom_id"), value.get("body")
+    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= MAX_CUSTOM_ID:
+        raise Invalid(f"custom_id must be a text of 1 to {MAX_CUSTOM_ID} characters", param="custom_id", code="invalid_custom_id")
+    if unknown := next((name for name in value if name not in FIELDS), None):
+        raise Invalid(f"unknown or unsupported field: {shortened(unknown)}", param=shortened(unknown), code="unknown_parameter")
+    if value.get("method") != "POST":
+        raise Invalid("method must be POST", param="method", code="invalid_method")
+    if value.get("url") != endpoint:
+        raise Invalid(f"url must be the batch's endpoint, {endpoint}", param="url", code="mismatched_endpoint")
+    if not isinstance(body, dict):
+        raise Invalid(f"body must be an object, got {kind_of(body)}", param="body", code="invalid_body")
+    if not isinstance(body.get("model"), str):
+        raise Invalid("body.model must name a model", param="body.model", code="missing_required_parameter")
+    return Line(custom_id, body)
+
+
+def keep(storage: Storage, batch_id: str, lines: list[bytes]) -> None:
+    """Write the lines, and where each block of them begins."""
+    blocks = [lines[at : at + BLOCK_LINES] for at in range(0, len(lines), BLOCK_LINES)]
+    sizes = [sum(len(line) + 1 for line in block) for block in blocks]
+    with storage.writing(f"{folder_of(batch_id)}/input") as file:
+        for line in lines:
+            file.write(line + b"\n")
+    storage.write(f"{folder_of(batch_id)}/index", msgpack.packb(list(itertools.accumulate(sizes, initial=0))))
+
+
+def read_index(storage: Storage, batch_id: str) -> list[int]:
+    """Where each block begins, and where the last one ends. Raises FileNotFoundError."""
+    index: list[int] = msgpack.unpackb(storage.read(f"{folder_of(batch_id)}/index"))
+    return index
+
+
+def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[Line]:
+    """The lines between two places of the index."""
+    texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")  # not splitlines: JSON may have a bare \r between two values
+    return [read_line(text, endpoint, end - start) for text in texts if text]

@@ -1,0 +1,106 @@
+"""Office: what all batches of a worker have in common. An event loop in a thread of its own, the way into the pipeline, the files, the places.
+
+Celery's tasks are calls from its threads into this loop: they wait there, the work is done here.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from services.gateway.admission import Admission
+from services.gateway.batches.store import BatchStore
+from services.gateway.client import connect
+from services.gateway.context import RequestContext
+from services.gateway.files.storage import Storage
+from services.gateway.files.store import FileStore
+from services.gateway.grammars import GrammarChecker
+from services.gateway.metrics import Metrics
+from services.gateway.responses.stored import Store
+from services.jobs.places import Places
+from shared.job_queue import make_queue, send_batch
+from shared.settings import JobsSettings
+from shared.stage import Stage
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.jobs")
+
+T = TypeVar("T")
+BEAT_S = 0.5
+
+
+class Office:
+    """Made and used in its own loop, but for `call` and `stop`."""
+
+    def __init__(self, settings: JobsSettings, stage: Stage) -> None:
+        self.settings = settings
+        self.stage = stage
+        self.client = connect(settings)
+        self.storage = Storage(settings.files_url)
+        self.files = FileStore(self.client, self.storage)
+        self.batches = BatchStore(self.client)
+        self.grammars = GrammarChecker()
+        admission = Admission(stage, self.client, settings, Metrics(stage))
+        self.context = RequestContext(
+            settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
+        )
+        self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
+        self.queue = make_queue(settings.redis_url)
+        self.stopping = asyncio.Event()
+        self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
+        self.num_running = 0  # batches
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._serve, name="office", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the work done in the loop; from another thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def ask_to_stop(self) -> None:
+        """Have every batch left as it is, soon."""
+        self._loop.call_soon_threadsafe(self.stopping.set)
+
+    def close(self) -> None:
+        """Once no task runs any more."""
+        self.call(self.grammars.helper.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self.queue.close()
+
+    async def send(self, batch_id: str) -> None:
+        """A task for the batch, unless there is one. Raises what `send_batch` does."""
+        await asyncio.to_thread(send_batch, self.queue, self.stage.transport.client, batch_id)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        tasks = [self._loop.create_task(or_end(each)) for each in (self.places.look(), self._beat())]
+        self._loop.run_forever()
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self.client.aclose())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.stage.turn()
+            self.stage.load = {"batches": self.num_running, "sequences": self.places.num_taken}
+            await asyncio.sleep(BEAT_S)
+
+    def _num_of_other_workers(self) -> int:
+        others = (each for each in self.stage.registry.of("jobs") if each.replica_id != self.stage.replica_id)
+        return int(sum(each.load.get("sequences", 0) for each in others))
+
+
+async def or_end(work: Coroutine[Any, Any, None]) -> None:
+    """A worker without this would wait for ever: whoever watches the process starts another."""
+    try:
+        await work
+    except Exception as error:
+        log.exception("a worker can't go on, ending the process", error=error)
+        os._exit(1)

@@ -1,0 +1,76 @@
+"""A batch's output: a part for each block of lines, written once that is answered, and at the end the two files of the API.
+
+A part is there whole or not at all, and its name says what it counts: so the names are how far the batch is, whoever died.
+Synchronous: it runs beside the event loop.
+"""
+
+from dataclasses import astuple, dataclass
+from typing import Any
+
+import orjson
+
+from services.gateway.batches.store import Totals
+from services.gateway.files.storage import Storage
+from services.jobs.input import folder_of
+
+COMPLETED, FAILED = b"+", b"-"  # what a line of a part begins with: the file that it goes to
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A line that is answered."""
+
+    line: bytes
+    totals: Totals
+
+    @property
+    def is_completed(self) -> bool:
+        return bool(self.totals.completed)
+
+
+def answered(key: str, custom_id: str, status: int, body: Any, totals: Totals) -> Answer:
+    """An answer of the API, good or bad, to the request with this key."""
+    response = {"status_code": status, "request_id": key, "body": body}
+    return _answer(key, custom_id, response, None, totals)
+
+
+def not_answered(key: str, custom_id: str, code: str, message: str) -> Answer:
+    """A request that was not executed."""
+    return _answer(key, custom_id, None, {"code": code, "message": message}, Totals(failed=1))
+
+
+def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals) -> Answer:
+    made = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": error}
+    return Answer(orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY), totals)
+
+
+def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answer]) -> Totals:
+    """Keep the answers to a block. Returns what they count."""
+    totals = sum((answer.totals for answer in answers), Totals())
+    name = ".".join(map(str, (f"{number:06}", *astuple(totals))))
+    data = b"".join((COMPLETED if answer.is_completed else FAILED) + answer.line + b"\n" for answer in answers)
+    storage.write(f"{folder_of(batch_id)}/parts/{name}", data)
+    return totals
+
+
+def find_parts(storage: Storage, batch_id: str) -> dict[int, str]:
+    """The names of the parts by their numbers. Two workers may have written one, the first unaware of losing its lease: one of them counts."""
+    return {int(name.partition(".")[0]): name for name in reversed(storage.names(f"{folder_of(batch_id)}/parts"))}
+
+
+def totals_of(name: str) -> Totals:
+    """What a part counts."""
+    return Totals(*map(int, name.split(".")[1:]))
+
+
+def assemble(storage: Storage, batch_id: str, names: list[str], path: str, mark: bytes) -> int:
+    """One of the two files, of the parts in order. Returns its size in bytes; an empty one is not kept. Raises FileNotFoundError if a part is gone."""
+    num_bytes = 0
+    with storage.writing(path) as file:
+        for name in names:
+            for line in storage.read(f"{folder_of(batch_id)}/parts/{name}").splitlines(keepends=True):
+                if line.startswith(mark):
+                    num_bytes += file.write(line[1:])
+    if not num_bytes:
+        storage.remove(path)
+    return num_bytes

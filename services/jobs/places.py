@@ -1,0 +1,97 @@
+"""Places: how many sequences of batches this worker has in the pipeline at once, and who waits for the end of each.
+
+What is in the pipeline of a model is a hash in Redis (gateway/admission.py), and whoever ends a request takes it out. So one look at that hash for all
+requests at once says which of them have ended, and how many there are of others, for whom the batches make room.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import redis.asyncio
+
+from services.jobs.patience import persist
+from shared.streams import inflight_key
+
+LOOK_EVERY_S = 0.02
+BUSY_S = 2.0  # for which a request of others is remembered: the next one may follow
+
+
+class Places:
+    def __init__(self, client: "redis.asyncio.Redis", most: int, most_when_busy: int, of_other_workers: Callable[[], int]) -> None:
+        """of_other_workers: how many sequences other workers' batches have in the pipeline, as of a moment ago."""
+        self.client = client
+        self.most = most
+        self.most_when_busy = min(most, most_when_busy)
+        self.of_other_workers = of_other_workers
+        self.num_taken = 0
+        self._is_full = False
+        self._busy_until = 0.0
+        self._waiting: dict[str, dict[str, asyncio.Future[None]]] = {}  # by model and request
+        self._has_waiting = asyncio.Event()
+        self._turn = asyncio.Lock()
+        self._changed = asyncio.Event()
+
+    @property
+    def limit(self) -> int:
+        if self._is_full:
+            return 0
+        return self.most_when_busy if time.monotonic() < self._busy_until else self.most
+
+    async def take(self, count: int) -> None:
+        """Wait for so many places, in turn. More than there are go alone."""
+        async with self._turn:
+            while self.limit == 0 or (self.num_taken and self.num_taken + count > self.limit):
+                self._changed.clear()
+                await self._changed.wait()
+            self.num_taken += count
+
+    def close(self, is_full: bool) -> None:
+        """While Redis is nearly full: what is in the pipeline ends, and nothing is added."""
+        self._is_full = is_full
+        self._changed.set()
+
+    def give(self, count: int) -> None:
+        self.num_taken -= count
+        self._changed.set()
+
+    async def ended(self, model: str, request_ids: list[str]) -> None:
+        """Until none of the requests is in the model's pipeline any more."""
+        waiting = self._waiting.setdefault(model, {})
+        futures = [waiting.setdefault(each, asyncio.get_running_loop().create_future()) for each in request_ids]
+        self._has_waiting.set()
+        try:
+            await asyncio.gather(*futures)
+        finally:
+            for each in request_ids:
+                waiting.pop(each, None)
+
+    async def look(self) -> None:
+        """Look again and again, while somebody waits."""
+        while True:
+            if not any(self._waiting.values()):
+                self._has_waiting.clear()
+                self._changed.set()
+                await self._has_waiting.wait()
+            for model in [model for model, waiting in self._waiting.items() if waiting]:
+                await self._look_at(model)
+            self._changed.set()  # limits change with time, too
+            await asyncio.sleep(LOOK_EVERY_S)
+
+    async def _look_at(self, model: str) -> None:
+        waiting = self._waiting[model]
+        names, num_taken = list(waiting), self.num_taken
+
+        async def ask() -> Any:
+            async with self.client.pipeline(transaction=False) as pipe:
+                pipe.hmget(inflight_key(model), names)
+                pipe.hlen(inflight_key(model))
+                return await pipe.execute()
+
+        held, num_in_flight = await persist(ask)
+        for name, value in zip(names, held, strict=True):
+            if value is None and name in waiting and not waiting[name].done():
+                waiting[name].set_result(None)
+        if num_in_flight - 1 > max(num_taken, self.num_taken) + self.of_other_workers():  # some may have begun or ended since Redis counted
+            self._busy_until = time.monotonic() + BUSY_S

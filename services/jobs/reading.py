@@ -1,0 +1,86 @@
+"""Reading: the token logs of requests that nobody but the log tells of, once they have ended; and what becomes of them afterwards."""
+
+import asyncio
+import time
+from typing import Any
+
+import redis.asyncio
+
+from services.gateway.record import ResponseRecord
+from services.gateway.responses.stored import DELETED_LOG_TTL_S
+from services.gateway.silence import GONE
+from services.jobs.asking import Asked, Logs
+from services.jobs.patience import persist
+from shared.errors import Lost
+from shared.messages import Control, TokenEvent
+from shared.registry import broadcast
+from shared.streams import LOG_TTL_S, log_key, response_key, tombstone_key
+from shared.token_log import end_request, parse_log, queue_read
+
+LOOK_AGAIN_S = 1.0
+SILENT_S = 60.0  # of a log that has no end, though nothing is in the pipeline
+
+
+async def read_answer(client: "redis.asyncio.Redis", asked: Asked) -> tuple[Any, Any]:
+    """The answer's body, and what it counts. Raises RequestFailed; Lost where Redis has lost the log, or a part of it."""
+    record, logs = await read_logs(client, asked)
+    for events in logs:
+        if (error := events[-1].error) is not None and error.code == GONE.code:
+            raise Lost(error.message)
+    return asked.fold(record, logs)
+
+
+async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[ResponseRecord, Logs]:
+    """All logs of the response, whole; and its record as it was submitted. Raises Lost."""
+    length, since = 0, time.monotonic()
+
+    async def ask() -> Any:
+        async with client.pipeline(transaction=False) as pipe:
+            pipe.get(response_key(asked.record.response_id))
+            for each in asked.requests:
+                queue_read(pipe, each.request_id)
+            return await pipe.execute()
+
+    while True:
+        packed, *entries = await persist(ask)
+        logs: list[list[TokenEvent]] = [parse_log(each) for each in entries]
+        if not all(logs):
+            raise Lost("the token log is gone")
+        if all(events[-1].finish_reason is not None for events in logs):
+            return (ResponseRecord.unpack(packed) if packed is not None else asked.record), logs
+        if (found := sum(map(len, logs))) > length:
+            length, since = found, time.monotonic()
+        elif time.monotonic() - since > SILENT_S:
+            await persist(lambda: _end(client, asked, is_lost=True))
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def end_all(client: "redis.asyncio.Redis", asked: list[Asked]) -> None:
+    """Cancel the requests, wherever they are; what has ended stays as it is."""
+    for each in asked:
+        await persist(lambda each=each: _end(client, each, is_lost=False))  # type: ignore[misc]
+
+
+async def _end(client: "redis.asyncio.Redis", asked: Asked, *, is_lost: bool) -> None:
+    """Write the ends into the logs, then tell the replicas."""
+    request_ids = tuple(each.request_id for each in asked.requests)
+    async with client.pipeline(transaction=False) as pipe:
+        for request_id in request_ids:
+            pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
+            end_request(pipe, asked.record.served_model, request_id, None, error=GONE if is_lost else None)
+        broadcast(pipe, Control("cancel", request_ids))
+        await pipe.execute()
+
+
+async def forget(client: "redis.asyncio.Redis", answered: list[Asked]) -> None:
+    """Give the memory of Redis back that answers take which are in the files now."""
+
+    async def ask() -> None:
+        async with client.pipeline(transaction=False) as pipe:
+            for asked in answered:
+                pipe.delete(response_key(asked.record.response_id))
+                for each in asked.requests:
+                    pipe.expire(log_key(each.request_id), DELETED_LOG_TTL_S)
+            await pipe.execute()
+
+    await persist(ask)

@@ -1,0 +1,334 @@
+"""A run of a batch: by one worker, for a minute or until it is done, from wherever the last one left it.
+
+What is done is in the files (a part for each block of lines), what is on its way in the token logs, under ids that are a function of batch and line. So a
+run that is cut off anywhere loses nothing: the next submits nothing twice, and reads what has been answered meanwhile.
+"""
+
+import asyncio
+import hashlib
+import time
+import uuid
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import orjson
+
+from services.gateway.batches.store import RUNNING, Batch, Totals, read_batch
+from services.gateway.errors import RequestFailed, error_body
+from services.gateway.files.store import FileRecord
+from services.gateway.generation import admit
+from services.gateway.limits import Caller
+from services.jobs import input as inputs
+from services.jobs import output
+from services.jobs.asking import Asked, ask, key_of
+from services.jobs.input import Line, folder_of
+from services.jobs.office import Office
+from services.jobs.output import Answer, answered, not_answered
+from services.jobs.patience import persist
+from services.jobs.reading import end_all, forget, read_answer
+from shared.errors import Invalid, Lost, Rejected
+from shared.messages import RequestError
+from shared.sampling_params import SEEDS
+from shared.streams import batch_key, batch_lease_key, upkeep_key
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.jobs")
+
+SLICE_S = 60.0  # then other batches have their turn
+LEASE_S = 15.0
+WATCH_EVERY_S = 1.0
+MAX_OPEN_BLOCKS = 8  # that have answers in memory
+MAX_ATTEMPTS = 5  # at a line whose log Redis loses
+AGAIN_S = 1.0  # after the server was full, or a stage missing
+CLOSED = {
+    "batch_cancelled": ("cancelled", "This request was not executed: the batch was cancelled."),
+    "batch_expired": ("expired", "This request could not be executed before the completion window expired."),
+}
+LOST = RequestError("Redis has lost this request again and again", code="request_lost")
+
+# ARGV: lease key, this run's token, ms. Renews or gives up (ms 0) a lease that is still this run's; returns whether it was.
+RENEW = """
+if redis.call('GET', ARGV[1]) ~= ARGV[2] then return 0 end
+if ARGV[3] == '0' then redis.call('DEL', ARGV[1]) else redis.call('PEXPIRE', ARGV[1], ARGV[3]) end
+return 1
+"""
+
+
+class LeaseLost(Exception):
+    """Another worker has the batch: this one was silent for too long."""
+
+
+@dataclass(slots=True)
+class Block:
+    """Lines that are answered together."""
+
+    number: int
+    answers: list[Answer | None]
+    asked: list[Asked] = field(default_factory=list)  # what went into the pipeline
+
+    @property
+    def totals(self) -> Totals:
+        return sum((answer.totals for answer in self.answers if answer is not None), Totals())
+
+
+class BatchRun:
+    def __init__(self, office: Office, batch_id: str) -> None:
+        self.office = office
+        self.batch_id = batch_id
+        self.token = f"{office.stage.replica_id}/{uuid.uuid4().hex}"
+        self.ends_at = time.monotonic() + SLICE_S
+        self.closing = ""  # why no more lines are executed: of CLOSED
+        self.is_answering = False  # else it looks at files, and is best left to finish
+        self.done = Totals()  # of the parts
+        self.told = 0  # lines that the batch says are answered: those that this run has yet to read again among them
+        self.blocks: dict[int, Block] = {}
+        self.room = asyncio.Semaphore(MAX_OPEN_BLOCKS)
+        self.in_flight: dict[str, Asked] = {}  # by response
+
+    async def run(self) -> bool:
+        """Returns whether there is more to do, for another run."""
+        if not await persist(lambda: self.office.client.set(batch_lease_key(self.batch_id), self.token, nx=True, px=int(LEASE_S * 1000))):
+            return False
+        self.office.num_running += 1
+        working, watching = asyncio.create_task(self._work()), asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return working.result() if working.done() else watching.result()
+        except LeaseLost:
+            log.warning("another worker has taken the batch", batch_id=self.batch_id)
+            return False
+        finally:
+            for task in (working, watching):
+                task.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)
+            self.office.num_running -= 1
+            await persist(partial(self._lease, 0))
+
+    async def _watch(self) -> bool:
+        """Renew the lease, say how far the batch is, and see whether it is to end. Returns True when this run is over. Raises LeaseLost."""
+        while True:
+            await asyncio.sleep(WATCH_EVERY_S)
+            if not await persist(partial(self._lease, int(LEASE_S * 1000))):
+                raise LeaseLost
+            if (batch := await self._load()) is None:
+                raise LeaseLost
+            self._note(batch)
+            if self.office.stopping.is_set() or (self.is_answering and time.monotonic() > self.ends_at):
+                return True
+            if self.closing:
+                await end_all(self.office.client, list(self.in_flight.values()))
+
+    async def _lease(self, ms: int) -> bool:
+        return bool(await self.office.client.eval(RENEW, 0, batch_lease_key(self.batch_id), self.token, ms))
+
+    async def _load(self) -> Batch | None:
+        """The batch as it is, told what is counted so far; and whether Redis is full."""
+
+        async def ask_redis() -> Any:
+            async with self.office.client.pipeline(transaction=False) as pipe:
+                totals = sum((block.totals for block in self.blocks.values()), self.done)
+                if self.is_answering and totals.completed + totals.failed > self.told:
+                    told: Any = asdict(totals)
+                    pipe.hset(batch_key(self.batch_id), mapping=told)
+                pipe.exists(upkeep_key("full"))
+                pipe.hgetall(batch_key(self.batch_id))
+                return await pipe.execute()
+
+        *_, is_full, values = await persist(ask_redis)
+        self.office.places.close(bool(is_full))
+        batch = read_batch(values)
+        self.told = batch.totals.completed + batch.totals.failed if batch is not None else 0
+        return batch
+
+    def _note(self, batch: Batch) -> None:
+        if batch.status == "cancelling":
+            self.closing = "batch_cancelled"
+        elif time.time() > batch.record.expires_at and batch.status in ("validating", "in_progress"):
+            self.closing = "batch_expired"
+
+    async def _work(self) -> bool:
+        """Returns whether there is more to do."""
+        batch = await self._load()
+        if batch is None or not batch.is_running:
+            await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
+            return False
+        self._note(batch)
+        if batch.status == "validating":
+            batch = await self._check(batch)
+            self._note(batch)
+        if not batch.is_running:
+            return False
+        try:
+            index = await asyncio.to_thread(inputs.read_index, self.office.storage, self.batch_id)
+        except FileNotFoundError:
+            if not self.closing:
+                await self._fail("files_lost", "what the batch had to work with is gone from the storage")
+                return False
+            index = [0]  # it never began
+        parts = await asyncio.to_thread(output.find_parts, self.office.storage, self.batch_id)
+        self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
+        missing = [number for number in range(len(index) - 1) if number not in parts]
+        self.is_answering = bool(missing)
+        await self._answer_all(batch, index, missing)
+        self.is_answering = False
+        return await self._finish(batch, len(index) - 1)
+
+    async def _check(self, batch: Batch) -> Batch:
+        """Look at the input, and begin or fail."""
+        record, longest = batch.record, self.office.settings.max_body_bytes
+        async with self.office.checking:
+            try:
+                file = await persist(lambda: self.office.files.load(record.input_file_id, record.owner))
+                checked = await asyncio.to_thread(inputs.check_input, self.office.storage, file.path, self.batch_id, record.endpoint, longest)
+            except (Invalid, FileNotFoundError):
+                checked = None
+        if checked is None:
+            await self._fail("file_not_found", "the input file is gone", param="input_file_id")
+        elif checked.errors:
+            await self._fail_with(checked.errors)
+        else:
+            found = checked
+            await persist(lambda: self.office.batches.move(self.batch_id, ("validating",), "in_progress", total=found.total, model=found.model))
+            log.info("batch begins", batch_id=self.batch_id, num_requests=checked.total, model=checked.model or "several")
+        return await self._load() or batch
+
+    async def _fail(self, code: str, message: str, param: str | None = None) -> None:
+        await self._fail_with([{"code": code, "line": None, "message": message, "param": param}])
+
+    async def _fail_with(self, errors: list[dict[str, Any]]) -> None:
+        log.info("batch failed", batch_id=self.batch_id, error=errors[0]["message"])
+        await persist(lambda: self.office.batches.move(self.batch_id, RUNNING, "failed", errors=orjson.dumps(errors)))
+        await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))
+
+    async def _answer_all(self, batch: Batch, index: list[int], missing: list[int]) -> None:
+        """Answer the blocks that are missing, line by line, as places in the pipeline allow."""
+        async with asyncio.TaskGroup() as group:
+            for number in missing:
+                await self.room.acquire()
+                lines = await asyncio.to_thread(inputs.read_block, self.office.storage, self.batch_id, batch.record.endpoint, *index[number : number + 2])
+                block = self.blocks[number] = Block(number, [None] * len(lines))
+                for place, line in enumerate(lines):
+                    begun = await self._begin(batch, line)
+                    if isinstance(begun, Answer):
+                        await self._settle(block, place, begun)
+                        continue
+                    await self._enter(batch, begun)
+                    task = group.create_task(self._answer(batch, block, place, line, begun))
+                    task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
+
+    async def _enter(self, batch: Batch, asked: Asked) -> None:
+        """Take the places and submit: one line at a time, so that a batch that has to wait holds no places that others could use."""
+        await self.office.places.take(len(asked.requests))
+        try:
+            await self._submit(batch, asked)
+        except BaseException:
+            self.office.places.give(len(asked.requests))
+            raise
+
+    def _leave(self, count: int, _: "asyncio.Task[None]") -> None:
+        self.office.places.give(count)
+
+    async def _begin(self, batch: Batch, line: Line, attempt: int = 0) -> Asked | Answer:
+        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages that are missing."""
+        key = key_of(self.batch_id, line.custom_id)
+        while not self.closing:
+            seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % SEEDS
+            try:
+                context = replace(self.office.context, caller=Caller(batch.record.tenant))
+                return await ask(context, batch.record, line, key_of(self.batch_id, line.custom_id, attempt), seed)
+            except Invalid as error:
+                return self._refused(line, RequestError(str(error), error.status, error.param, error.code))
+            except Rejected:
+                await asyncio.sleep(AGAIN_S)
+            except Exception as error:
+                return self._broken(line, error)
+        return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
+
+    async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
+        """Wait for what was submitted, and settle the line with what came of it; what Redis loses is asked again."""
+        answer: Answer | None = None
+        for attempt in range(1, MAX_ATTEMPTS + 1):
+            block.asked.append(asked)
+            answer = await self._outcome(line, asked)
+            self.in_flight.pop(asked.record.response_id, None)
+            if answer is not None or attempt == MAX_ATTEMPTS:
+                break
+            begun = await self._begin(batch, line, attempt)
+            if isinstance(begun, Answer):
+                answer = begun
+                break
+            asked = begun
+            await self._submit(batch, asked)
+        await self._settle(block, place, answer or self._refused(line, LOST))
+
+    async def _outcome(self, line: Line, asked: Asked) -> Answer | None:
+        """What came of a request; None if Redis has lost it."""
+        key = key_of(self.batch_id, line.custom_id)
+        try:
+            await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
+            body, totals = await read_answer(self.office.client, asked)
+        except Lost as error:
+            log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
+            return None
+        except RequestFailed as failed:
+            if self.closing and failed.error.code == "cancelled":
+                return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
+            return self._refused(line, failed.error)
+        except Exception as error:
+            return self._broken(line, error)
+        return answered(key, line.custom_id, 200, body, totals)
+
+    async def _submit(self, batch: Batch, asked: Asked) -> None:
+        """Hand the requests over, unless that has been done. Waits while the server is full, or the tenant has no more to spend in this minute."""
+        record = asked.record
+        self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
+        while True:
+            try:
+                return await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
+            except Rejected:
+                await asyncio.sleep(AGAIN_S)
+
+    def _refused(self, line: Line, error: RequestError) -> Answer:
+        body = error_body(error.status, error.message, error.param, error.code)
+        return answered(key_of(self.batch_id, line.custom_id), line.custom_id, error.status, body, Totals(failed=1))
+
+    def _broken(self, line: Line, error: Exception) -> Answer:
+        """A mistake of ours, at one line: the others go on."""
+        log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(error))
+        return self._refused(line, RequestError("internal error"))
+
+    async def _settle(self, block: Block, place: int, answer: Answer) -> None:
+        """Note the answer; with the block's last one, keep them."""
+        block.answers[place] = answer
+        answers = [each for each in block.answers if each is not None]
+        if len(answers) < len(block.answers):
+            return
+        self.done += await asyncio.to_thread(output.write_part, self.office.storage, self.batch_id, block.number, answers)
+        del self.blocks[block.number]
+        self.room.release()
+        await forget(self.office.client, [asked for asked in block.asked if not asked.stored])
+
+    async def _finish(self, batch: Batch, num_blocks: int) -> bool:
+        """Make the files of the parts, and end the batch. Returns whether there is more to do: parts that were there are gone."""
+        record, batches, storage = batch.record, self.office.batches, self.office.storage
+        if not self.closing:
+            status = await persist(lambda: batches.move(self.batch_id, ("in_progress",), "finalizing"))
+            self.closing = "batch_cancelled" if status == "cancelling" else ""
+        parts = await asyncio.to_thread(output.find_parts, storage, self.batch_id)
+        if len(parts) < num_blocks:
+            return True
+        made: dict[str, str] = {}
+        for kind, mark in (("output", output.COMPLETED), ("error", output.FAILED)):
+            file_id = f"file-{hashlib.blake2b(f'{self.batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"
+            now, name = int(time.time()), f"{self.batch_id}_{kind}.jsonl"
+            file = FileRecord(file_id, record.owner, name, "batch_output", 0, now, now + record.output_ttl_s)
+            num_bytes = await asyncio.to_thread(output.assemble, storage, self.batch_id, [parts[number] for number in sorted(parts)], file.path, mark)
+            if num_bytes:
+                await persist(partial(self.office.files.enter, replace(file, num_bytes=num_bytes)))
+                made[f"{kind}_file_id"] = file_id
+        status = CLOSED[self.closing][0] if self.closing else "completed"
+        await persist(lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.completed + self.done.failed, **made, **asdict(self.done)))
+        await asyncio.to_thread(storage.remove, folder_of(self.batch_id))
+        log.info("batch ended", batch_id=self.batch_id, status=status, num_completed=self.done.completed, num_failed=self.done.failed)
+        return False

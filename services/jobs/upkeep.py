@@ -1,0 +1,146 @@
+"""Upkeep: what Celery's beat has a worker do now and then. Every worker has a beat, so that none is the one that must not die; a key in Redis says that a
+part of the upkeep has just been done, by whichever worker.
+
+What the stages do by themselves is not done here: logs and records expire, dead replicas' names, streams and consumers go (docs/protocol.md).
+"""
+
+import asyncio
+import time
+from typing import Any
+
+from services.gateway.batches.store import read_batch
+from services.gateway.files.store import CONTENTS
+from services.jobs.input import FOLDERS, folder_of
+from services.jobs.office import Office
+from services.jobs.run import RENEW
+from shared.registry import look
+from shared.streams import BATCHES_RUNNING, LOG_TTL_S, batch_key, batch_lease_key, log_key, prompts, requests, upkeep_key
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.jobs")
+
+SWEEP_EVERY_S, MEMORY_EVERY_S, TIDY_EVERY_S = 5, 10, 600
+CROWDED, FULL = 0.8, 0.9  # of Redis' memory limit
+SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
+SCAN_COUNT, MAX_SCANNED = 1000, 200_000
+UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end is nobody's
+UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that nobody serves go
+
+
+async def claim(office: Office, name: str, every_s: int) -> bool:
+    """Whether this worker is to do this part now."""
+    return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
+
+
+async def sweep(office: Office) -> None:
+    """Have the batches looked at that no worker has: theirs has died, their task was lost, or they have expired."""
+    if not await claim(office, "sweep", SWEEP_EVERY_S):
+        return
+    names = await running_batches(office)
+    async with office.client.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.get(batch_lease_key(name))
+            pipe.hgetall(batch_key(name))
+        replies = await pipe.execute()
+    alive = office.stage.registry.ids("jobs")
+    for name, lease, values in zip(names, replies[::2], replies[1::2], strict=True):
+        batch = read_batch(values)
+        holder = (lease or b"").decode().partition("/")[0]
+        if batch is None or not batch.is_running:
+            await office.client.srem(BATCHES_RUNNING, name)
+        elif holder not in alive:
+            await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
+            await office.send(name)
+
+
+async def running_batches(office: Office) -> list[str]:
+    members: Any = await office.client.smembers(BATCHES_RUNNING)
+    return [name.decode() for name in members]
+
+
+async def check_memory(office: Office) -> None:
+    """Redis near its limit: logs of ended requests go sooner than they would, and batches add nothing until there is room again."""
+    if not await claim(office, "memory", MEMORY_EVERY_S):
+        return
+    memory: dict[str, Any] = await office.client.info("memory")
+    limit = int(memory.get("maxmemory", 0))
+    share = int(memory["used_memory"]) / limit if limit else 0.0
+    if share < CROWDED:
+        return
+    num_logs = await shorten_logs(office)
+    log.warning("Redis is nearly full: token logs of ended requests are dropped early", used_share=share, num_logs=num_logs, max_memory=limit)
+    if share > FULL:
+        await office.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
+
+
+async def shorten_logs(office: Office) -> int:
+    """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how many."""
+    cursor, num_scanned, num_shortened = 0, 0, 0
+    while num_scanned < MAX_SCANNED:
+        cursor, keys = await office.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
+        num_scanned += SCAN_COUNT
+        async with office.client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.ttl(key)
+            ttls = await pipe.execute()
+            ended = [key for key, ttl in zip(keys, ttls, strict=True) if SHORT_LOG_TTL_S < ttl <= LOG_TTL_S]  # a running one has a day
+            for key in ended:
+                pipe.expire(key, SHORT_LOG_TTL_S)
+            await pipe.execute()
+        num_shortened += len(ended)
+        if cursor == 0:
+            break
+    return num_shortened
+
+
+async def tidy(office: Office) -> None:
+    """Remove what nobody needs any more: files that have expired or were never finished, and streams of models that are not served."""
+    if not await claim(office, "tidy", TIDY_EVERY_S):
+        return
+    num_files = await remove_files(office)
+    num_folders = await remove_folders(office)
+    num_streams = await remove_streams(office)
+    if num_files + num_folders + num_streams:
+        log.info("tidied up", num_files=num_files, num_folders=num_folders, num_streams=num_streams)
+
+
+async def remove_files(office: Office) -> int:
+    """The contents of files whose time, which is in their names, has come; and what was not written to its end."""
+    names = await asyncio.to_thread(office.storage.names, CONTENTS)
+    old = [name for name in names if (ends := name.rpartition(".")[2]).isdecimal() and int(ends) < time.time()]
+    old += await asyncio.to_thread(office.storage.abandoned, CONTENTS, UNFINISHED_S)
+    for name in old:
+        await asyncio.to_thread(office.storage.remove, f"{CONTENTS}/{name}")
+    return len(old)
+
+
+async def remove_folders(office: Office) -> int:
+    """What batches worked with that have ended. One that Redis does not know at all may be in a Redis that is being restored: it stays."""
+    names = await asyncio.to_thread(office.storage.names, FOLDERS)
+    running = await running_batches(office)
+    ended = [name for name in names if name not in running and (await office.client.exists(batch_key(name)))]
+    for name in ended:
+        await asyncio.to_thread(office.storage.remove, folder_of(name))
+    return len(ended)
+
+
+async def remove_streams(office: Office) -> int:
+    """The empty streams of models of which no stage has been alive for a day."""
+    served = {replica.model for replica in look(office.stage.transport.client).replicas}
+    num_removed = 0
+    for make in (requests, prompts):
+        prefix = make("").key
+        for key in [key.decode() async for key in office.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
+            if key.removeprefix(prefix) not in served:
+                num_removed += int(await office.client.eval(REMOVE_UNUSED, 0, key, UNUSED_MS) or 0)
+    return num_removed
+
+
+# ARGV: stream, ms. In one script: a gateway may just be about to add to it.
+REMOVE_UNUSED = """
+if redis.call('TYPE', ARGV[1]).ok ~= 'stream' or redis.call('XLEN', ARGV[1]) > 0 then return 0 end
+local now = redis.call('TIME')
+local last = tonumber(string.match(redis.call('XINFO', 'STREAM', ARGV[1])[8], '^%d+'))
+if tonumber(now[1]) * 1000 - last < tonumber(ARGV[2]) then return 0 end
+return redis.call('DEL', ARGV[1])
+"""

@@ -1,0 +1,105 @@
+"""What a worker looks after now and then: batches that nobody has, Redis' memory, and what nobody needs any more."""
+
+import os
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from services.gateway.batches.store import BatchRecord
+from services.jobs.office import Office
+from services.jobs.upkeep import check_memory, sweep, tidy
+from shared.settings import JobsSettings
+from shared.stage import Stage
+from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_lease_key, batch_queued_key, upkeep_key
+from shared.tenants import EVERYBODY
+
+
+@pytest.fixture
+def client(redis_url: str) -> "Iterator[redis.Redis]":
+    with redis.Redis.from_url(redis_url) as client:
+        yield client
+
+
+def do(redis_url: str, folder: Path, *parts: Callable[[Office], Awaitable[object]]) -> None:
+    """Each part of the upkeep, whoever has just done it, by a worker that runs nothing."""
+
+    async def doing() -> None:
+        for part in parts:
+            for name in ("sweep", "memory", "tidy"):
+                await office.client.delete(upkeep_key(name))
+            await part(office)
+
+    settings = JobsSettings(redis_url=redis_url, files_url=str(folder))
+    office = Office(settings, Stage("jobs", settings))
+    office.start()
+    try:
+        office.call(doing())
+    finally:
+        office.close()
+        office.stage.transport.client.close()
+
+
+def record(batch_id: str) -> BatchRecord:
+    return BatchRecord(batch_id, EVERYBODY, "/v1/completions", "file-x", "24h", int(time.time()), int(time.time()) + 60)
+
+
+def test_a_batch_that_no_live_worker_has_gets_one_task(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    async def create(office: Office) -> None:
+        for name in ("batch_lost", "batch_of_a_dead_worker", "batch_ended"):
+            await office.batches.create(record(name))
+        await office.batches.move("batch_ended", ("validating",), "failed")
+
+    client.set(batch_lease_key("batch_of_a_dead_worker"), "jobs-dead/x", px=60_000)
+    do(redis_url, tmp_path, create, sweep, sweep)
+    assert client.llen("celery:jobs") == 2, "one for each of two, once"
+    assert client.exists(batch_queued_key("batch_lost"), batch_queued_key("batch_of_a_dead_worker")) == 2
+    assert not client.exists(batch_lease_key("batch_of_a_dead_worker"))
+    assert client.smembers("batches-running") == {b"batch_lost", b"batch_of_a_dead_worker"}
+
+
+def test_near_its_limit_redis_keeps_logs_of_ended_requests_for_a_minute(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    for name, ttl_s in (("log:ended", LOG_TTL_S), ("log:running", RUNNING_LOG_TTL_S)):
+        client.xadd(name, {"m": "x"}, "1-0")
+        client.expire(name, ttl_s)
+    for number in range(256):
+        client.set(f"ballast:{number}", b"x" * (128 << 10))  # beside which connections and their buffers do not count
+
+    def use(share: float) -> None:
+        client.config_set("maxmemory", int(int(client.info("memory")["used_memory"]) / share))
+        do(redis_url, tmp_path, check_memory)
+
+    use(0.5)
+    assert client.ttl("log:ended") > 3000 and not client.exists(upkeep_key("full"))
+    use(0.85)
+    assert client.ttl("log:ended") <= 60 < 80_000 < client.ttl("log:running") and not client.exists(upkeep_key("full"))
+    use(0.95)
+    assert client.exists(upkeep_key("full"))
+
+
+def test_what_nobody_needs_goes_and_the_rest_stays(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    now = int(time.time())
+    contents, folders = tmp_path / "contents", tmp_path / "batches"
+    contents.mkdir()
+    for name in (f"file-old.{now - 1}", f"file-new.{now + 999}", "file-begun.1.abc.part", "file-abandoned.1.abc.part"):
+        (contents / name).write_bytes(b"x")
+    os.utime(contents / "file-abandoned.1.abc.part", (now - 90_000, now - 90_000))
+    for name in ("batch_ended", "batch_running", "batch_unknown"):
+        (folders / name / "parts").mkdir(parents=True)
+
+    async def create(office: Office) -> None:
+        await office.batches.create(record("batch_ended"))
+        await office.batches.create(record("batch_running"))
+        await office.batches.move("batch_ended", ("validating",), "failed")
+
+    for name in ("prompts:gone", "requests:waited-for"):
+        client.xadd(name, {"m": "x"}, "1-0")
+    client.xdel("prompts:gone", "1-0")
+    client.xadd("prompts:young", {"m": "x"})
+    client.xtrim("prompts:young", maxlen=0)
+    do(redis_url, tmp_path, create, tidy)
+    assert sorted(path.name for path in contents.iterdir()) == ["file-begun.1.abc.part", f"file-new.{now + 999}"]
+    assert sorted(path.name for path in folders.iterdir()) == ["batch_running", "batch_unknown"]
+    assert [client.exists(name) for name in ("prompts:gone", "requests:waited-for", "prompts:young")] == [0, 1, 1]
