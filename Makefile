@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-.PHONY: up test check chaos batch-chaos browser clients compose-test redis-test telemetry hostile audit lm-eval bench
+.PHONY: up test check chaos batch-chaos browser clients compose-test redis-test telemetry cuda-kernels hostile audit lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -60,6 +60,12 @@ compose-test: $(VENV)/dev
 
 telemetry: $(VENV)/dev
 	$(BIN)/python -m tests.telemetry $(ARGS)
+
+# The CUDA backend without a GPU: every kernel in Triton's interpreter, with its errors, and compiled for Ampere and Hopper.
+cuda-kernels: $(VENV)/dev
+	TRITON_INTERPRET=1 $(BIN)/python -m bench.gpu --out build $(ARGS)
+	$(BIN)/python -m pytest --numprocesses auto tests/kernels/cuda/more_models.py
+	$(BIN)/python -m tests.kernels.cuda.compiled 80 90
 
 # A Redis that speaks TLS only, with a user for each stage. Needs redis-server 7 or newer with TLS, and openssl.
 redis-test: $(VENV)/dev

@@ -13,7 +13,7 @@ from shared.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
 from shared.telemetry import setup_logging
 
 STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
-SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "smollm2-135m", "tiny")
+SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b", "qwen2.5-7b", "smollm2-135m", "tiny")
 
 EXAMPLES = """examples:
   penstock up                                   a small model, fetched once, on http://127.0.0.1:8000

@@ -39,9 +39,9 @@ class DirectStream:
 CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
 DEAD_LETTER = "dead-letter"  # anyone → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
-WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
 BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended
 CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
+WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
 
 
 def requests(model: str) -> GroupStream:
@@ -124,11 +124,6 @@ def replica_key(stage: str, replica_id: str) -> str:
     return f"replica:{stage}:{replica_id}"
 
 
-def view_key(replica_id: str) -> str:
-    """What a replica shows while it is watched: compute → gateways. It expires with the replica's lease."""
-    return f"view:{replica_id}"
-
-
 def file_key(file_id: str) -> str:
     """What a file is called, and whose it is: gateway, jobs → any gateway. Gone when the file has expired."""
     return f"file:{file_id}"
@@ -162,3 +157,8 @@ def batch_queued_key(batch_id: str) -> str:
 def upkeep_key(name: str) -> str:
     """Set by the worker that does this part of the upkeep, for as long as nobody else need do it."""
     return f"upkeep:{name}"
+
+
+def view_key(replica_id: str) -> str:
+    """What a replica shows while it is watched: compute → gateways. It expires with the replica's lease."""
+    return f"view:{replica_id}"

@@ -13,7 +13,7 @@ import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from services.compute.backends.backend import Backend, RowSearch
-from services.compute.backends.choose import choose_backend
+from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
@@ -46,14 +46,6 @@ class Engine:
     pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
     is_encoder: bool  # it makes embeddings, and no tokens
     publish_interval_s: float  # candidates of steps shorter than this go out together
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one. Raises StartupError for a device that is not there."""
-    has_cuda = torch.cuda.is_available()
-    if name == "cuda" and not has_cuda:
-        raise StartupError("--device cuda: torch sees no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and has_cuda) else "cpu")
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
@@ -126,10 +118,13 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         log.warning(
             "--max-model-len is more than the model was made for, and what that is holds", asked=settings.max_model_len, max_model_len=files.max_model_len
         )
-    with logging_redirect_tqdm():  # lines of log go above the bar
-        model = load_model(settings, files, backend, asked)
+    try:
+        with logging_redirect_tqdm():  # lines of log go above the bar
+            model = load_model(settings, files, backend, asked)
+        workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
     config = model.config
-    workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
     whole = model.longest_text if not model.splits_prompts else None  # of a model whose texts are computed whole
     asked = min((limit for limit in (asked, whole) if limit is not None), default=None)
     if model.splits_prompts:

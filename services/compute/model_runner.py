@@ -72,6 +72,7 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.buffers = model.backend.buffers
+        self._prepared: tuple[list[int], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)  # the last step's logit_rows
 
     @property
     def vocab_size(self) -> int:
@@ -89,17 +90,17 @@ class ModelRunner:
 
     def logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
         """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until the head runs again. hidden: what `run` returned."""
-        return self.model.logits(hidden, self.buffers.fill("wanted_rows", _sampled_rows(batch)))
+        return self.model.logits(hidden, self._wanted(_sampled_rows(batch)))
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         """Of the rows that predict the batch's target_ids, in their order: slices of [at most PROMPT_ROWS, vocab_size] float32, each good until the next."""
         rows = _prompt_rows(batch)
         for at in range(0, len(rows), PROMPT_ROWS):
-            yield self.model.logits(hidden, self.buffers.fill("wanted_rows", rows[at : at + PROMPT_ROWS]))
+            yield self.model.logits(hidden, self._wanted(rows[at : at + PROMPT_ROWS]))
 
     def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The last hidden states of the rows' pooled tokens, in their order, [R, hidden] float32."""
-        return self.model.states(hidden, self.buffers.fill("pooled_rows", _pooled_rows(batch))).cpu()
+        return self.model.states(hidden, self._wanted(_pooled_rows(batch))).cpu()
 
     def prepare(self, batch: ScheduledBatch) -> tuple[ForwardBatch, Any]:
         """The batch's tokens in its own order, decodes, then chunks; and the model's plan. Both are good until the next step is prepared: they are in the
@@ -113,6 +114,7 @@ class ModelRunner:
             input_ids.extend(row.token_ids)
             positions.extend(range(first, last))
             slot_mapping.extend([table[position // block_size] * block_size + position % block_size for position in range(first, last)])
+        logit_rows = sorted({*_sampled_rows(batch), *_prompt_rows(batch), *_pooled_rows(batch)})
         prepared = ForwardBatch(
             input_ids=self.buffers.fill("input_ids", input_ids),
             positions=self.buffers.fill("positions", positions),
@@ -120,9 +122,21 @@ class ModelRunner:
             query_lens=[row.num_tokens for row in batch.rows],
             context_lens=[row.num_context_tokens for row in batch.rows],
             block_tables=[row.block_table for row in batch.rows],
-            logit_rows=self.buffers.fill("logit_rows", sorted({*_sampled_rows(batch), *_prompt_rows(batch), *_pooled_rows(batch)})),
+            logit_rows=self.buffers.fill("logit_rows", logit_rows),
         )
-        return prepared, self.model.plan(prepared, block_size)
+        self._prepared = logit_rows, prepared.logit_rows
+        plan = self.model.plan(prepared, block_size)
+        self.buffers.upload()
+        return prepared, plan
+
+    def _wanted(self, rows: list[int]) -> torch.Tensor:
+        """Some of the last step's logit_rows. All of them are there already."""
+        prepared, tensor = self._prepared
+        if rows == prepared:
+            return tensor
+        wanted = self.buffers.fill("wanted_rows", rows)
+        self.buffers.upload()
+        return wanted
 
 
 def _sampled_rows(batch: ScheduledBatch) -> list[int]:

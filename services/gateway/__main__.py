@@ -46,10 +46,10 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
+    watch = Watch(stage, client, subscriptions, can_kill=settings.chaos_demo)
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
-        store=store, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client), jobs=Jobs(settings.redis_url),
-        watch=Watch(stage, client, pipeline.subscriptions, can_kill=settings.chaos_demo),
+        store=store, watch=watch, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client), jobs=Jobs(settings.redis_url),
     )  # fmt: skip
 
 

@@ -58,6 +58,7 @@ class Context(RequestContext):
     bodies: BodyReader
     pipeline: Pipeline
     metrics: Metrics
+    watch: Watch
     keys: KeyRing
     files: FileStore
     batches: BatchStore

@@ -5,6 +5,7 @@ Shows that the pipeline works so, through the death of a stage, without one refu
 a certificate of nobody's, and a connection without TLS are refused in one line.
 """
 
+import json
 import shutil
 import subprocess
 import sys
@@ -23,7 +24,8 @@ from tests.deployment import MODEL, Deployment, free_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-USERS = ("gateway", "tokenizer", "compute", "sampler", "operator")
+STAGES = ("sampler", "tokenizer", "compute", "gateway", "jobs")
+USERS = (*STAGES, "operator")
 CERTIFICATE = [
     "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2", "-subj", "/CN=localhost",
     "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1",
@@ -45,7 +47,7 @@ FORBIDDEN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gateway", ("XRANGE", "requests:{model}", "-", "+")),
     ("gateway", ("XRANGE", "prompts:{model}", "-", "+")),
     ("gateway", ("XADD", "candidates:s", "*", "m", "x")),
-    *((user, command) for user in USERS[:4] for command in (
+    *((user, command) for user in STAGES for command in (
         ("CONFIG", "GET", "*"), ("FLUSHALL",), ("KEYS", "*"), ("ACL", "LIST"), ("MONITOR",), ("SHUTDOWN",), ("SCRIPT", "FLUSH"),
         ("CLIENT", "KILL", "ID", "1"), ("REPLICAOF", "NO", "ONE"), ("MODULE", "LIST"), ("GET", "anything"), ("FUNCTION", "LIST"),
     )),
@@ -114,8 +116,12 @@ def works(deployment: Deployment) -> None:
         next(iter(stream))
         stream.close()
         print("ok: responses stored, gone on with, cancelled and deleted; a client that went away")
-    with httpx.stream("GET", f"{deployment.url()}/live", timeout=10, trust_env=False) as reply:
-        assert any('"block_runs"' in line or '"num_held_blocks"' in line for line in islice(reply.iter_lines(), 40)), "compute shows nothing"
+        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "The", "max_tokens": 5}}
+        file = client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", description="a batch", timeout_s=60)
+        client.files.delete(file.id)
+        print("ok: a file, and a batch of it")
     for path in ("/health", "/ready", "/metrics"):
         assert deployment.get(path).status_code == 200, path
     assert deployment.post("/tokenize", {"prompt": "a b"}).json()["count"] > 0
@@ -162,9 +168,9 @@ def main() -> None:
         deployment.environment["PENSTOCK_SAMPLER_URL"] = url_of(folder, port, "sampler")
         try:
             started = time.monotonic()
-            for stage in ("sampler", "tokenizer", "compute", "gateway"):
-                deployment.start(stage, f"{stage}-1", redis_url=url_of(folder, port, stage), dtype="float32")
-            deployment.wait_live(*(f"{stage}-1" for stage in ("sampler", "tokenizer", "compute", "gateway")))
+            for stage in STAGES:
+                deployment.start(stage, f"{stage}-1", redis_url=url_of(folder, port, stage), dtype="float32", files_url=str(folder / "files"))
+            deployment.wait_live(*(f"{stage}-1" for stage in STAGES))
             wait_until(lambda: deployment.get("/ready").status_code == 200, description="ready", timeout_s=60)
             print(f"ok: up over TLS, each stage as a user of its own, after {time.monotonic() - started:.1f} s")
             works(deployment)

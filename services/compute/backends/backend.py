@@ -1,7 +1,7 @@
 """Backend: what a model is made of. One is chosen at load (choose.py), and handed to all that make a part of the model or run one.
 
-`torch/` is the definition and runs anywhere, in any dtype; `cpu/` is native code for bfloat16. Parts are objects that were made once: a linear layer with
-its weights in the form that it reads, an MLP, attention. All backends' parts have the same methods.
+`torch/` is the definition and runs anywhere, in any dtype; `cpu/` is native code for bfloat16; `cuda/` is Triton's kernels, for GPUs. Parts are objects that
+were made once: a linear layer with its weights in the form that it reads, an MLP, attention. All backends' parts have the same methods.
 
 A step is prepared once: all that depends on its batch goes into the backend's buffers, attention's plan among it. The forward pass then reads those only.
 
@@ -96,7 +96,7 @@ class Wiring:
 
 class Stack(Protocol):
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any) -> Tensor:
-        """All layers of a step. x: [T, hidden], of the embedding; it is overwritten, and returned. plan: attention's, of this step."""
+        """All layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and returned. plan: attention's, of this step."""
         ...
 
     def reserve(self, num_tokens: int) -> None:

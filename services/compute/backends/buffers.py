@@ -1,7 +1,9 @@
 """Buffers: what a step fills before its forward pass, and the pass reads. They stay where they are, so that a pass can be recorded once and run again."""
 
 import math
+from typing import Any
 
+import numpy as np
 import torch
 
 from services.compute.host_memory import mapped_zeros
@@ -14,6 +16,7 @@ class Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.generation = 0  # rises whenever something that was taken before has moved
         self._held: dict[str, Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -23,12 +26,16 @@ class Buffers:
             with torch.inference_mode(False):  # else only inference could write to it
                 is_host = self.device.type == "cpu"
                 held = mapped_zeros(size * dtype.itemsize).view(dtype) if is_host else torch.empty(size, dtype=dtype, device=self.device)
+            self.generation += name in self._held
             self._held[name] = held
         return held[:size].view(shape)
 
-    def fill(self, name: str, values: list[int]) -> Tensor:
-        """The numbers as int64."""
-        return self.take(name, (len(values),), torch.int64).copy_(torch.tensor(values, dtype=torch.int64))
+    def fill(self, name: str, values: list[int] | np.ndarray[Any, Any]) -> Tensor:
+        """The numbers as int64, to be read after `upload`."""
+        return self.take(name, (len(values),), torch.int64).copy_(torch.as_tensor(values, dtype=torch.int64))
+
+    def upload(self) -> None:
+        """What has been filled is there from now on. Here it is as soon as it is filled."""
 
     @property
     def num_bytes(self) -> int:

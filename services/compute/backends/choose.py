@@ -5,11 +5,27 @@ import torch
 from services.compute.backends.backend import Backend
 from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.library import open_context
+from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
+from shared.errors import StartupError
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is a GPU where there is one that can be used. Raises StartupError for `cuda` where there is none."""
+    if name == "cpu":
+        return torch.device("cpu")
+    reason = why_unusable()
+    if name == "cuda" and reason is not None:
+        raise StartupError(f"--device cuda: {reason}")
+    return torch.device("cpu" if reason is not None else "cuda")
 
 
 def choose_backend(dtype: torch.dtype, device: torch.device) -> Backend:
-    """Native code for bfloat16 on a CPU that it knows, else torch. Raises StartupError for a wrong PENSTOCK_KERNELS."""
+    """Triton's kernels on a GPU; native code for bfloat16 on a CPU that it knows; else torch. Raises StartupError for a wrong PENSTOCK_KERNELS."""
+    if device.type == "cuda":
+        from services.compute.backends.cuda.backend import CudaBackend  # with Triton, which a CPU does not need
+
+        return CudaBackend(dtype, device)
     if device.type == "cpu" and dtype == torch.bfloat16 and (context := open_context()) is not None:
         return CpuBackend(context)
     return TorchBackend(dtype, device)

@@ -70,9 +70,12 @@ class Decoder:
     @torch.inference_mode()
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
         """What attention needs to know of the batch, the same for every layer. Good until the backend's next plan."""
-        ropes = self._rotary_tables(batch.positions)
+        ropes = self._take_rotary_tables(len(batch.positions))
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
-        return self.attention.plan(inputs, block_size)
+        plan = self.attention.plan(inputs, block_size)
+        self.backend.buffers.upload()
+        self._fill_rotary_tables(ropes, batch.positions)
+        return plan
 
     def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any) -> Tensor:
         """One layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
@@ -112,12 +115,14 @@ class Decoder:
         multiplier, cap = self.config.logits_multiplier, self.config.logits_cap
         return logits if multiplier == 1.0 and cap == 0.0 else self.backend.row_math.finish_logits(logits, multiplier=multiplier, cap=cap)
 
-    def _rotary_tables(self, positions: Tensor) -> tuple[CosSin, ...]:
-        """cos and sin of the step's positions, of each of the model's ropes."""
-        tables = []
-        for number, (rope, inv_freq) in enumerate(zip(self.config.ropes, self.inv_freqs, strict=True)):
-            shape = (len(positions), len(inv_freq))
-            cos, sin = (self.backend.buffers.take(f"{name} {number}", shape, torch.float32) for name in ("cos", "sin"))
+    def _take_rotary_tables(self, num_tokens: int) -> tuple[CosSin, ...]:
+        """Room for cos and sin of the step's positions, of each of the model's ropes."""
+        take = self.backend.buffers.take
+        shapes = [(num_tokens, len(inv_freq)) for inv_freq in self.inv_freqs]
+        return tuple((take(f"cos {number}", shape, torch.float32), take(f"sin {number}", shape, torch.float32)) for number, shape in enumerate(shapes))
+
+    def _fill_rotary_tables(self, tables: tuple[CosSin, ...], positions: Tensor) -> None:
+        for (cos, sin), rope, inv_freq in zip(tables, self.config.ropes, self.inv_freqs, strict=True):
             angles = positions[:, None].float() * inv_freq[None, :]
-            tables.append((torch.cos(angles, out=cos).mul_(rope.scale), torch.sin(angles, out=sin).mul_(rope.scale)))
-        return tuple(tables)
+            torch.cos(angles, out=cos).mul_(rope.scale)
+            torch.sin(angles, out=sin).mul_(rope.scale)

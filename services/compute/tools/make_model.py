@@ -42,6 +42,8 @@ SHAPES = {
             "original_max_position_embeddings": 8192,
         },
     ),
+    "llama-3-8b": Shape("LlamaForCausalLM", "llama", 128_256, 4096, 14_336, 32, 32, 8, 128, 8192, {"rope_theta": 5e5, "rope_type": "default"}),
+    "qwen2.5-7b": Shape("Qwen2ForCausalLM", "qwen2", 152_064, 3584, 18_944, 28, 28, 4, 128, 32_768, {"rope_theta": 1e6, "rope_type": "default"}, True),
     "smollm2-135m": Shape("LlamaForCausalLM", "llama", 49_152, 576, 1536, 30, 9, 3, 64, 8192, {"rope_theta": 1e5, "rope_type": "default"}),
     "tiny": Shape("LlamaForCausalLM", "llama", 2048, 64, 128, 2, 4, 2, 16, 2048, {"rope_theta": 1e4, "rope_type": "default"}),
 }  # fmt: skip

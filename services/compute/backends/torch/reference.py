@@ -51,7 +51,7 @@ def quantize_four_bit(weight: Tensor, kind: str, group: int) -> Grouped:
         return parts
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
-    table = torch.tensor(FOUR_BIT_TABLES[kind], dtype=torch.int8)
+    table = torch.tensor(FOUR_BIT_TABLES[kind], dtype=torch.int8, device=weight.device)
     if kind == "nf4":
         scales = (groups.abs().amax(-1) / 127.0).clamp(min=1e-7).half()
         middles = (table[1:].float() + table[:-1].float()) / 2

@@ -1,0 +1,290 @@
+"""Every kernel against its definition in torch, and a row's bits alone against those in company. On a GPU, or in Triton's interpreter."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from services.compute.backends.cuda.attention import RANGE
+from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix
+from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
+from services.compute.backends.torch.reference import kv_row_size, norm_heads, quantize_four_bit, quantize_rows, quantize_weight, read_kv, rms_norm, rotary
+from services.compute.backends.torch.reference import write_kv as write_reference
+from services.compute.backends.torch.row_math import TorchRowMath
+
+Tensor = torch.Tensor
+
+EPS = 1e-6
+BLOCK_SIZE = 16
+FORMS = ("none", "w8a8", "w4", "nf4", "w4 with minima", "int8 groups", "int8 groups with minima")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    kernel: str
+    types: str
+    case: str
+    error: float  # relative, in the root of the mean square
+    bound: float
+    is_same_alone: bool  # each row's bits, by itself and in company
+
+    @property
+    def holds(self) -> bool:
+        return self.error <= self.bound and self.is_same_alone
+
+
+def randn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * scale
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double().cpu() - expected.double().cpu()).norm() / expected.double().cpu().norm().clamp(min=1e-30))
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def make_matrix(weight: Tensor, form: str, group: int) -> Matrix:
+    """weight [n, k] in one of FORMS."""
+    if form == "none":
+        return Dense(weight)
+    if form in ("w8a8", "w4", "nf4"):
+        return quantize_weight(weight, form, group)
+    n, k = weight.shape
+    minima = randn(n, -(-k // group), seed=9, scale=0.1).half()
+    if form == "w4 with minima":
+        four = quantize_four_bit(weight, "nf4", group)
+        return Grouped(four.codes, four.scales, group, torch.arange(16, dtype=torch.int8), minima=minima)
+    codes, scales = quantize_rows(torch.nn.functional.pad(weight, (0, -k % group)).view(n, -1, group))
+    return Grouped(codes.flatten(1)[:, :k], scales.half(), group, minima=minima if "minima" in form else None)
+
+
+def moved(matrix: Matrix, device: torch.device) -> Matrix:
+    if isinstance(matrix, Dense):
+        return Dense(matrix.weight.to(device))
+    if isinstance(matrix, Int8Columns):
+        return Int8Columns(matrix.codes.to(device), matrix.scales.to(device))
+    table = matrix.table.to(device) if matrix.table is not None else None
+    return Grouped(matrix.codes.to(device), group=matrix.group, table=table, **{name: each.to(device) for name, each in matrix.by_group().items()})
+
+
+@dataclass(frozen=True, slots=True)
+class LinearCase:
+    rows: int
+    n: int
+    k: int
+    group: int = 32
+    activation: str | None = None  # of a gated layer
+    has_bias: bool = False
+    has_residual: bool = False
+    has_norm: bool = False
+
+    def __str__(self) -> str:
+        more = [self.activation, *(name for name in ("bias", "residual", "norm") if getattr(self, "has_" + name))]
+        return " ".join([f"{self.rows} x {self.n} x {self.k}, groups of {self.group}", *filter(None, more)])
+
+
+def check_linear(backend: CudaBackend, form: str, case: LinearCase) -> Check:
+    """In float64 over the same codes; in the norm, whose rounding may fall on another step of int8, the definition."""
+    dtype, device = backend.dtype, backend.device
+    x, weight = randn(case.rows, case.k, seed=1).to(dtype), randn(case.n, case.k, seed=2, scale=0.1).to(dtype)
+    bias = randn(case.n, seed=3).to(dtype) if case.has_bias else None
+    num_outputs = case.n // 2 if case.activation else case.n
+    residual = randn(case.rows, num_outputs, seed=4).to(dtype) if case.has_residual else None
+    norm = (1 + randn(case.k, seed=5, scale=0.1)).to(dtype) if case.has_norm else None
+    matrix = make_matrix(weight, form, case.group)
+    gate = {"is_gated": case.activation is not None, "activation": case.activation or "silu"}
+    normed = x if norm is None else rms_norm(x, norm, EPS)
+    wide_bias = bias.double() if bias is not None else None
+    reference = TorchLinear(weight.double(), wide_bias, **gate) if isinstance(matrix, Dense) else QuantizedTorchLinear(matrix, wide_bias, **gate)  # type: ignore[arg-type]
+    expected = reference(normed.double(), residual=residual.double() if residual is not None else None)
+
+    def on(tensor: Tensor | None) -> Tensor | None:
+        return tensor.to(device) if tensor is not None else None
+
+    layer = backend.make_linear(moved(matrix, device), on(bias), **gate)  # type: ignore[arg-type]
+    there, there_residual = x.to(device), on(residual)
+    found = layer(there, norm=on(norm), eps=EPS, residual=there_residual)
+    some = [slice(row, row + 1) for row in sorted({0, case.rows // 2, case.rows - 1})]
+    alone = [layer(there[row], norm=on(norm), eps=EPS, residual=there_residual[row] if there_residual is not None else None) for row in some]
+    is_same = all(torch.equal(found[row], each) for row, each in zip(some, alone, strict=True))
+    bound = 1e-5 if dtype == torch.float32 else 2.5e-2 if case.has_norm and form != "none" else 6e-3 if case.has_norm else 4e-3
+    return Check("linear, " + form, name_of(dtype), str(case), relative_error(found, expected), bound, is_same)
+
+
+def exact_attention(q: Tensor, k: Tensor, v: Tensor, window: int | None, scores_of: Scores) -> Tensor:
+    """In float64, causal. q: [n, heads, d]; k, v: [n, kv_heads, d]. Returns [n, heads * d]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (each.double().repeat_interleave(group, 1) for each in (k, v))
+    scores = torch.einsum("nhd,chd->hnc", q.double(), k) * scores_of.scale
+    if scores_of.cap:
+        scores = scores_of.cap * torch.tanh(scores / scores_of.cap)
+    positions = torch.arange(len(q))
+    is_seen = positions[None, :] <= positions[:, None]
+    if window is not None:
+        is_seen &= positions[None, :] > positions[:, None] - window
+    return torch.einsum("hnc,chd->nhd", scores.masked_fill(~is_seen, -torch.inf).softmax(-1), v).flatten(1)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    heads: Heads
+    contexts: tuple[int, ...]
+    last: tuple[int, ...]  # tokens of each that are in the last step
+    kv_group: int = 0
+    window: int | None = None
+    scores: Scores | None = None
+    norm: str | None = None  # of q and k: "heads", or "joint"
+
+    def __str__(self) -> str:
+        heads = f"{self.heads.num_heads} / {self.heads.num_kv_heads} heads of {self.heads.head_dim}"
+        more = [f"window {self.window}" if self.window else "", "cap" if self.scores and self.scores.cap else "", f"{self.norm} norm" if self.norm else ""]
+        return ", ".join([heads, f"contexts {list(self.contexts)}", *filter(None, more)])
+
+
+def check_attention(backend: CudaBackend, case: AttentionCase) -> Check:
+    """The prompts in one step, with no number in what is not written yet; then the same in two, the second with single tokens among chunks. In float64 over
+    the keys and values that the definition writes."""
+    dtype, device, heads = backend.dtype, backend.device, case.heads
+    dim, num_kv_heads = heads.head_dim, heads.num_kv_heads
+    rotary_dim = heads.rotary_dim or dim
+    attention = backend.make_attention(heads, case.scores)
+    counts = [-(-context // BLOCK_SIZE) for context in case.contexts]
+    blocks = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(5)).tolist()
+    tables = [tuple(blocks.pop() for _ in range(count)) for count in counts]
+    width = (heads.num_heads + 2 * num_kv_heads) * dim
+    prompts = [randn(context, width, seed=10 + number).to(dtype) for number, context in enumerate(case.contexts)]
+    norms = [(1 + randn(dim * (count if case.norm == "joint" else 1), seed=count, scale=0.1)).to(dtype) for count in (heads.num_heads, num_kv_heads + 20)]
+    if case.norm == "joint":
+        norms[1] = norms[1][: dim * num_kv_heads]
+    inv_freq = 1e4 ** -(torch.arange(0, rotary_dim, 2).float() / rotary_dim)
+
+    def run(kv: Tensor, spans: list[tuple[int, int, int]]) -> list[Tensor]:
+        """One step of (sequence, first, last) tokens. Returns what each gets."""
+        positions = torch.cat([torch.arange(first, last) for _, first, last in spans])
+        angles = positions[:, None].float() * inv_freq
+        slots = [tables[number][at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for number, first, last in spans for at in range(first, last)]
+        inputs = AttentionInputs(
+            [last - first for _, first, last in spans], [last for _, _, last in spans], [tables[number] for number, _, _ in spans],
+            backend.buffers.fill("slots", slots), ((angles.cos().to(device), angles.sin().to(device)),),
+        )  # fmt: skip
+        plan = attention.plan(inputs, BLOCK_SIZE)
+        backend.buffers.upload()
+        qkv = torch.cat([prompts[number][first:last] for number, first, last in spans]).to(device)
+        given = (norms[0].to(device), norms[1].to(device)) if case.norm else (None, None)
+        out = attention(qkv, kv, plan, window=case.window, norms=given, eps=EPS).clone().cpu()
+        return list(torch.split(out, inputs.query_lens))
+
+    caches = [backend.make_kv_layer(sum(counts), BLOCK_SIZE, num_kv_heads, dim, group=case.kv_group) for _ in range(2)]
+    for kv in caches:
+        kv.fill_(-1 if case.kv_group else torch.nan)  # as float16, the bytes of -1 are NaN
+    whole = run(caches[0], [(number, 0, context) for number, context in enumerate(case.contexts)])
+    firsts = [(number, 0, context - last) for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True)) if context > last]
+    begun = dict(zip([number for number, _, _ in firsts], run(caches[1], firsts), strict=True)) if firsts else {}
+    ended = run(caches[1], [(number, context - last, context) for number, (context, last) in enumerate(zip(case.contexts, case.last, strict=True))])
+    is_same = torch.equal(caches[0].view(torch.uint8), caches[1].view(torch.uint8))
+    errors = []
+    for number, prompt in enumerate(prompts):
+        parts = [begun[number], ended[number]] if number in begun else [ended[number]]
+        is_same &= torch.equal(torch.cat(parts), whole[number])
+        q, k, v = prompt.view(len(prompt), -1, dim).split_with_sizes([heads.num_heads, num_kv_heads, num_kv_heads], dim=1)
+        if case.norm:
+            q, k = norm_heads(q, norms[0], EPS), norm_heads(k, norms[1], EPS)
+        angles = (torch.arange(len(prompt))[:, None].float() * inv_freq)[:, None]
+        q, k = (rotary(each, angles.cos(), angles.sin()) for each in (q, k))
+        row = kv_row_size(dim, case.kv_group) if case.kv_group else dim
+        cache = torch.zeros((2, 1, num_kv_heads, len(prompt), row), dtype=torch.uint8 if case.kv_group else dtype)
+        write_reference(cache, k, v, torch.arange(len(prompt)))
+        k, v = (read_kv(cache[which, 0], dim, dtype).transpose(0, 1) for which in (0, 1))
+        errors.append(relative_error(whole[number], exact_attention(q, k, v, case.window, attention.scores)))
+    bound = 2e-5 if dtype == torch.float32 and not case.kv_group else 6e-3
+    types = name_of(dtype) + (f", KV int8 in groups of {case.kv_group}" if case.kv_group else "")
+    return Check("attention", types, str(case), max(errors), bound, is_same)
+
+
+def check_rows(backend: CudaBackend, rows: int, hidden: int, *, has_norm: bool, multiplier: float) -> Check:
+    dtype, device = backend.dtype, backend.device
+    x, h, norm = randn(rows, hidden, seed=1).to(dtype), randn(rows, hidden, seed=2, scale=3.0).to(dtype), (1 + randn(hidden, seed=3, scale=0.1)).to(dtype)
+    expected = TorchRowMath().add(x.double(), h.double(), norm=norm.double() if has_norm else None, eps=EPS, multiplier=multiplier)
+    there_x, there_h, there_norm = x.to(device), h.to(device), norm.to(device) if has_norm else None
+    found = backend.row_math.add(there_x, there_h, norm=there_norm, eps=EPS, multiplier=multiplier)
+    alone = [
+        backend.row_math.add(there_x[row : row + 1], there_h[row : row + 1], norm=there_norm, eps=EPS, multiplier=multiplier) for row in range(min(rows, 3))
+    ]
+    bound = 1e-6 if dtype == torch.float32 else 4e-3
+    case = f"{rows} x {hidden}, {'norm, ' if has_norm else ''}times {multiplier}"
+    return Check("norm and residual", name_of(dtype), case, relative_error(found, expected), bound, torch.equal(torch.cat(alone), found[:3]))
+
+
+def check_search(backend: CudaBackend, rows: int, vocab_size: int, k: int) -> Check:
+    """Of logits with many ties, banned tokens, and a row with NaN. The error is the masses'; candidates that are not exactly the definition's count as 1."""
+    logits = (randn(rows, vocab_size, seed=1) * 16).round() / 4
+    logits[0, vocab_size // 2 :] = -torch.inf
+    logits[0, 0] = 1.0
+    search, there = backend.row_search, logits.to(backend.device)
+    values, ids = search.find_largest(there, k)
+    expected, order = logits.sort(dim=-1, descending=True, stable=True)
+    is_exact = np.array_equal(values, expected[:, :k].numpy()) and np.array_equal(ids, order[:, :k].numpy())
+    alone = [search.find_largest(there[row : row + 1], k) for row in range(rows)]
+    is_same = all(np.array_equal(values[row], found[0][0]) and np.array_equal(ids[row], found[1][0]) for row, found in enumerate(alone))
+    which, largest, temperatures = np.arange(rows)[::-1].copy(), values[::-1, 0].copy(), np.linspace(0.3, 2.0, rows, dtype=np.float32)
+    masses = search.total_masses(there, which, largest, temperatures)
+    exact = np.array([((logits[row].double() - float(largest[at])) / float(temperatures[at])).exp().sum().item() for at, row in enumerate(which)])
+    is_same &= all(search.total_masses(there, which[at : at + 1], largest[at : at + 1], temperatures[at : at + 1])[0] == masses[at] for at in range(rows))
+    there[rows - 1, vocab_size // 3] = torch.nan
+    is_exact &= bool(np.isnan(search.find_largest(there, k)[0][rows - 1, 0]))
+    error = float(np.abs(masses / exact - 1).max()) if is_exact else 1.0
+    return Check("candidates", "float32", f"{rows} x {vocab_size}, {k} largest", error, 3e-6, is_same)
+
+
+def check_logits(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
+    logits = randn(rows, vocab_size, seed=4) * 60
+    expected = TorchRowMath().finish_logits(logits.double(), multiplier=0.125, cap=30.0)
+    found, alone = (backend.row_math.finish_logits(each.clone().to(backend.device), multiplier=0.125, cap=30.0) for each in (logits, logits[-1:]))
+    return Check("cap of logits", "float32", f"{rows} x {vocab_size}", relative_error(found, expected), 1e-6, torch.equal(alone, found[-1:]))
+
+
+LINEARS = (
+    LinearCase(1, 40, 96), LinearCase(5, 80, 96, has_norm=True), LinearCase(3, 96, 72, activation="silu", has_bias=True),
+    LinearCase(70, 72, 160, has_bias=True, has_residual=True), LinearCase(17, 66, 65, 64, activation="gelu_tanh", has_norm=True),
+    LinearCase(64, 130, 256, 64, has_norm=True, has_residual=True), LinearCase(130, 200, 300, 128), LinearCase(200, 128, 512, 64, activation="silu"),
+    LinearCase(65, 33, 1000, 128, has_bias=True), LinearCase(16, 256, 2048, 64),
+)  # fmt: skip
+ATTENTIONS = (
+    AttentionCase(Heads(4, 2, 32), (5, 40, 100), (1, 9, 1)),
+    AttentionCase(Heads(6, 2, 64, 32), (70, 30), (33, 1), window=20, norm="heads"),
+    AttentionCase(Heads(2, 1, 16), (RANGE + 40,), (1,), scores=Scores(0.3, 5.0)),
+    AttentionCase(Heads(4, 2, 32), (45, 33), (1, 17), kv_group=32, norm="joint"),
+    AttentionCase(Heads(14, 2, 64), (33, 7, 1, 90), (1, 7, 1, 3), kv_group=64),
+    AttentionCase(Heads(8, 2, 128), (200, 1), (64, 1), kv_group=8),
+    AttentionCase(Heads(4, 4, 96), (130, 40), (1, 40), kv_group=32, window=70),
+    AttentionCase(Heads(2, 2, 256), (90,), (1,), norm="heads", scores=Scores(0.1, 50.0)),
+    AttentionCase(Heads(4, 2, 32), tuple(5 + 3 * number for number in range(11)), (1,) * 11),
+)
+ATTENTIONS_ON_DEVICE = (
+    AttentionCase(Heads(8, 2, 128), (2 * RANGE + 100, 50), (1, 1)),
+    AttentionCase(Heads(3, 1, 64), (2 * RANGE + 1, 2 * RANGE), (2, 1), window=RANGE + 10),
+    AttentionCase(Heads(32, 8, 128), tuple(100 + 37 * number for number in range(33)), (1,) * 33),
+    AttentionCase(Heads(28, 4, 128), (4000,), (1500,), kv_group=64),
+)
+
+
+def run_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[Check]:
+    """Of each backend, in its dtype; quantized layers in bfloat16 only. on_device: also what takes the interpreter hours, sorting above all."""
+    for backend in backends:
+        is_wide = backend.dtype == torch.float32
+        for form in FORMS[: 1 if is_wide else None]:
+            for linear in LINEARS:
+                yield check_linear(backend, form, linear)
+        for attention in (*ATTENTIONS, *(ATTENTIONS_ON_DEVICE if on_device else ())):
+            yield check_attention(backend, attention)
+        for rows, hidden in ((1, 64), (5, 300), (40, 4096), (3, 14336)):
+            yield check_rows(backend, rows, hidden, has_norm=True, multiplier=0.22)
+            yield check_rows(backend, rows, hidden, has_norm=False, multiplier=1.0)
+    for case in ((2, 300, 1), (2, 1500, 20), *(((5, 30_000, 64), (2, 151_936, 200), (4, 300, 300)) if on_device else ())):
+        yield check_search(backends[0], *case)
+    yield check_logits(backends[0], 3, 1500)

@@ -1,0 +1,277 @@
+"""How fast each kernel and whole steps are, beside what the device was measured to reach. Needs a GPU; random weights, for speed does not depend on them."""
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+import triton.testing
+
+from services.compute.backends.backend import LayerWeights, Norms
+from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.linear import CudaLinear
+from services.compute.backends.matrix import Dense
+from services.compute.backends.torch.attention import AttentionInputs, Heads
+from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.cache.block_manager import BlockManager
+from services.compute.cache.kv_cache import KVCache, free_memory
+from services.compute.model_runner import ModelRunner
+from services.compute.models.config import read_config
+from services.compute.models.decoder import Decoder, ModelWeights
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from services.compute.simulation.trace import TraceRequest
+from services.compute.tools.make_model import SHAPES, Shape, config_json
+from shared.sampling_params import SamplingParams
+
+Tensor = torch.Tensor
+
+BLOCK_SIZE = 16
+CONTEXT = 1024  # tokens that each sequence has when it decodes
+MAX_BATCHED_TOKENS = 2048
+STEPS = 20  # of a batch, of which the median counts
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """What this device reaches, measured in the same run."""
+
+    copy_bytes_per_s: float  # read and written, 1 GiB
+    bf16_flop_per_s: float  # torch.matmul of 8192 x 8192 x 8192
+    int8_op_per_s: float  # torch._int_mm of the same
+
+
+@dataclass(frozen=True, slots=True)
+class KernelTime:
+    kernel: str
+    shape: str
+    case: str
+    microseconds: float
+    num_bytes: float
+    num_operations: float
+
+    def share_of_bandwidth(self, ceilings: Ceilings) -> float:
+        return self.num_bytes / self.microseconds * 1e6 / ceilings.copy_bytes_per_s
+
+    @property
+    def gigabytes_per_s(self) -> float:
+        return self.num_bytes / self.microseconds / 1e3
+
+    @property
+    def teraflop_per_s(self) -> float:
+        return self.num_operations / self.microseconds / 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Of one kind of step, a median: what a client would wait (wall) and what of it the device computed."""
+
+    shape: str
+    mode: str
+    batch: int
+    num_tokens: int
+    wall_ms: float
+    device_ms: float
+    floor_ms: float  # the weights' bytes and the cache's at the measured bandwidth, or the products at the measured rate, whichever is longer
+
+    @property
+    def host_share(self) -> float:
+        """Of the wall, in which the device waits."""
+        return max(0.0, 1.0 - self.device_ms / self.wall_ms)
+
+
+@dataclass(slots=True)
+class Served:
+    """A trace through scheduler and model, all there at once or as it arrived."""
+
+    num_requests: int = 0
+    seconds: float = 0.0
+    num_output_tokens: int = 0
+    ttft_s: list[float] = field(default_factory=list)
+    tpot_s: list[float] = field(default_factory=list)
+
+    def summary(self) -> dict[str, float]:
+        return {
+            "requests": self.num_requests, "requests_per_s": self.num_requests / self.seconds, "output_tokens_per_s": self.num_output_tokens / self.seconds,
+            "ttft_p50_s": statistics.median(self.ttft_s), "tpot_p50_s": statistics.median(self.tpot_s or [0.0]),
+        }  # fmt: skip
+
+
+def median_us(run: Callable[[], object]) -> float:
+    """Of one call, the second-level cache emptied before each."""
+    return 1e3 * float(triton.testing.do_bench(run, return_mode="median"))
+
+
+def measure_ceilings(device: torch.device) -> Ceilings:
+    source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a = torch.randn(8192, 8192, device=device).bfloat16()
+    codes = torch.randint(-127, 127, (8192, 8192), device=device, dtype=torch.int8)
+    operations = 2 * 8192**3
+    return Ceilings(
+        2 * source.nbytes / median_us(lambda: target.copy_(source)) * 1e6,
+        operations / median_us(lambda: a @ a) * 1e6,
+        operations / median_us(lambda: torch._int_mm(codes, codes.T)) * 1e6,
+    )
+
+
+def random_linear(backend: CudaBackend, n: int, k: int, quantization: str, *, is_gated: bool = False) -> CudaLinear:
+    weight = torch.empty((n, k), dtype=torch.bfloat16, device=backend.device).normal_(std=0.02)
+    return backend.make_linear(Dense(weight), quantization=quantization, is_gated=is_gated)
+
+
+def layer_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
+    """Outputs and inputs of each kind of layer."""
+    q_size, kv_size = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden, inter = shape.hidden_size, shape.intermediate_size
+    return {
+        "qkv": (q_size + 2 * kv_size, hidden),
+        "output": (hidden, q_size),
+        "gate, up": (2 * inter, hidden),
+        "down": (hidden, inter),
+        "head": (shape.vocab_size, hidden),
+    }
+
+
+def measure_linears(backend: CudaBackend, name: str, modes: list[str], rows: list[int]) -> list[KernelTime]:
+    found = []
+    for layer, (n, k) in layer_shapes(SHAPES[name]).items():
+        for mode in modes:
+            linear = random_linear(backend, n, k, mode, is_gated=layer == "gate, up")
+            for count in rows:
+                x = torch.randn(count, k, device=backend.device).to(backend.dtype)
+                taken = median_us(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
+                moved = linear.num_bytes + x.nbytes + count * linear.num_outputs * x.element_size()
+                found.append(KernelTime(f"linear, {mode}", name, f"{layer}, {count} rows", taken, moved, 2.0 * count * n * k))
+    return found
+
+
+def measure_attention(backend: CudaBackend, name: str, batches: list[int]) -> list[KernelTime]:
+    shape, found = SHAPES[name], []
+    heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    attention = backend.make_attention(heads)
+    cases = [(batch, CONTEXT, 1) for batch in batches] + [(1, CONTEXT, CONTEXT)]
+    for group in (0, 64):
+        for batch, context, new in cases:
+            blocks = -(-context // BLOCK_SIZE)
+            tables = [tuple(range(number * blocks, (number + 1) * blocks)) for number in range(batch)]
+            slots = [table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for table in tables for at in range(context - new, context)]
+            angles = torch.zeros(len(slots), heads.head_dim // 2, device=backend.device)
+            given = backend.buffers.fill("slot_mapping", slots)
+            plan = attention.plan(AttentionInputs([new] * batch, [context] * batch, tables, given, ((angles.cos(), angles.sin()),)), BLOCK_SIZE)
+            backend.buffers.upload()
+            kv = backend.make_kv_layer(batch * blocks, BLOCK_SIZE, heads.num_kv_heads, heads.head_dim, group=group)
+            width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+            qkv = torch.randn(len(slots), width, device=backend.device).to(backend.dtype)
+            taken = median_us(lambda qkv=qkv, kv=kv, plan=plan: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6))  # type: ignore[misc]
+            seen = context if new == 1 else context / 2
+            kind = "decode" if new == 1 else "prefill"
+            operations = 4.0 * batch * new * seen * heads.num_heads * heads.head_dim
+            case = f"{kind}, {batch} x {context}, KV {f'int8/{group}' if group else 'bf16'}"
+            found.append(KernelTime("attention", name, case, taken, kv.nbytes + 2 * qkv.nbytes, operations))
+    return found
+
+
+def random_model(backend: CudaBackend, name: str, quantization: str) -> Decoder:
+    """On the device, layer by layer, without a file."""
+    shape = SHAPES[name]
+    sizes = layer_shapes(shape)
+    ones = torch.ones(shape.hidden_size, dtype=backend.dtype, device=backend.device)
+
+    def make(layer: str, mode: str = quantization) -> CudaLinear:
+        return random_linear(backend, *sizes[layer], mode, is_gated=layer == "gate, up")
+
+    layers = [
+        LayerWeights(Norms(before_attention=ones, before_mlp=ones), make("qkv"), make("output", "none"), backend.make_mlp(make("gate, up"), make("down")))
+        for _ in range(shape.num_layers)
+    ]
+    embedding = torch.empty((shape.vocab_size, shape.hidden_size), dtype=backend.dtype, device=backend.device).normal_(std=0.02)
+    head = make("head", "none" if quantization == "none" else "w8a8")
+    return Decoder(read_config(config_json(shape, "bfloat16"), None), ModelWeights(embedding, layers, ones, head), backend)
+
+
+def model_bytes(model: Decoder) -> int:
+    """Of all layers and the head: what a step reads of them."""
+    linears = [each for layer in model.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
+    return sum(each.num_bytes for each in (*linears, model.weights.lm_head) if isinstance(each, CudaLinear))
+
+
+def step_of(tables: list[tuple[int, ...]], first: int, last: int) -> ScheduledBatch:
+    """Each sequence's tokens of [first, last), and the next is wanted."""
+    tokens = tuple(7 + at % 1000 for at in range(first, last))
+    rows = tuple(BatchRow(number, tokens, first, table, True) for number, table in enumerate(tables))
+    return ScheduledBatch(rows, len(rows) if last - first == 1 else 0)
+
+
+def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int], ceilings: Ceilings) -> list[StepTime]:
+    """Decoding at CONTEXT tokens by batch, and a prompt of CONTEXT tokens; candidates come back to the host."""
+    shape, model, found = SHAPES[name], random_model(backend, name, mode), []
+    blocks = CONTEXT // BLOCK_SIZE
+    num_blocks = min(max(batches) * blocks, int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape))
+    runner = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE))
+    for batch, first in [*((batch, CONTEXT - 1) for batch in batches), (1, 0)]:
+        if batch * blocks > num_blocks:
+            continue  # the cache of so many does not fit beside this model
+        step = step_of([tuple(range(number * blocks, (number + 1) * blocks)) for number in range(batch)], first, CONTEXT)
+        walls, devices = [], []
+        for _ in range(STEPS):
+            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            prepared, plan = runner.prepare(step)
+            began.record()
+            logits = model.logits(model.forward(prepared, plan, runner.kv_cache.layers), prepared.logit_rows)
+            ended.record()
+            backend.row_search.find_largest(logits, 64)
+            walls.append(1e3 * (time.perf_counter() - started))
+            devices.append(began.elapsed_time(ended))
+        cache_bytes = batch * CONTEXT * shape.num_layers * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
+        parameters = sum(n * k for layer, (n, k) in layer_shapes(shape).items() if layer != "head") * shape.num_layers
+        operations = 2.0 * (step.num_tokens * parameters + batch * shape.vocab_size * shape.hidden_size)
+        rate = ceilings.bf16_flop_per_s if mode == "none" else ceilings.int8_op_per_s
+        floor = max((model_bytes(model) + cache_bytes) / ceilings.copy_bytes_per_s, operations / rate)
+        found.append(StepTime(name, mode, batch, step.num_tokens, statistics.median(walls), statistics.median(devices), 1e3 * floor))
+    return found
+
+
+def cache_block_bytes(backend: CudaBackend, shape: Shape) -> int:
+    return shape.num_layers * BLOCK_SIZE * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
+
+
+def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest]) -> dict[str, float]:
+    """All requests at once, in bf16, through the scheduler. Times are from the beginning."""
+    shape, model = SHAPES[name], random_model(backend, name, "none")
+    num_blocks = int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape)
+    runner, blocks = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE)), BlockManager(num_blocks, BLOCK_SIZE)
+    scheduler = Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=256, max_batched_tokens=MAX_BATCHED_TOKENS)
+    first: dict[int, float] = {}
+    served = Served(len(requests))
+    for number, request in enumerate(requests):
+        prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(request.num_prompt_tokens)]
+        scheduler.add(Sequence(number, str(number), prompt, len(prompt), SamplingParams(max_tokens=request.num_output_tokens)))
+    started = time.perf_counter()
+
+    def decide(step: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
+        chosen: list[int] = backend.row_search.find_largest(runner.forward(step), 1)[1][:, 0].tolist()
+        now = time.perf_counter() - started
+        for sequence in sampled:
+            begun = first.setdefault(sequence.handle, now)
+            if sequence.num_output_tokens + 1 == sequence.params.max_tokens:
+                served.ttft_s.append(begun)
+                served.num_output_tokens += sequence.num_output_tokens + 1
+                if sequence.num_output_tokens:
+                    served.tpot_s.append((now - begun) / sequence.num_output_tokens)
+        return chosen
+
+    while run_step(scheduler, decide) is not None:
+        pass
+    served.seconds = time.perf_counter() - started
+    return served.summary()
+
+
+def as_dict(each: KernelTime | StepTime) -> dict[str, Any]:
+    return {entry.name: getattr(each, entry.name) for entry in fields(each)}

@@ -1,0 +1,151 @@
+"""Attention over the paged cache: what launches kernels/attention.py, and the layout of its cache."""
+
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+import triton
+
+from services.compute.backends.buffers import Buffers
+from services.compute.backends.cuda.graphs import pad_to_bucket
+from services.compute.backends.cuda.kernels import attention as kernels
+from services.compute.backends.cuda.row_math import prepare, warps_of
+from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
+from shared.errors import StartupError
+
+Tensor = torch.Tensor
+
+ROWS = 64  # of a tile: queries times the query heads that share a KV head
+RANGE = 512  # positions whose results are merged in order: a multiple of the keys of a block
+SPLITS = 16  # programs among which a token's ranges are divided, at most
+MAX_HEAD_DIM = 256
+NARROWEST = 16  # blocks of the tables: each further power of two is recorded anew
+EVERYTHING = 1 << 40  # the window of a layer without one
+
+
+@dataclass(frozen=True, slots=True)
+class CudaPlan:
+    """A step's tiles: single tokens, then chunks. Of a step of single tokens only, all is padded to a bucket, and where it lies and how large it is depends
+    on `shape` alone: such a step can be recorded."""
+
+    tiles: Tensor  # [3, tiles] int64: first token, number of queries (0: padding), sequence
+    contexts: Tensor  # [sequences, 2] int64: tokens after the step, and the first token in the step less its position
+    tables: Tensor  # [sequences, width] int64
+    num_tokens: Tensor  # [1] int64: of the step, without padding
+    slots: Tensor  # [T] int64
+    num_singles: int  # tiles of single tokens
+    block_size: int
+    out: Tensor  # [tokens, heads * head_dim]: a layer's result, until the next writes its own
+    parts: Tensor  # [num_singles, heads, ranges, head_dim] float32
+    stats: Tensor  # [num_singles, heads, ranges, 2] float32
+    ropes: tuple[CosSin, ...]
+    is_recordable: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Tokens, padding included, and the width of the block tables."""
+        return len(self.out), self.tables.shape[1]
+
+
+class CudaAttention:
+    """As TorchAttention, over make_kv_layer's caches."""
+
+    def __init__(self, buffers: Buffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
+        """Raises StartupError for heads that the kernels' tiles don't hold."""
+        sharing = heads.num_heads // heads.num_kv_heads
+        if heads.head_dim > MAX_HEAD_DIM or sharing > ROWS:
+            raise StartupError(
+                f"heads of {heads.head_dim} dimensions, {sharing} to a KV head: attention on a GPU takes up to {MAX_HEAD_DIM} dimensions and {ROWS} heads"
+            )
+        self.buffers = buffers
+        self.dtype = dtype
+        self.heads = heads
+        self.scores = scores or Scores.of(heads)
+        self.sharing: int = triton.next_power_of_2(sharing)
+        self.dim: int = max(triton.next_power_of_2(heads.head_dim), 16)
+
+    @property
+    def queries(self) -> int:
+        """Of a chunk's tile."""
+        return ROWS // self.sharing
+
+    def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:
+        num_tokens, lens = len(inputs.slot_mapping), inputs.query_lens
+        is_recordable = all(length == 1 for length in lens)
+        num_sequences = pad_to_bucket(len(lens)) if is_recordable else len(lens)
+        width = max(triton.next_power_of_2(-(-max(inputs.context_lens) // block_size)), NARROWEST)
+        starts = [0, *accumulate(lens)]
+        numbers = range(len(lens))
+        singles = [(starts[number], 1, number) for number in numbers if lens[number] == 1]
+        singles += [(0, 0, 0)] * (num_sequences - len(lens))
+        chunks = [
+            (first, min(self.queries, starts[number + 1] - first), number)
+            for number in numbers
+            if lens[number] > 1
+            for first in range(starts[number], starts[number + 1], self.queries)
+        ]
+        tiles = np.array([*singles, *chunks], np.int64).T
+        contexts = np.zeros((num_sequences, 2), np.int64)
+        contexts[: len(lens)] = [(context, start - (context - length)) for context, start, length in zip(inputs.context_lens, starts, lens, strict=False)]
+        tables = np.zeros((num_sequences, width), np.int64)
+        for number, (table, context) in enumerate(zip(inputs.block_tables, inputs.context_lens, strict=True)):
+            count = -(-context // block_size)
+            tables[number, :count] = table[:count]
+        filled = self.buffers.fill("attention plan", np.concatenate([[num_tokens], tiles, contexts, tables], axis=None))
+        num_tokens_at, tiles_at, contexts_at, tables_at = torch.split(filled, [1, tiles.size, contexts.size, tables.size])
+        num_rows = num_sequences if is_recordable else num_tokens
+        heads, num_ranges = self.heads, triton.cdiv(width * block_size, RANGE)
+        parts = (len(singles), heads.num_heads, num_ranges)
+        return CudaPlan(
+            tiles_at.view(tiles.shape), contexts_at.view(contexts.shape), tables_at.view(tables.shape), num_tokens_at, inputs.slot_mapping,
+            len(singles), block_size,
+            out=self.buffers.take("attention", (num_rows, heads.num_heads * heads.head_dim), self.dtype),
+            parts=self.buffers.take("attention parts", (*parts, heads.head_dim), torch.float32),
+            stats=self.buffers.take("attention stats", (*parts, 2), torch.float32),
+            ropes=inputs.ropes, is_recordable=is_recordable,
+        )  # fmt: skip
+
+    def __call__(
+        self, qkv: Tensor, kv: Tensor, plan: CudaPlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
+    ) -> Tensor:
+        heads, shape = self.heads, self._shape(kv, plan.block_size)
+        q_norm, k_norm = norms
+        if q_norm is not None and k_norm is not None and len(q_norm) != heads.head_dim:  # of all heads together
+            q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
+            for columns, norm in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + kv_size], k_norm)):
+                prepare(columns, norm=norm, eps=eps, out=columns)
+            q_norm = k_norm = None
+        scales = kv.view(torch.float16) if shape["GROUP"] else None
+        strides = (kv.stride(0), kv.stride(1))
+        cos, sin = plan.ropes[rope]
+        num_rows = triton.next_power_of_2(heads.num_heads + 2 * heads.num_kv_heads)
+        kernels.rotate_and_write[(len(qkv),)](
+            qkv, kv, scales, cos, sin, plan.slots, plan.num_tokens, q_norm, k_norm, eps, *strides,
+            **shape, NUM_HEADS=heads.num_heads, ROTARY_DIM=heads.rotary_dim or heads.head_dim, HEADS=num_rows, DIM=self.dim,
+            num_warps=warps_of(num_rows * self.dim),
+        )  # fmt: skip
+        num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
+        keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32
+        flat = plan.tiles.view(-1)
+        for first, count, splits in ((0, plan.num_singles, min(SPLITS, num_ranges)), (plan.num_singles, num_tiles - plan.num_singles, 0)):
+            if count:
+                kernels.attend[(count, heads.num_kv_heads, max(splits, 1))](
+                    qkv, kv, scales, flat[first:], plan.contexts, plan.tables, plan.out, plan.parts, plan.stats,
+                    num_tiles, plan.tables.shape[1], num_ranges, *strides, window, self.scores.scale, self.scores.cap,
+                    **shape, NUM_HEADS=heads.num_heads, SHARING=self.sharing, ROWS=ROWS, KEYS=keys, DIM=self.dim, RANGE=RANGE,
+                    IS_SPLIT=splits > 0, HAS_CAP=self.scores.cap != 0.0, num_warps=4 if self.dim <= 128 else 8, num_stages=2, enable_fp_fusion=False,
+                )  # fmt: skip
+        if plan.num_singles:
+            kernels.merge_ranges[(plan.num_singles, heads.num_kv_heads)](
+                plan.tiles, plan.contexts, plan.parts, plan.stats, plan.out, num_tiles, num_ranges, window,
+                NUM_HEADS=heads.num_heads, NUM_KV_HEADS=heads.num_kv_heads, HEAD_DIM=heads.head_dim, SHARING=self.sharing, DIM=self.dim, RANGE=RANGE,
+                num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
+        return plan.out[: len(qkv)]
+
+    def _shape(self, kv: Tensor, block_size: int) -> dict[str, int]:
+        heads = self.heads
+        row = kv.shape[2] // (heads.num_kv_heads * block_size)
+        group = 2 * heads.head_dim // (row - heads.head_dim) if kv.dtype == torch.int8 else 0
+        return {"NUM_KV_HEADS": heads.num_kv_heads, "HEAD_DIM": heads.head_dim, "BLOCK_SIZE": block_size, "GROUP": group}

@@ -1,0 +1,128 @@
+"""CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the same on a CPU, slowly: so it is tested without a GPU."""
+
+from collections.abc import Sequence
+
+import torch
+
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
+from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
+from services.compute.backends.cuda.buffers import CudaBuffers
+from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, run_again
+from services.compute.backends.cuda.linear import CudaLinear, is_readable
+from services.compute.backends.cuda.row_math import CudaRowMath
+from services.compute.backends.cuda.search import CudaRowSearch
+from services.compute.backends.cuda.stack import CudaStack
+from services.compute.backends.matrix import Dense, Matrix
+from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.backends.torch.linear import TorchMlp
+from services.compute.backends.torch.reference import kv_row_size, quantize_weight
+from shared.errors import StartupError
+
+Tensor = torch.Tensor
+
+RESERVED_BLOCK = 16  # tokens: --block-size is a multiple of it
+LISTED = 64  # candidates of a row that most steps ask for
+
+
+class CudaBackend:
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.buffers = CudaBuffers(device)
+        self.row_math = CudaRowMath()
+        self.row_search = CudaRowSearch()
+        self.record = cuda_recorder() if device.type == "cuda" else run_again
+
+    def is_kept(self, matrix: Matrix) -> bool:
+        return isinstance(matrix, Dense) or (self.dtype == torch.bfloat16 and is_readable(matrix))
+
+    def make_linear(
+        self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
+    ) -> CudaLinear:
+        if quantization != "none" and self.dtype != torch.bfloat16:
+            raise StartupError(f"--quantization {quantization} needs --dtype bfloat16")
+        if not self.is_kept(matrix):
+            matrix = Dense(matrix.dequantize(self.dtype))
+        if isinstance(matrix, Dense) and quantization != "none":
+            matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
+        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation)
+
+    def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002
+        raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
+
+    def make_mlp(self, gate_up: Linear, down: Linear) -> TorchMlp:
+        return TorchMlp(gate_up, down)
+
+    def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
+        return CudaAttention(self.buffers, self.dtype, heads, scores)
+
+    def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
+        """None for mixtures of experts: how many tokens an expert gets is known on the host only, so their steps can't be recorded."""
+        assert isinstance(attention, CudaAttention)
+        if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
+            return None
+        return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.record)
+
+    def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
+        return 2 * num_kv_heads * (kv_row_size(head_dim, group) if group else head_dim * self.dtype.itemsize)
+
+    def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
+        """[2, num_blocks, num_kv_heads * block_size * row]: see kernels/attention.py."""
+        if group & (group - 1):
+            raise StartupError(f"--kv-cache-dtype int8: on a GPU heads of {head_dim} dimensions can't be divided into groups of {group}, only of powers of two")
+        row = kv_row_size(head_dim, group) if group else head_dim
+        return torch.zeros((2, num_blocks, num_kv_heads * block_size * row), dtype=torch.int8 if group else self.dtype, device=self.device)
+
+    def workspace_bytes(self, step: LargestStep) -> int:
+        """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and measures what they took: twice, for a recording has a pool
+        of its own. Without a GPU there is nothing to measure: the buffers, and the logits."""
+        assert isinstance(step.attention, CudaAttention)
+        self._reserve(step.attention, [1] * step.num_logits, step.max_model_len)
+        self._reserve(step.attention, [step.num_tokens], max(step.max_model_len, step.num_tokens))
+        if step.stack is not None:
+            step.stack.reserve(pad_to_bucket(step.num_logits))
+        assert isinstance(step.head, CudaLinear)
+        if self.device.type != "cuda":
+            return self.buffers.num_bytes + step.num_logits * step.head.num_outputs * 4
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self._run_largest(step)
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        torch.cuda.empty_cache()
+        return 2 * peak
+
+    @torch.inference_mode()
+    def _run_largest(self, step: LargestStep) -> None:
+        """Each shape of layer with all tokens and with one, attention, the head and the search."""
+        shapes = {}
+        for linear in step.linears:
+            assert isinstance(linear, CudaLinear)
+            shapes[linear.form, linear.num_outputs, linear.k, linear.activation] = linear
+        for num_tokens in (step.num_tokens, 1):
+            for linear in shapes.values():
+                x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
+                linear(x, norm=torch.ones_like(x[0]))
+        assert isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
+        heads = step.attention.heads
+        num_blocks = -(-step.num_tokens // RESERVED_BLOCK)
+        kv = self.make_kv_layer(num_blocks, RESERVED_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
+        for lens in ([1], [step.num_tokens]):
+            plan = self._reserve(step.attention, lens, step.num_tokens)
+            width = (heads.num_heads + 2 * heads.num_kv_heads) * heads.head_dim
+            qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
+            step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)
+        logits = step.head.logits(torch.zeros((step.num_logits, step.head.k), dtype=self.dtype, device=self.device))
+        for k in (1, LISTED):
+            self.row_search.find_largest(logits, min(k, step.head.num_outputs))
+
+    def _reserve(self, attention: CudaAttention, lens: list[int], longest: int) -> CudaPlan:
+        """Buffers for a step of so many tokens of each sequence, with the longest context; its plan."""
+        heads, num_tokens = attention.heads, sum(lens)
+        table = tuple(range(-(-longest // RESERVED_BLOCK)))
+        ropes = tuple(self.buffers.take(f"{name} 0", (num_tokens, (heads.rotary_dim or heads.head_dim) // 2), torch.float32) for name in ("cos", "sin"))
+        slots = self.buffers.fill("slot_mapping", list(range(num_tokens)))
+        inputs = AttentionInputs(lens, [longest] * len(lens), [table] * len(lens), slots, ((ropes[0], ropes[1]),))
+        plan = attention.plan(inputs, RESERVED_BLOCK)
+        self.buffers.upload()
+        return plan

@@ -1,0 +1,71 @@
+"""CudaBuffers: the numbers that a step is filled with lie side by side, here and on the device, and go there in one piece."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from services.compute.backends.buffers import Buffers
+
+Tensor = torch.Tensor
+
+SMALLEST = 64  # numbers of a name, at least
+
+
+class CudaBuffers(Buffers):
+    """Each name has its place, which moves only when it becomes too small."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.num_uploads = 0
+        self._is_pinned = device.type == "cuda"
+        self._copied: torch.cuda.Event | None = None  # after the last upload: until then the host's side must stay as it is
+        self._places: dict[str, tuple[int, int]] = {}  # first, size
+        self._first, self._last = 0, 0  # of what is filled and not uploaded
+        self._hold(1 << 12)
+
+    def fill(self, name: str, values: list[int] | np.ndarray[Any, Any]) -> Tensor:
+        first = self._place(name, len(values))
+        last = first + len(values)
+        if self._copied is not None:
+            self._copied.synchronize()
+            self._copied = None
+        self._host[first:last] = torch.as_tensor(values, dtype=torch.int64)
+        self._first, self._last = (min(self._first, first), max(self._last, last)) if self._last else (first, last)
+        return self._held_there[first:last]
+
+    def upload(self) -> None:
+        """One copy, of all from the first to the last of what was filled since the one before."""
+        if not self._last:
+            return
+        self._held_there[self._first : self._last].copy_(self._host[self._first : self._last], non_blocking=True)
+        self._first, self._last = 0, 0
+        self.num_uploads += 1
+        if self._is_pinned:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + self._held_there.nbytes
+
+    def _place(self, name: str, size: int) -> int:
+        first, held = self._places.get(name, (-1, 0))
+        if size <= held:
+            return first
+        self.generation += name in self._places
+        wanted = max(SMALLEST, 1 << (size - 1).bit_length())
+        if self._used + wanted > len(self._host):
+            self.upload()  # who was given a part of what is left here reads it there
+            self._hold(2 * (self._used + wanted))
+        self._places[name] = self._used, wanted
+        self._used += wanted
+        return self._places[name][0]
+
+    def _hold(self, size: int) -> None:
+        """Places anew, in more memory."""
+        with torch.inference_mode(False):
+            self._host = torch.zeros(size, dtype=torch.int64, pin_memory=self._is_pinned)
+            self._held_there = torch.zeros(size, dtype=torch.int64, device=self.device)
+        self.generation += 1
+        self._places, self._used = {}, 0

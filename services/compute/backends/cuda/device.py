@@ -1,0 +1,30 @@
+"""Whether the GPU of this machine can be used; and if not, why, in a few words. It is asked before anything of Triton is loaded."""
+
+import importlib.util
+
+import torch
+
+OLDEST = (8, 0)  # Ampere: the first that multiplies bfloat16
+
+
+def why_unusable() -> str | None:
+    """None: it can be used."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA; install the build from PyPI (docs/gpu.md)"
+    if not torch.cuda.is_available():
+        return _why_unavailable()
+    if importlib.util.find_spec("triton") is None:
+        return "the kernels need the package triton, which torch's CUDA builds bring (docs/gpu.md)"
+    if (capability := torch.cuda.get_device_capability()) < OLDEST:
+        found, oldest = (".".join(map(str, each)) for each in (capability, OLDEST))
+        return f"{torch.cuda.get_device_name()} has compute capability {found}, the kernels need {oldest} (Ampere) or newer"
+    return None
+
+
+def _why_unavailable() -> str:
+    """What the driver says, in a line."""
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:
+        return str(error).strip().splitlines()[0]
+    return "there is no CUDA device"

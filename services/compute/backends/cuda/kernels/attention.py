@@ -1,0 +1,234 @@
+"""Attention over the paged cache: rotation and the way into the cache, then one algorithm for single tokens and for chunks.
+
+Keys are walked over in blocks from position 0, in ranges of RANGE positions, whose results are merged in order. A single token's ranges are divided among
+programs and merged by another kernel; a chunk's are merged in registers, by the same arithmetic. A block that a query does not see changes nothing of its
+own, so it does not matter in which chunks a prompt came, or who else is in the step.
+
+A layer's cache is [2, blocks, kv_heads * block_size * row] of keys and values: of each block [kv_heads, block_size, head_dim] numbers, and, where they are
+int8, [kv_heads, block_size, head_dim / group] float16 scales after them.
+"""
+
+import triton
+import triton.language as tl
+
+from services.compute.backends.cuda.kernels.common import dot, largest_magnitude, nearest, rounded, tanh, widened
+
+
+@triton.jit
+def normed_and_weighted(x, weight, inverse_norm):
+    """As reference.rms_norm rounds. x, weight: [HEADS, DIM] in their dtype; inverse_norm: [HEADS]. Returns float32."""
+    return widened(rounded(widened(rounded(widened(x) * inverse_norm[:, None], x.dtype)) * widened(weight), x.dtype))
+
+
+@triton.jit
+def rotate_and_write(
+    qkv_ptr, kv_ptr, kv_scales_ptr, cos_ptr, sin_ptr, slots_ptr, num_tokens_ptr, q_norm_ptr, k_norm_ptr, eps, kv_stride, block_stride,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim]: q is normalized and rotated in place, k too on its way into the cache, v only goes there.
+
+    Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64; num_tokens: [1] int64, beyond which rows are padding. GROUP: of an
+    int8 cache; 0: it has qkv's dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's elements.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    if token < tl.load(num_tokens_ptr):
+        slot = tl.load(slots_ptr + token)
+        head = tl.arange(0, HEADS)
+        at = tl.arange(0, DIM)
+        is_in = (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (at < HEAD_DIM)[None, :]
+        base = qkv_ptr + token * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        half: tl.constexpr = ROTARY_DIM // 2
+        is_first = at < half
+        partner_at = tl.where(is_first, at + half, tl.where(at < ROTARY_DIM, at - half, at))
+        x = tl.load(base + head[:, None] * HEAD_DIM + at[None, :], mask=is_in, other=0.0)
+        partner = tl.load(base + head[:, None] * HEAD_DIM + partner_at[None, :], mask=is_in, other=0.0)
+        y, z = widened(x), widened(partner)
+        is_value = (head >= NUM_HEADS + NUM_KV_HEADS)[:, None]
+        if q_norm_ptr is not None:
+            inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
+            is_query = (head < NUM_HEADS)[:, None]
+            weight = tl.where(is_query, tl.load(q_norm_ptr + at, mask=at < HEAD_DIM)[None, :], tl.load(k_norm_ptr + at, mask=at < HEAD_DIM)[None, :])
+            in_dim = partner_at < HEAD_DIM
+            partner_weight = tl.where(
+                is_query, tl.load(q_norm_ptr + partner_at, mask=in_dim)[None, :], tl.load(k_norm_ptr + partner_at, mask=in_dim)[None, :]
+            )  # fmt: skip
+            y = tl.where(is_value, y, normed_and_weighted(x, weight, inverse_norm))
+            z = normed_and_weighted(partner, partner_weight, inverse_norm)
+        angle_at = token * half + tl.where(is_first, at, at - half)
+        cos = tl.load(cos_ptr + angle_at, mask=at < ROTARY_DIM, other=1.0)[None, :]
+        sin = tl.load(sin_ptr + angle_at, mask=at < ROTARY_DIM, other=0.0)[None, :]
+        rotated = tl.where(is_first[None, :], y * cos - z * sin, y * cos + z * sin)
+        y = tl.where(is_value | (at >= ROTARY_DIM)[None, :], y, widened(rounded(rotated, x.dtype)))
+        tl.debug_barrier()  # all threads have read their partners
+        tl.store(base + head[:, None] * HEAD_DIM + at[None, :], rounded(y, x.dtype), mask=is_in & (head < NUM_HEADS)[:, None])
+        kv_head = (head - NUM_HEADS) % NUM_KV_HEADS
+        is_cached = is_in & (head >= NUM_HEADS)[:, None]
+        row = kv_head * BLOCK_SIZE + slot % BLOCK_SIZE
+        block = tl.where(head >= NUM_HEADS + NUM_KV_HEADS, kv_stride, 0) + slot // BLOCK_SIZE * block_stride
+        kv_at = kv_ptr + (block + row * HEAD_DIM)[:, None] + at[None, :]
+        if GROUP == 0:
+            tl.store(kv_at, rounded(y, x.dtype), mask=is_cached)
+        else:
+            groups = tl.reshape(y, [HEADS, DIM // GROUP, GROUP])
+            scales = tl.maximum(tl.div_rn(largest_magnitude(groups, 2), 127.0), 1e-7).to(tl.float16)
+            codes = nearest(tl.div_rn(groups, tl.broadcast_to(scales.to(tl.float32)[:, :, None], [HEADS, DIM // GROUP, GROUP])))
+            codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+            tl.store(kv_at, tl.reshape(codes, [HEADS, DIM]).to(tl.int8), mask=is_cached)
+            num_groups: tl.constexpr = HEAD_DIM // GROUP
+            group = tl.arange(0, DIM // GROUP)
+            first = (block + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) // 2 + row * num_groups
+            tl.store(
+                kv_scales_ptr + first[:, None] + group[None, :],
+                scales,
+                mask=(head >= NUM_HEADS)[:, None] & (head < NUM_HEADS + 2 * NUM_KV_HEADS)[:, None] & (group < num_groups)[None, :],
+            )
+
+
+@triton.jit
+def load_cache(
+    kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, dtype: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """Rows of the cache as [KEYS, DIM] in dtype; 0 where nothing is: what others left there may be no number. blocks_at: [KEYS], where their blocks begin,
+    of keys or of values."""
+    at = tl.arange(0, DIM)
+    is_in = is_there[:, None] & (at < HEAD_DIM)[None, :]
+    row = kv_head * BLOCK_SIZE + offsets
+    values = tl.load(kv_ptr + (blocks_at + row * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0)
+    if GROUP == 0:
+        return values
+    else:
+        first = (blocks_at + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) // 2 + row * (HEAD_DIM // GROUP)
+        scales = tl.load(kv_scales_ptr + first[:, None] + (at // GROUP)[None, :], mask=is_in, other=0.0)
+        return rounded(values.to(tl.float32) * scales.to(tl.float32), dtype)
+
+
+@triton.jit
+def attend_range(
+    q, kv_ptr, kv_scales_ptr, table_ptr, positions, first, last, end, kv_head, kv_stride, block_stride, window, scale, cap,
+    NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """Keys of [first, last), a multiple of KEYS each, of which [0, end) are there. q: [ROWS, DIM]; positions: [ROWS]; window: how many each sees, itself
+    included. Returns each row's largest score, sum of weights, and weighted sum of values: [ROWS], [ROWS], [ROWS, DIM] float32."""
+    largest = tl.full([ROWS], float("-inf"), tl.float32)
+    mass = tl.zeros([ROWS], tl.float32)
+    total = tl.zeros([ROWS, DIM], tl.float32)
+    for start in range(first, last, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        is_there = keys < end
+        blocks_at = tl.load(table_ptr + keys // BLOCK_SIZE, mask=is_there, other=0) * block_stride
+        offsets = keys % BLOCK_SIZE
+        k = load_cache(kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, DIM)
+        scores = dot(q, tl.trans(k), tl.zeros([ROWS, KEYS], tl.float32)) * scale
+        if HAS_CAP:
+            scores = tanh(scores / cap) * cap
+        is_seen = (keys[None, :] <= positions[:, None]) & (keys[None, :] > positions[:, None] - window)
+        scores = tl.where(is_seen, scores, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+        weights = tl.exp(scores - base[:, None])
+        shrink = tl.exp(largest - base)
+        mass = mass * shrink + tl.sum(weights, 1)
+        blocks_at += kv_stride
+        v = load_cache(kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, q.dtype, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, DIM)
+        total = dot(rounded(weights, q.dtype), v, total * shrink[:, None])
+        largest = new_largest
+    return largest, mass, total
+
+
+@triton.jit
+def merge(largest, mass, total, other_largest, other_mass, other_total):
+    """Two ranges' results as one, of which either may have seen nothing: -inf, 0 and 0."""
+    new_largest = tl.maximum(largest, other_largest)
+    base = tl.where(new_largest == float("-inf"), 0.0, new_largest)
+    shrink, other_shrink = tl.exp(largest - base), tl.exp(other_largest - base)
+    mass = mass * shrink + other_mass * other_shrink
+    return new_largest, mass, total * shrink[:, None] + other_total * other_shrink[:, None]
+
+
+@triton.jit
+def attend(
+    qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, out_ptr, parts_ptr, stats_ptr,
+    num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
+    SHARING: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
+    IS_SPLIT: tl.constexpr, HAS_CAP: tl.constexpr,
+):  # fmt: skip
+    """A program a tile of one sequence's queries, a KV head, and, if IS_SPLIT, some of its ranges.
+
+    tiles: [3, num_tiles] int64: first token in the step, number of queries (0: padding), sequence; contexts: [sequences, 2]: of each, how many tokens it has
+    after the step, and its first token in the step less its position; tables: [sequences, table_width]. A tile's rows are its queries times the SHARING
+    (a power of two) query heads of a KV head. Writes out [T, heads * head_dim], or by range parts [num_tiles, heads, max_ranges, head_dim] and
+    stats [num_tiles, heads, max_ranges, 2] of largest score and mass, float32.
+    """
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    num_queries = tl.load(tiles_ptr + num_tiles + tile)
+    if num_queries > 0:
+        first_token = tl.load(tiles_ptr + tile)
+        sequence = tl.load(tiles_ptr + 2 * num_tiles + tile)
+        end = tl.load(contexts_ptr + 2 * sequence)
+        origin = tl.load(contexts_ptr + 2 * sequence + 1)
+        heads_of_one: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+        row = tl.arange(0, ROWS)
+        query, of_group = row // SHARING, row % SHARING
+        is_row = (query < num_queries) & (of_group < heads_of_one)
+        token = first_token + query
+        head = kv_head * heads_of_one + of_group
+        positions = tl.where(is_row, token - origin, -1)
+        at = tl.arange(0, DIM)
+        is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
+        width: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+        q = tl.load(qkv_ptr + (token * width + head * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
+        first_seen = tl.maximum(first_token - origin - window + 1, 0)  # by the tile's first query; the last sees up to:
+        last_seen = first_token - origin + num_queries
+        largest = tl.full([ROWS], float("-inf"), tl.float32)
+        mass = tl.zeros([ROWS], tl.float32)
+        total = tl.zeros([ROWS, DIM], tl.float32)
+        for number in range(first_seen // RANGE + tl.program_id(2), tl.cdiv(last_seen, RANGE), tl.num_programs(2)):
+            first = tl.maximum(number * RANGE, first_seen // KEYS * KEYS)
+            last = tl.minimum((number + 1) * RANGE, last_seen)
+            range_largest, range_mass, range_total = attend_range(
+                q, kv_ptr, kv_scales_ptr, tables_ptr + sequence * table_width, positions, first, last, end, kv_head, kv_stride, block_stride,
+                window, scale, cap, NUM_KV_HEADS, HEAD_DIM, BLOCK_SIZE, GROUP, ROWS, KEYS, DIM, HAS_CAP,
+            )  # fmt: skip
+            if IS_SPLIT:
+                part = (tile.to(tl.int64) * NUM_HEADS + head) * max_ranges + number
+                tl.store(stats_ptr + 2 * part, range_largest, mask=is_row)
+                tl.store(stats_ptr + 2 * part + 1, range_mass, mask=is_row)
+                tl.store(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], range_total, mask=is_in)
+            else:
+                largest, mass, total = merge(largest, mass, total, range_largest, range_mass, range_total)
+        if not IS_SPLIT:
+            out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+            tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)
+
+
+@triton.jit
+def merge_ranges(
+    tiles_ptr, contexts_ptr, parts_ptr, stats_ptr, out_ptr, num_tiles, max_ranges, window,
+    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
+):  # fmt: skip
+    """What `attend` wrote by range for tiles of one query, in order: a program a tile and KV head."""
+    tile, kv_head = tl.program_id(0), tl.program_id(1)
+    if tl.load(tiles_ptr + num_tiles + tile) > 0:
+        token = tl.load(tiles_ptr + tile)
+        end = tl.load(contexts_ptr + 2 * tl.load(tiles_ptr + 2 * num_tiles + tile))
+        heads_of_one: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
+        of_group = tl.arange(0, SHARING)
+        is_row = of_group < heads_of_one
+        head = kv_head * heads_of_one + of_group
+        at = tl.arange(0, DIM)
+        is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
+        largest = tl.full([SHARING], float("-inf"), tl.float32)
+        mass = tl.zeros([SHARING], tl.float32)
+        total = tl.zeros([SHARING, DIM], tl.float32)
+        for number in range(tl.maximum(end - window, 0) // RANGE, tl.cdiv(end, RANGE)):
+            part = (tile.to(tl.int64) * NUM_HEADS + head) * max_ranges + number
+            range_largest = tl.load(stats_ptr + 2 * part, mask=is_row, other=float("-inf"))
+            range_mass = tl.load(stats_ptr + 2 * part + 1, mask=is_row, other=0.0)
+            range_total = tl.load(parts_ptr + (part * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
+            largest, mass, total = merge(largest, mass, total, range_largest, range_mass, range_total)
+        out = total / tl.where(mass == 0.0, 1.0, mass)[:, None]
+        tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)

@@ -1,0 +1,68 @@
+"""Rows between the products: what launches kernels/rows.py."""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+
+from services.compute.backends.cuda.kernels import rows as kernels
+
+Tensor = torch.Tensor
+
+FINISHED_AT_ONCE = 1024  # logits of a program
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedRows:
+    """Rows in int8, with a scale for each group of inputs."""
+
+    codes: Tensor  # [T, k] int8
+    scales: Tensor  # [T, groups] float32
+    sums: Tensor  # [T, groups] int32: of the codes
+
+
+def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tensor | None = None, multiplier: float = 1.0, out: Tensor | None = None) -> Tensor:
+    """x + multiplier * norm(h). h, x: [T, k], h perhaps columns of a wider tensor; out: of h's strides, a new tensor by default, or h itself."""
+    out = torch.empty_like(h, memory_format=torch.contiguous_format) if out is None else out
+    assert h.stride() == out.stride() and h.stride(1) == 1
+    k = h.shape[1]
+    block = triton.next_power_of_2(k)
+    kernels.prepare_rows[(len(h),)](
+        h, x, norm, out, None, None, None, h.stride(0), k, eps, multiplier, 0, GROUP=0, BLOCK=block, num_warps=warps_of(block)
+    )  # fmt: skip
+    return out
+
+
+def quantize(h: Tensor, group: int, *, norm: Tensor | None = None, eps: float = 0.0) -> QuantizedRows:
+    """norm(h) in int8: by groups of so many inputs, a power of two, or as many as a row has."""
+    num_rows, k = h.shape
+    num_groups, block = -(-k // group), triton.next_power_of_2(k)
+    codes = torch.empty((num_rows, k), dtype=torch.int8, device=h.device)
+    scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=h.device)
+    sums = torch.empty((num_rows, num_groups), dtype=torch.int32, device=h.device)
+    block = max(block, group) if num_groups > 1 else block
+    kernels.prepare_rows[(num_rows,)](
+        h, None, norm, None, codes, scales, sums, h.stride(0), k, eps, 1.0, num_groups, GROUP=group if num_groups > 1 else block, BLOCK=block,
+        num_warps=warps_of(block),
+    )  # fmt: skip
+    return QuantizedRows(codes, scales, sums)
+
+
+def warps_of(block: int) -> int:
+    """Of a program that holds a row of so many numbers: some 32 a thread."""
+    return min(max(block // 1024, 1), 16)
+
+
+class CudaRowMath:
+    """As TorchRowMath; a sum is rounded once."""
+
+    def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
+        return prepare(x, norm=weight, eps=eps)
+
+    def add(self, x: Tensor, h: Tensor, *, norm: Tensor | None, eps: float, multiplier: float = 1.0) -> Tensor:
+        return prepare(h, norm=norm, eps=eps, x=x, multiplier=multiplier)
+
+    def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
+        size = logits.numel()
+        kernels.finish_logits[(triton.cdiv(size, FINISHED_AT_ONCE),)](logits, size, multiplier, cap, HAS_CAP=cap != 0.0, BLOCK=FINISHED_AT_ONCE)
+        return logits

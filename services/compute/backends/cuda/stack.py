@@ -1,0 +1,56 @@
+"""A decoder's layers, and the recordings of their steps."""
+
+from collections.abc import Sequence
+
+import torch
+
+from services.compute.backends.backend import LayerWeights, RowMath, Wiring
+from services.compute.backends.buffers import Buffers
+from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
+from services.compute.backends.cuda.graphs import Record, Recordings
+from services.compute.backends.cuda.linear import CudaLinear
+
+Tensor = torch.Tensor
+
+
+class CudaStack:
+    """See backend.py's Stack. Steps of single tokens are recorded; those with chunks are launched kernel by kernel."""
+
+    def __init__(self, buffers: Buffers, row_math: RowMath, layers: Sequence[LayerWeights], attention: CudaAttention, wiring: Wiring, record: Record) -> None:
+        self.buffers = buffers
+        self.row_math = row_math
+        self.layers = layers
+        self.attention = attention
+        self.wiring = wiring
+        self.recordings = Recordings(record)
+
+    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan) -> Tensor:
+        if not plan.is_recordable:
+            return self.run(x, kv_layers, plan)
+        held = self.buffers.take("stack", (plan.shape[0], x.shape[1]), x.dtype)
+        held[: len(x)].copy_(x)
+        key = (*plan.shape, kv_layers[0].data_ptr())
+        return self.recordings.run(key, lambda: self.run(held, kv_layers, plan), lambda: self.buffers.generation)[: len(x)]
+
+    def run(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan) -> Tensor:
+        """Launch all kernels of the step. x, which stays as it is: [T, hidden]. Returns [T, hidden]."""
+        wiring = self.wiring
+        for layer, kv, window, rope in zip(self.layers, kv_layers, wiring.windows, wiring.ropes, strict=True):
+            norms = layer.norms
+            qkv = layer.qkv(x, norm=norms.before_attention, eps=wiring.eps)
+            h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=wiring.eps, rope=rope)
+            if wiring.adds_in_layers:
+                x = layer.output(h, residual=x)
+                x = layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps)
+            else:
+                x = self._add(x, layer.output(h), norms.after_attention)
+                x = self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps, has_residual=False), norms.after_mlp)
+        return x
+
+    def reserve(self, num_tokens: int) -> None:
+        qkv = self.layers[0].qkv
+        assert isinstance(qkv, CudaLinear)
+        self.buffers.take("stack", (num_tokens, qkv.k), qkv.dtype)
+
+    def _add(self, x: Tensor, h: Tensor, norm: Tensor | None) -> Tensor:
+        return self.row_math.add(x, h, norm=norm, eps=self.wiring.eps, multiplier=self.wiring.residual_multiplier)

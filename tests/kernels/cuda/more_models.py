@@ -1,0 +1,45 @@
+"""More whole models on the CUDA backend in the interpreter, for `make cuda-kernels`: minutes. pytest does not find this file by itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import Gemma2Config, Gemma3TextConfig, Olmo2Config, Qwen2MoeConfig
+
+from bench.gpu.models import check_model
+from services.compute.backends.cuda.backend import CudaBackend
+from tests.kernels.backends import CPU, FLOAT32
+from tests.kernels.cuda.test_cuda_models import CONFIG, SIZES
+from tests.kernels.families import LINEAR_ROPE, LOCAL_ROPE, reference_model
+
+WINDOWS = {"sliding_window": 12, "query_pre_attn_scalar": 20, "layer_types": ["sliding_attention", "full_attention"]}
+CONFIGS = {
+    "gemma2": Gemma2Config(**SIZES, **WINDOWS, attn_logit_softcapping=5.0, final_logit_softcapping=8.0),
+    "gemma3": Gemma3TextConfig(**SIZES, **WINDOWS, rope_parameters={"full_attention": LINEAR_ROPE, "sliding_attention": LOCAL_ROPE}),
+    "olmo2": Olmo2Config(**SIZES),
+    "qwen2-moe": Qwen2MoeConfig(
+        **SIZES, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24, mlp_only_layers=[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+def test_tokens_are_those_of_torch_in_float32(name: str, tmp_path: Path) -> None:
+    reference_model(name, tmp_path, config=CONFIGS[name])
+    check = check_model(tmp_path, CudaBackend(torch.float32, CPU), lengths=(4, 19), num_tokens=4, reference=FLOAT32)
+    assert check.are_tokens_equal and check.are_bits_equal and check.error is not None and check.error < 1e-5
+
+
+@pytest.mark.parametrize("name", list(CONFIGS))
+@pytest.mark.parametrize(("quantization", "kv_group"), [("none", 0), ("w8a8", 8)])
+def test_a_sequence_has_the_same_bits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
+    reference_model(name, tmp_path, config=CONFIGS[name])
+    backend = CudaBackend(torch.bfloat16, CPU)
+    assert check_model(tmp_path, backend, quantization=quantization, kv_group=kv_group, lengths=(4, 19), num_tokens=3, reference=None).are_bits_equal
+
+
+def test_every_mode_keeps_its_bits(tmp_path: Path) -> None:
+    reference_model("llama", tmp_path, config=CONFIG)
+    for quantization in ("none", "w4", "nf4"):
+        check = check_model(tmp_path, CudaBackend(torch.bfloat16, CPU), quantization=quantization, lengths=(4, 33, 17), num_tokens=4, reference=None)
+        assert check.are_bits_equal, quantization

@@ -1,0 +1,117 @@
+"""Each Triton kernel in the interpreter, against its definition, and a row's bits alone. `make cuda-kernels` has more cases, and prints the errors."""
+
+import pytest
+import torch
+
+from bench.gpu.kernels import (
+    FORMS,
+    AttentionCase,
+    Check,
+    LinearCase,
+    check_attention,
+    check_linear,
+    check_logits,
+    check_rows,
+    check_search,
+)
+from services.compute.backends.cuda import attention as attention_module
+from services.compute.backends.cuda import search as search_module
+from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.linear import CudaLinear, read_table
+from services.compute.backends.matrix import Dense, Grouped
+from services.compute.backends.torch.attention import Heads, Scores
+from services.compute.backends.torch.reference import FOUR_BIT_TABLES
+from shared.errors import StartupError
+from tests.kernels.backends import CPU
+
+BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32
+
+
+def has_held(check: Check) -> bool:
+    assert check.error <= check.bound, check
+    assert check.is_same_alone, check
+    return True
+
+
+@pytest.mark.parametrize(("form", "dtype"), [("none", FLOAT32), *((form, BFLOAT16) for form in FORMS)])
+def test_linear_layers(form: str, dtype: torch.dtype) -> None:
+    """An odd number of inputs and parts of a tile; of few rows, and of many with all that the epilogue adds."""
+    backend = CudaBackend(dtype, CPU)
+    assert has_held(check_linear(backend, form, LinearCase(2, 36, 65, has_norm=True)))
+    if form in ("none", "w8a8", "w4"):
+        assert has_held(check_linear(backend, form, LinearCase(66, 24, 40, activation="silu", has_bias=True, has_residual=True)))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+def test_a_gate_of_gelu(dtype: torch.dtype) -> None:
+    assert has_held(check_linear(CudaBackend(dtype, CPU), "none", LinearCase(3, 40, 32, activation="gelu_tanh")))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "case"),
+    [
+        (FLOAT32, AttentionCase(Heads(4, 2, 32), (5, 20), (1, 9))),
+        (BFLOAT16, AttentionCase(Heads(3, 1, 24, 16), (27, 18), (1, 17), window=20, norm="heads")),
+        (BFLOAT16, AttentionCase(Heads(4, 2, 32), (11, 18), (3, 1), kv_group=8, norm="joint", scores=Scores(0.3, 5.0))),
+        (BFLOAT16, AttentionCase(Heads(2, 1, 16), (70,), (1,))),
+    ],
+)
+def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step and in two; single tokens beside chunks; over more than one range."""
+    monkeypatch.setattr(attention_module, "RANGE", 64)
+    assert has_held(check_attention(CudaBackend(dtype, CPU), case))
+
+
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
+@pytest.mark.parametrize("has_norm", [True, False])
+def test_adding_to_the_residual(dtype: torch.dtype, has_norm: bool) -> None:
+    assert has_held(check_rows(CudaBackend(dtype, CPU), 3, 100, has_norm=has_norm, multiplier=0.22))
+
+
+@pytest.mark.parametrize(("vocab_size", "k"), [(70, 1), (20, 20), (70, 10)])
+def test_the_search_for_candidates(vocab_size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one chunk and in several."""
+    monkeypatch.setattr(search_module, "CHUNK", 32)
+    assert has_held(check_search(CudaBackend(BFLOAT16, CPU), 2, vocab_size, k))
+
+
+def test_finishing_logits() -> None:
+    assert has_held(check_logits(CudaBackend(BFLOAT16, CPU), 3, 500))
+
+
+@pytest.mark.parametrize("quantization", ["none", "w8a8", "w4"])
+def test_a_nan_of_a_row_is_all_that_comes_of_it(quantization: str) -> None:
+    backend = CudaBackend(BFLOAT16, CPU)
+    layer = backend.make_linear(Dense(torch.randn(32, 64, generator=torch.Generator().manual_seed(1)).bfloat16()), quantization=quantization, group=32)
+    x = torch.ones(3, 64).bfloat16()
+    x[1, 40] = torch.nan
+    found = layer(x)
+    assert found[1].isnan().all() and torch.isfinite(found[[0, 2]].float()).all()
+
+
+def test_tables_of_even_steps_are_counted_and_others_are_looked_up() -> None:
+    assert read_table(torch.tensor(FOUR_BIT_TABLES["w4"], dtype=torch.int8))[0] == -8
+    first, words = read_table(torch.tensor(FOUR_BIT_TABLES["nf4"], dtype=torch.int8))
+    assert first is None
+    assert [value for word in words for value in memoryview(word.to_bytes(8, "little", signed=True)).cast("b")] == list(FOUR_BIT_TABLES["nf4"])
+
+
+def test_what_no_kernel_reads_is_widened() -> None:
+    """Groups of 16 inputs; and anything quantized, in float32."""
+    codes = torch.randint(-9, 9, (8, 32), dtype=torch.int8)
+    narrow = Grouped(codes, torch.ones(8, 2).half(), 16)
+    assert not CudaBackend(BFLOAT16, CPU).is_kept(narrow) and not CudaBackend(FLOAT32, CPU).is_kept(Grouped(codes, torch.ones(8, 1).half(), 32))
+    layer = CudaBackend(BFLOAT16, CPU).make_linear(narrow)
+    assert isinstance(layer, CudaLinear) and torch.equal(layer.weight, codes.bfloat16())
+
+
+def test_what_can_not_run_is_refused_in_one_line() -> None:
+    backend = CudaBackend(FLOAT32, CPU)
+    with pytest.raises(StartupError, match="--quantization w4 needs --dtype bfloat16"):
+        backend.make_linear(Dense(torch.eye(32)), quantization="w4")
+    with pytest.raises(StartupError, match="packed for the CPU's kernels"):
+        backend.restore_linear({}, 32, 32, is_gated=False, has_bias=False, activation="silu")
+    with pytest.raises(StartupError, match="heads of 512 dimensions"):
+        backend.make_attention(Heads(2, 2, 512))
+    with pytest.raises(StartupError, match="can't be divided into groups of 20"):
+        backend.make_kv_layer(1, 16, 1, 20, group=20)

@@ -1,0 +1,53 @@
+"""A whole model on the CUDA backend in the interpreter: torch's tokens in float32, and a sequence's bits in any company. `make cuda-kernels` has more."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from bench.gpu.models import LoadedModel, check_model, make_prompts
+from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.stack import CudaStack
+from tests.kernels.backends import CPU, FLOAT32
+from tests.kernels.families import reference_model
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "eos_token_id": 1, "bos_token_id": None, "pad_token_id": 0, "head_dim": 16,
+}  # fmt: skip
+CONFIG = LlamaConfig(**SIZES | {"num_hidden_layers": 1})
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    reference_model("llama", tmp_path, config=CONFIG)
+    return tmp_path
+
+
+def test_tokens_are_those_of_torch_in_float32(model: Path) -> None:
+    check = check_model(model, CudaBackend(torch.float32, CPU), lengths=(3, 10), num_tokens=2, reference=FLOAT32)
+    assert check.are_tokens_equal and check.are_bits_equal and check.error is not None and check.error < 1e-5
+
+
+def test_a_sequence_has_the_same_bits_in_any_company(model: Path) -> None:
+    check = check_model(model, CudaBackend(torch.bfloat16, CPU), quantization="w8a8", kv_group=8, lengths=(3, 9), num_tokens=2, reference=None)
+    assert check.are_bits_equal
+
+
+def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(model: Path) -> None:
+    """Three sequences are padded to four. From the second step on, the recording of the first computes them."""
+    backend = CudaBackend(torch.float32, CPU)
+    loaded = LoadedModel(model, backend)
+    stack = loaded.model.stack
+    assert isinstance(stack, CudaStack)
+    runs = []
+    stack.recordings.record = lambda forward: lambda: runs.append(1) or forward()  # type: ignore[func-returns-value]
+    loaded.model.workspace_bytes(32, 8, 64)  # the buffers have their size: nothing moves any more
+    generation, uploads = backend.buffers.generation, backend.buffers.num_uploads
+    found = loaded.answer(make_prompts(64, (3, 4, 5)), 4)
+    assert backend.buffers.generation == generation
+    assert backend.buffers.num_uploads - uploads == 4  # one a step: the prompts, then three of single tokens
+    assert len(stack.recordings) == 1 and len(runs) == 2
+    expected = LoadedModel(model, FLOAT32).answer(make_prompts(64, (3, 4, 5)), 4)
+    assert [each.tokens for each in found] == [each.tokens for each in expected]
