@@ -63,7 +63,6 @@ class Context(RequestContext):
     files: FileStore
     batches: BatchStore
     jobs: Jobs
-    watch: Watch
 
     def served_names(self) -> dict[str, Replica]:
         """Every name that the caller may use, and a live compute replica of its model."""
