@@ -142,6 +142,7 @@ def test_a_killed_worker_loses_no_line_and_computes_none_twice(served: Deploymen
     answers = lines_of(client, batch.output_file_id)
     assert [each["custom_id"] for each in answers] == [f"line-{number:04}" for number in range(80)]
     assert batch.usage.output_tokens == 80 * 20 == sum(each["response"]["body"]["usage"]["completion_tokens"] for each in answers)
+    wait_until(lambda: computed() - before >= 80 * 20, description="all is announced")
     time.sleep(1.5)
     assert computed() - before == 80 * 20
 

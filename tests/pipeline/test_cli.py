@@ -38,9 +38,10 @@ def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     assert lines[0].split() == ["STAGE", "MODEL", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "KV", "UP", "REPLICA", "HOST", "PID"]
     stages = ["gateway", "tokenizer", "tokenizer", "compute", "sampler", "sampler"]
     assert [line.split()[0] for line in lines[1:7]] == stages
+    wait_until(lambda: "jobs" in run("status", "--data-dir", str(up.data_dir)).stdout, description="the worker of batches, which is started last")
     shown = json.loads(run("status", "--redis-url", f"unix://{up.data_dir}/redis.sock", "--json").stdout)
     replicas = {replica["stage"]: replica for replica in shown["replicas"]}
-    assert [replica["stage"] for replica in shown["replicas"]] == stages and shown["missing"] == [] and shown["dead_letters"] == 0
+    assert [replica["stage"] for replica in shown["replicas"]] == [*stages, "jobs"] and shown["missing"] == [] and shown["dead_letters"] == 0
     assert replicas["compute"]["model"] == "penstock-demo" and replicas["compute"]["waiting"] == 0
     assert replicas["compute"]["tokens_per_s"] is not None and 0 <= replicas["compute"]["kv_cache_usage"] <= 1
     assert replicas["gateway"]["ttft_s"] > 0
