@@ -18,13 +18,13 @@ $(VENV)/dev: pyproject.toml
 up: $(BIN)/penstock
 	$(BIN)/penstock up $(ARGS)
 
-# What computes runs in one process a core; what starts processes of its own and waits for them, in two. With ARGS, those tests only.
+# What computes runs in one process a core; what starts processes of its own and waits for them, in three. With ARGS, those tests only.
 test: $(VENV)/dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(COMPUTING)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(addprefix --ignore=,$(COMPUTING))
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(addprefix --ignore=,$(COMPUTING))
 endif
 
 check: $(VENV)/dev
