@@ -29,6 +29,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.loop import run_step
 from services.compute.sequence import Sequence
+from shared.errors import StartupError
 from shared.sampling_params import SamplingParams
 
 STEPS = 20
@@ -183,7 +184,10 @@ def main() -> None:
         model = args.model or Path(folder) / "model"
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True)
-        served, apart = (load(model, args.quantization, kv_cache_dtype=args.kv_cache_dtype) for _ in range(2))
+        try:
+            served, apart = (load(model, args.quantization, kv_cache_dtype=args.kv_cache_dtype) for _ in range(2))
+        except StartupError as error:
+            raise SystemExit(str(error)) from None
     timer, unused = Timer(), Timer()  # the second for what is not looked at
     decoder = apart.runner.model
     assert isinstance(decoder, Decoder)
