@@ -21,10 +21,11 @@ HELP = f"""\
 /system [TEXT]   show the system prompt, or set it (/system none takes it away)
 /model [NAME]    list the models, or go on with another
 /regenerate      answer the last question anew
-/save FILE       write the conversation to a file: Markdown, or messages if it ends with .json
+/save FILE       write the conversation: Markdown, or messages to a .json
 /reset           forget what was said; the system prompt stays
 /help, /exit
-Enter sends; {NEWLINE_KEYS} begins a new line, and what is pasted stays one question. Ctrl-C stops an answer, Ctrl-D ends the chat."""
+Enter sends; {NEWLINE_KEYS} begins a new line; what is pasted stays one question.
+Ctrl-C stops an answer, Ctrl-D ends the chat."""
 
 COMMANDS = ("help", "reset", "system", "model", "regenerate", "save", "exit", "quit")
 

@@ -122,8 +122,8 @@ def works(deployment: Deployment) -> None:
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", description="a batch", timeout_s=60)
         client.files.delete(file.id)
         print("ok: a file, and a batch of it")
-    with httpx.stream("GET", f"{deployment.url()}/live", timeout=10, trust_env=False) as reply:
-        assert any('"num_held_blocks"' in line for line in islice(reply.iter_lines(), 40)), "compute shows nothing"
+    with httpx.stream("GET", f"{deployment.url()}/live", timeout=10, trust_env=False) as live:
+        assert any('"num_held_blocks"' in line for line in islice(live.iter_lines(), 40)), "compute shows nothing"
     for path in ("/health", "/ready", "/metrics"):
         assert deployment.get(path).status_code == 200, path
     assert deployment.post("/tokenize", {"prompt": "a b"}).json()["count"] > 0
