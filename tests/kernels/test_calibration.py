@@ -223,8 +223,8 @@ def test_a_bad_text_is_one_line(content: bytes | str | None, message: str, tmp_p
 
 
 def test_too_few_tokens_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "-1"]) == 2
-    assert capsys.readouterr().err == "penstock: --calibration-tokens -1: at least 2,560 are needed\n"
+    assert main(["quantize", "demo", str(tmp_path / "out"), "--calibrate", "default", "--calibration-tokens", "100"]) == 2
+    assert capsys.readouterr().err == "penstock: --calibration-tokens 100: at least 2,560 are needed\n"
 
 
 def test_what_can_not_be_calibrated_is_said_before_anything_is_loaded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
