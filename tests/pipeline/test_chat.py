@@ -4,6 +4,7 @@ pyte the screen."""
 import contextlib
 import json
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -102,13 +103,16 @@ def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> No
 
 
 def test_ctrl_c_stops_an_answer_and_a_full_context_loses_its_oldest_turn(demo: Deployment, tmp_path: Path) -> None:
+    compute = next(process for name, process in demo.processes.items() if name.startswith("compute"))
     chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300")  # whatever token: no answer ends before
     try:
         chat.wait_for_prompt()
         chat.send("Go.\r")
-        wait_until(lambda: len("".join(chat.lines())) > 200, description="some of an answer")
+        wait_until(lambda: len("".join(chat.lines())) > 150, description="some of an answer")
+        compute.send_signal(signal.SIGSTOP)  # a fast one would have ended it before this screen shows as much
         chat.send("typed meanwhile" + CTRL_C)
         chat.wait_for(r"^\[stopped\]$")
+        compute.send_signal(signal.SIGCONT)
         chat.send("/reset\r")
         chat.wait_for("^forgotten$")
         chat.send("\x1b[200~" + "What is a turbine? " * 90 + "\x1b[201~\r")  # with its answer, most of the context of 1,024 tokens
@@ -119,4 +123,5 @@ def test_ctrl_c_stops_an_answer_and_a_full_context_loses_its_oldest_turn(demo: D
         chat.send(CTRL_C)
         chat.wait_for_prompt()
     finally:
+        compute.send_signal(signal.SIGCONT)
         chat.process.close(force=True)
