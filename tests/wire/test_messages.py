@@ -24,7 +24,7 @@ from shared.messages import (
     encode,
 )
 from shared.sampling_params import SamplingParams
-from tests.wire.golden import CANDIDATES, GOLDEN, LOGPROB, PROMPT_LOGPROBS, Golden, f32, i32
+from tests.wire.golden import CANDIDATES, GENERATE, GOLDEN, LOGPROB, PROMPT_LOGPROBS, Golden, f32, i32
 
 
 def plain(value: Any) -> Any:
@@ -149,3 +149,12 @@ def test_noise_is_refused_and_nothing_else_happens(noise: bytes) -> None:
 def test_a_field_that_an_older_sender_left_out_has_its_default() -> None:
     short = msgpack.packb(["control", 1, "refresh"])
     assert decode(Control, short) == Control("refresh")
+
+
+def test_a_constraint_of_the_version_before_knows_no_thoughts() -> None:
+    """A gateway of that version beside newer stages: its constraint is shorter."""
+    message = GENERATE.message
+    assert isinstance(message, GenerateRequest) and message.constraint is not None
+    shorter = [each[:4] if isinstance(each, list) and each[:1] == ["json_schema"] else each for each in msgpack.unpackb(encode(message), strict_map_key=False)]
+    decoded = decode(GenerateRequest, msgpack.packb(shorter))
+    assert decoded.constraint == replace(message.constraint, thought_begin="", thought_end="")
