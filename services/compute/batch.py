@@ -8,7 +8,7 @@ class BatchRow:
     """One sequence's part of a step: the tokens whose KV the step computes."""
 
     handle: int
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # the last may be PENDING: the step in flight has drawn it
     num_computed_tokens: int  # of the sequence, before the step: where the first of token_ids stands
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
     is_sampled: bool  # the last of token_ids is the sequence's last: its logits decide the next token

@@ -1,15 +1,19 @@
 """ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as logits."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from services.compute.backends.backend import Backend
+from services.compute.backends.buffers import to_device
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
 from services.compute.models.decoder import ForwardBatch
+from services.compute.sequence import PENDING
 
 
 class ModelShape(CacheShape, Protocol):
@@ -64,6 +68,14 @@ class Model(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class DrawnTokens:
+    """The tokens that a step in flight draws. They are on the device, and nobody here knows them yet."""
+
+    token_ids: torch.Tensor  # [R] int64
+    row_by_handle: dict[int, int]  # whose they are
+
+
 PROMPT_ROWS = 64  # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a vocabulary of 151,936
 
 
@@ -82,15 +94,22 @@ class ModelRunner:
         """Run one step. Returns the logits [len(batch.sampled), vocab_size] float32, in that order."""
         return self.logits(batch, self.run(batch))
 
-    def run(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Run one step up to the head: prepare it, then a forward pass that reads nothing else of the batch. Returns what `logits` and `prompt_logits` take."""
+    def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
+        """Run one step up to the head: prepare it, then a forward pass that reads nothing else of the batch. Returns what `logits` and `prompt_logits` take.
+
+        drawn: has the tokens that are PENDING in the batch.
+        """
         if batch.block_copies:
             self.kv_cache.copy_blocks(batch.block_copies)
-        return self.model.forward(*self.prepare(batch), self.kv_cache.layers)
+        return self.model.forward(*self.prepare(batch, drawn), self.kv_cache.layers)
 
-    def logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until the head runs again. hidden: what `run` returned."""
-        return self.model.logits(hidden, self._wanted(_sampled_rows(batch)))
+    def logits(self, batch: ScheduledBatch, hidden: torch.Tensor, handles: Container[int] | None = None) -> torch.Tensor:
+        """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until the head runs again. hidden: what `run` returned; handles:
+        of the rows that are still wanted, where some are not."""
+        rows = _sampled_rows(batch)
+        if handles is not None:
+            rows = [row for row, handle in zip(rows, batch.sampled, strict=True) if handle in handles]
+        return self.model.logits(hidden, self._wanted(rows))
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         """Of the rows that predict the batch's target_ids, in their order: slices of [at most PROMPT_ROWS, vocab_size] float32, each good until the next."""
@@ -102,9 +121,9 @@ class ModelRunner:
         """The last hidden states of the rows' pooled tokens, in their order, [R, hidden] float32."""
         return self.model.states(hidden, self._wanted(_pooled_rows(batch))).cpu()
 
-    def prepare(self, batch: ScheduledBatch) -> tuple[ForwardBatch, Any]:
+    def prepare(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> tuple[ForwardBatch, Any]:
         """The batch's tokens in its own order, decodes, then chunks; and the model's plan. Both are good until the next step is prepared: they are in the
-        backend's buffers."""
+        backend's buffers. What is PENDING is put in its place on the device."""
         block_size = self.kv_cache.block_size
         input_ids: list[int] = []
         positions: list[int] = []
@@ -127,16 +146,24 @@ class ModelRunner:
         self._prepared = logit_rows, prepared.logit_rows
         plan = self.model.plan(prepared, block_size)
         self.buffers.upload()
+        if drawn is not None:
+            _feed(prepared.input_ids, batch, drawn)
         return prepared, plan
 
     def _wanted(self, rows: list[int]) -> torch.Tensor:
         """Some of the last step's logit_rows. All of them are there already."""
         prepared, tensor = self._prepared
-        if rows == prepared:
-            return tensor
-        wanted = self.buffers.fill("wanted_rows", rows)
-        self.buffers.upload()
-        return wanted
+        return tensor if rows == prepared else to_device(np.array(rows, np.int64), tensor.device)
+
+
+@torch.inference_mode()
+def _feed(input_ids: torch.Tensor, batch: ScheduledBatch, drawn: DrawnTokens) -> None:
+    """Put the tokens that are PENDING in their places, on the device."""
+    ends = accumulate(row.num_tokens for row in batch.rows)
+    fed = [(end - 1, drawn.row_by_handle[row.handle]) for row, end in zip(batch.rows, ends, strict=True) if row.token_ids[-1] == PENDING]
+    if fed:
+        places, sources = to_device(np.array(fed, np.int64).T.copy(), input_ids.device)
+        input_ids[places] = drawn.token_ids[sources]
 
 
 def _sampled_rows(batch: ScheduledBatch) -> list[int]:

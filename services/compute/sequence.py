@@ -12,6 +12,8 @@ from shared.sampling_params import SamplingParams
 
 Array = np.ndarray[Any, Any]
 
+PENDING = -1  # in the place of a sequence's last token: the device has drawn it, and it is not read yet
+
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
@@ -29,7 +31,7 @@ class Sequence:
 
     handle: int  # unique in this process; names the sequence in StepCandidates
     request_id: str
-    token_ids: list[int]  # the prompt, then the decided tokens, then those that compute foresees
+    token_ids: list[int]  # the prompt, then the decided tokens, then those that compute foresees, of which the last may be PENDING
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
@@ -66,6 +68,11 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether the last token is in a step in flight."""
+        return self.token_ids[-1] == PENDING
 
     @property
     def num_decided_tokens(self) -> int:

@@ -1,8 +1,10 @@
-"""THE LOOP: collect, apply, schedule, run, reduce, foresee, send. What it does not do itself is one call away.
+"""THE LOOP: collect, apply, schedule, run, reduce, land, send. What it does not do itself is one call away.
 
 No step waits for its decisions. Compute has the candidates, the parameters, the seed and the position, and deciding is a pure function: so it
 takes the token that the sampler will decide and goes on. The sampler stays the authority. What the log holds comes in while a later step
 runs; where it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
+
+A device that draws its tokens is not waited for either: a step lands, is read and sent, when the one after it has been launched (flight.py).
 """
 
 import time
@@ -14,11 +16,12 @@ from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.prompt_logprobs import score_prompts
-from services.compute.candidates.reduction import NO_MASKS, CandidateRows, reduce
+from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
+from services.compute.flight import Flight, land, standing, take_off
 from services.compute.pooling import pool
 from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
@@ -54,6 +57,7 @@ class ComputeService:
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
         self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
+        self.flight: Flight | None = None  # launched, and not read
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
@@ -83,44 +87,60 @@ class ComputeService:
         self.scheduler.only = self.admitter.quarantine.step(self.admitter.begin)
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
-        if batch is None:
-            self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening else IDLE_WAIT_S)
-        else:
+        if batch is not None:
             self.compute(batch)
+        elif self.flight is not None:
+            self.land(self.flight)
+        else:
+            self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening else IDLE_WAIT_S)
 
     def compute(self, batch: ScheduledBatch) -> None:
-        """Run a scheduled step, and send its candidates on their way."""
-        started_at = time.time()
+        """Run a scheduled step, beside the grammars' masks for it. It lands at once, unless a device has drawn what the next one needs."""
+        began_at, started_at, before = self.meter.began_at, time.time(), self.flight
         for row in batch.rows[batch.num_decodes :]:  # a sequence begins with a chunk
             self.active[row.handle].scheduled_at = self.active[row.handle].scheduled_at or started_at
         if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
             self.exchange.publish_held()
-        masking = self.constraints.start([self.scheduler.get(handle) for handle in batch.sampled])  # beside the forward pass
-        hidden = self.runner.run(batch)
+        masking = self.constraints.start(standing(batch, self.scheduler).values()) if before is None else None
+        hidden = self.runner.run(batch, before.drawn if before is not None else None)
+        if before is not None:
+            self.land(before)  # now it is known which rows of this step stand, and where their grammars are
+            masking = self.constraints.start(standing(batch, self.scheduler).values())
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
+        sequences = {handle: each for handle, each in standing(batch, self.scheduler).items() if handle not in failures}
+        logits = self.runner.logits(batch, hidden, sequences)
+        self.meter.lap("forward")
+        reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masking.result() if masking is not None else NO_MASKS)
+        self.flight = take_off(batch, reduction, self.scheduler, began_at)
+        self.meter.lap("reduce")
+        if self.flight.drawn is None or batch.embedded:
+            self.land(self.flight)
         if batch.embedded:
             failures |= self.embed(batch, hidden)
-        logits = self.runner.logits(batch, hidden)
+        self.fail(failures | reduction.failures)
+
+    def land(self, flight: Flight) -> None:
+        """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates go on their way."""
+        self.flight, batch = None, flight.batch
+        flight.reduction.searching.wait()
         self.meter.lap("forward")
         if self.spans is not None:
-            self.spans.computed(batch, self.active, started_at)
-        if failures:
-            logits = logits[[row for row, handle in enumerate(batch.sampled) if handle not in failures]]
-        sequences = [self.scheduler.get(handle) for handle in batch.sampled if handle not in failures]
-        if sequences:
-            rows = reduce(logits, sequences, self.row_search, masking.result() if masking is not None else NO_MASKS)
-            is_urgent = self.foresee(rows)
-            self.meter.lap("reduce")
-            self.exchange.send(rows, is_urgent=is_urgent)
-            failures |= rows.failures
-        for handle, error in failures.items():
-            self.cancel(self.active[handle], error)
-        if sequences:
+            self.spans.computed(batch, self.active, time.time() - (time.perf_counter() - flight.began_at))
+        landing = land(flight, self.scheduler)
+        self.meter.lap("reduce")
+        if len(landing.rows.handles):
+            self.exchange.send(landing.rows, is_urgent=landing.is_urgent)
             self.meter.lap("publish")
-        seconds = self.meter.end(batch.num_tokens)
+        self.fail(landing.failures)
+        self.num_surplus_tokens += landing.num_surplus
+        self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
+        seconds = self.meter.end(batch.num_tokens, flight.began_at)
         if not batch.has_targets:  # the head's work for a prompt is no part of what tokens cost
             self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, seconds)
-        self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
+
+    def fail(self, failures: dict[int, RequestError]) -> None:
+        for handle, error in failures.items():
+            self.cancel(self.active[handle], error)
 
     def embed(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, RequestError]:
         """End the requests whose embeddings are whole now: no sampler has a part in them. Returns by handle which have failed, and why."""
@@ -143,17 +163,6 @@ class ComputeService:
         for active, _ in ended:
             self.end(active, tell_sampler=False, is_complete=False, outcome="finished")
         return {handle: RequestError(reason) for handle, reason in failures.items()}
-
-    def foresee(self, rows: CandidateRows) -> bool:
-        """Append the tokens that the sampler will decide. After one that ends its sequence nothing is computed. Returns whether one begins or ends."""
-        is_urgent = False
-        for handle, token_id in zip(rows.handles.tolist(), rows.chosen.tolist(), strict=True):
-            sequence = self.scheduler.get(handle)
-            self.scheduler.append(sequence, token_id, is_decided=False)
-            is_last = sequence.num_output_tokens >= (sequence.params.max_tokens or 1)
-            sequence.is_ending = is_last or token_id in sequence.eos_token_ids or token_id in sequence.params.stop_token_ids
-            is_urgent |= sequence.is_ending or sequence.num_output_tokens == 1
-        return is_urgent
 
     def receive(self, *, wait_s: float = 0.0) -> None:
         """Take in what has come; with wait_s, once something has, or after that time."""

@@ -43,15 +43,15 @@ class RequestSpans:
         self._progress: dict[int, Progress] = {}  # by handle
 
     def computed(self, batch: ScheduledBatch, active: dict[int, ActiveRequest], started_at: float) -> None:
-        """The step that began then has just ended."""
+        """The step that began then has just ended; some of its requests may have, before."""
         ended_at = time.time()
         if self._progress:
             for row in batch.rows[: batch.num_decodes]:
                 if (progress := self._progress.get(row.handle)) is not None:
                     progress.num_steps += 1
         for row in batch.rows[batch.num_decodes :]:
-            if active[row.handle].request.traceparent:
-                self._chunk(active[row.handle], row, started_at, ended_at)
+            if (each := active.get(row.handle)) is not None and each.request.traceparent:
+                self._chunk(each, row, max(started_at, each.scheduled_at), ended_at)
 
     def _chunk(self, active: ActiveRequest, row: BatchRow, started_at: float, ended_at: float) -> None:
         progress = self._progress.get(row.handle)

@@ -10,17 +10,17 @@ TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # upp
 
 
 class StepMeter:
-    """`begin` a step, `lap` at the end of each part, `end` it."""
+    """`begin` a step, `lap` at the end of each part, `end` it. A step in flight ends in the midst of the next."""
 
     def __init__(self) -> None:
         self.num_steps = 0
         self.seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
         self.num_tokens = 0
         self._steps_by_bucket = [0] * (len(TOKEN_BUCKETS) + 1)
-        self._began_at = self._lapped_at = 0.0
+        self.began_at = self._lapped_at = self._ended_at = 0.0
 
     def begin(self) -> None:
-        self._began_at = self._lapped_at = time.perf_counter()
+        self.began_at = self._lapped_at = time.perf_counter()
 
     def lap(self, part: Part) -> None:
         """What has passed since the last lap was this part."""
@@ -28,17 +28,14 @@ class StepMeter:
         self.seconds[part] += now - self._lapped_at
         self._lapped_at = now
 
-    def move(self, seconds: float, start: Part, end: Part) -> None:
-        """Some of what was booked as one part was another."""
-        self.seconds[start] -= seconds
-        self.seconds[end] += seconds
-
-    def end(self, num_tokens: int) -> float:
-        """The step is over. Returns its seconds."""
+    def end(self, num_tokens: int, began_at: float) -> float:
+        """The step is over that began then. Returns its seconds, but for those in which another was not over yet."""
         self.num_steps += 1
         self.num_tokens += num_tokens
         self._steps_by_bucket[bisect_left(TOKEN_BUCKETS, num_tokens)] += 1
-        return self._lapped_at - self._began_at
+        seconds = self._lapped_at - max(began_at, self._ended_at)
+        self._ended_at = self._lapped_at
+        return seconds
 
     def load(self) -> dict[str, float]:
         """For the registry."""

@@ -11,7 +11,7 @@ import torch
 from services.compute import admit
 from services.compute.__main__ import main
 from services.compute.batch import ScheduledBatch
-from services.compute.model_runner import ModelRunner
+from services.compute.model_runner import DrawnTokens, ModelRunner
 from shared import registry
 from shared.stage import run_stage
 
@@ -20,11 +20,11 @@ STEP_S = float(os.environ.get("FRAGILE_STEP_S", "0"))
 run = ModelRunner.run
 
 
-def fragile(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
+def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
     if any(row.num_computed_tokens == 0 and TOKEN in row.token_ids[:4] for row in batch.rows):
         os._exit(9)
     time.sleep(STEP_S)
-    return run(runner, batch)
+    return run(runner, batch, drawn)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import torch
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from shared.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]
@@ -120,8 +121,63 @@ class RowMath(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class MassesWanted:
+    """Of some rows, the sum of exp((logit - the largest) / temperature)."""
+
+    rows: Array  # [n] int64, rising
+    temperatures: Array  # [n] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What rows of logits [R, vocab], edited already, are searched for, and what else decides the draw from each."""
+
+    params: Sequence[SamplingParams]  # [R]: of the draws
+    u: Array  # [R] float64: the uniform numbers that decide them
+    num_listed: Array  # [R] int32, from 1: how many of its largest logits are wanted
+    scored: MassesWanted  # for logprobs
+    whole: MassesWanted  # of rows whose draw depends on the mass of all tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRows:
+    """As find_largest and total_masses have it. What is beyond a row's num_listed means nothing."""
+
+    values: Array  # [R, max(num_listed)] float32
+    token_ids: Array  # [R, max(num_listed)] int64
+    scored_masses: Array  # of Wanted.scored, [n] float64
+    whole_masses: Array  # of Wanted.whole, [n] float64
+
+
+class Search(Protocol):
+    """Under way."""
+
+    @property
+    def drawn(self) -> Tensor | None:
+        """[R] int64, on the device, where the next step can read it before the host does: each row's token, unless that is beyond the list, or so near to
+        another's place that the device's exponentials and the host's fall on two sides. None: only the host draws."""
+        ...
+
+    def wait(self) -> None:
+        """Until a device has come to it."""
+        ...
+
+    def read(self) -> FoundRows:
+        """Waits, too."""
+        ...
+
+    def read_drawn(self) -> Array | None:
+        """`drawn`, here."""
+        ...
+
+
 class RowSearch(Protocol):
     """Logits [R, vocab] float32 to what candidates are made of."""
+
+    def start(self, logits: Tensor, wanted: Wanted) -> Search:
+        """Begin the search, and do not wait for the device. The logits stay as they are until it is read."""
+        ...
 
     def find_largest(self, logits: Tensor, k: int) -> tuple[Array, Array]:
         """The k largest of each row, by falling value, ties by rising token id. Returns values and ids, [R, k]. Of a row with a NaN anywhere, the first

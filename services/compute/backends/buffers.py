@@ -11,6 +11,12 @@ from services.compute.host_memory import mapped_zeros
 Tensor = torch.Tensor
 
 
+def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what runs there; on a CPU they stay where they are."""
+    tensor = torch.from_numpy(values)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Buffers:
     """Tensors by name, which grow to the largest step. What a step gets is good until the next step takes the same name."""
 

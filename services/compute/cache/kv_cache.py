@@ -2,9 +2,11 @@
 
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from services.compute.backends.backend import Backend
+from services.compute.backends.buffers import to_device
 from shared.errors import StartupError
 from shared.host_memory import GIB, free_host_memory
 from shared.settings import ComputeSettings
@@ -37,7 +39,7 @@ class KVCache:
 
     def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
         """From, to. All are read before any is written: a block that is copied from may be copied to as well."""
-        sources, targets = torch.tensor(block_copies, dtype=torch.int64, device=self.layers[0].device).unbind(1)
+        sources, targets = to_device(np.array(block_copies, np.int64), self.layers[0].device).unbind(1)
         for layer in self.layers:
             layer[:, targets] = layer[:, sources]
 

@@ -8,7 +8,7 @@ ends in an error depends on the sequence's own tokens.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -94,7 +94,7 @@ class Constraints:
                 found.append((sequence, error_of(error)))
         return found
 
-    def start(self, sequences: list[Sequence]) -> "Future[Masks] | None":
+    def start(self, sequences: Iterable[Sequence]) -> "Future[Masks] | None":
         """Begin with the masks of the tokens that follow these sequences; None: none of them has a grammar."""
         turns = [self._turn(sequence, matcher) for sequence in sequences if (matcher := self.matchers.get(sequence.handle)) is not None]
         if not turns:

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.backends.backend import RowSearch
+from services.compute.backends.backend import FoundRows, MassesWanted, RowSearch, Search, Wanted
+from services.compute.backends.buffers import to_device
 from services.compute.candidates.chain import NOT_FINITE, truncate
 from services.compute.candidates.constraints import Masks
 from services.compute.candidates.dry import dry_penalties
@@ -56,6 +57,10 @@ class CandidateRows:
     temperatures: Array  # [R] float32, where they depend on the row; REQUESTS_OWN elsewhere
     failures: dict[int, RequestError] = field(default_factory=dict)  # by handle: rows that are not here, and why
 
+    def only(self, rows: list[int]) -> "CandidateRows":
+        """Some of them, without failures."""
+        return CandidateRows(**{each.name: getattr(self, each.name)[rows] for each in fields(self) if each.name != "failures"})
+
     def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
         """The message with these rows."""
         counts = self.counts[rows]
@@ -81,12 +86,47 @@ class CandidateRows:
 
 @dataclass(frozen=True, slots=True)
 class EditedRow:
-    """A row of logits that is ready to be reduced."""
+    """A row of logits that is ready to be reduced, and what its sequence was when it was edited: it may have gone on when the candidates are read."""
 
-    sequence: Sequence
+    handle: int
+    position: int  # in the token log, of the token to be decided
+    previous_token_id: int  # -1: none
     params: SamplingParams  # of the draw: what the chain has done already is off, and the temperature is the row's
     logsumexp: float | None = None  # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
     temperature: float = REQUESTS_OWN
+
+
+@dataclass(frozen=True, slots=True)
+class Reduction:
+    """Rows on their way from logits to candidates: edited, and the search has begun."""
+
+    logits: torch.Tensor  # [R, vocab] float32
+    edited: list[EditedRow]  # [R]
+    wanted: Wanted
+    searching: Search
+    search: RowSearch
+    failures: dict[int, RequestError]  # by handle: rows that could not be edited, and are none of these
+
+    @torch.inference_mode()
+    def finish(self) -> CandidateRows:
+        """Waits for the search."""
+        try:
+            rows = reduce_found(self.logits, self.edited, self.wanted, self.searching.read())
+            if is_finite(rows).all():
+                rows.failures.update(self.failures)
+                return rows
+        except Exception as error:  # some row's mistake: find it
+            log.warning("a step can't be reduced as a whole", error=repr(error))
+        failures, good = dict(self.failures), []
+        for row, each in enumerate(self.edited):
+            if failure := failure_of(lambda: check(reduce_edited(self.logits[row : row + 1], [each], self.search))):  # noqa: B023
+                failures[each.handle] = failure
+            else:
+                good.append(row)
+        some = self.logits[to_device(np.array(good, np.int64), self.logits.device)]
+        rows = reduce_edited(some, [self.edited[row] for row in good], self.search)
+        rows.failures.update(failures)
+        return rows
 
 
 def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
@@ -114,31 +154,28 @@ def num_listed(params: SamplingParams, vocab_size: int) -> int:
     return min(max(min(params.top_k or LISTED, MAX_LISTED), wanted), vocab_size)
 
 
-@torch.inference_mode()
 def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> CandidateRows:
+    """Begin a reduction and wait for it."""
+    return begin_reduction(logits, sequences, search, masks).finish()
+
+
+@torch.inference_mode()
+def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> Reduction:
     """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search: of the model's backend; masks: of
-    their grammars, where they have one."""
+    their grammars, where they have one. Does not wait for the device, but where llama.cpp's chain looks at a whole row."""
     failures: dict[int, RequestError] = {}
     edited: list[EditedRow] = []
+    good: list[int] = []
     for row, sequence in enumerate(sequences):
         mask = masks.by_handle.get(sequence.handle)
         if failure := masks.failures.get(sequence.handle) or failure_of(lambda: edited.append(edit(logits[row], sequence, search, mask))):  # noqa: B023
-            failures[row] = failure
-            edited.append(EditedRow(sequence, sequence.params))
-    if not failures:
-        try:
-            found = reduce_edited(logits, edited, search)
-            if is_finite(found).all():
-                return found
-        except Exception as error:  # some row's mistake: find it
-            log.warning("a step can't be reduced as a whole", error=repr(error))
-    for row, each in enumerate(edited):
-        if row not in failures and (failure := failure_of(lambda: check(reduce_edited(logits[row : row + 1], [each], search)))):  # noqa: B023
-            failures[row] = failure
-    good = [row for row in range(len(sequences)) if row not in failures]
-    found = reduce_edited(logits[torch.tensor(good, dtype=torch.int64, device=logits.device)], [edited[row] for row in good], search)
-    found.failures.update({sequences[row].handle: failure for row, failure in failures.items()})
-    return found
+            failures[sequence.handle] = failure
+        else:
+            good.append(row)
+    if failures:
+        logits = logits[to_device(np.array(good, np.int64), logits.device)]
+    wanted = wanted_of(edited, logits.shape[1])
+    return Reduction(logits, edited, wanted, search.start(logits, wanted), search, failures)
 
 
 def failure_of(attempt: Callable[[], None]) -> RequestError | None:
@@ -162,39 +199,48 @@ def check(rows: CandidateRows) -> None:
         raise ArithmeticError(NOT_FINITE)
 
 
+def wanted_of(edited: list[EditedRow], vocab_size: int) -> Wanted:
+    """What decides the draws of these rows. It follows from their requests and positions alone."""
+    params = [each.params for each in edited]
+    u = np.zeros(len(edited))
+    drawn = [row for row, each in enumerate(params) if not each.is_greedy]
+    if drawn:
+        u[drawn] = uniform(np.array([params[row].seed for row in drawn], np.uint64), np.array([edited[row].position for row in drawn], np.int32))
+    num = np.array([num_listed(each, vocab_size) for each in params], np.int32)
+    scored = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
+    whole = np.array([row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)], np.int64)
+    temperatures = np.array([params[row].temperature for row in whole], np.float32)
+    return Wanted(params, u, num, MassesWanted(scored, np.ones(len(scored), np.float32)), MassesWanted(whole, temperatures))
+
+
 def reduce_edited(logits: torch.Tensor, edited: list[EditedRow], search: RowSearch) -> CandidateRows:
-    """The candidates of rows that are edited already. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
+    """The candidates of rows that are edited already."""
+    wanted = wanted_of(edited, logits.shape[1])
+    return reduce_found(logits, edited, wanted, search.start(logits, wanted).read())
+
+
+def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: Wanted, found: FoundRows) -> CandidateRows:
+    """The candidates of rows that were searched. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
-    params, sequences = [each.params for each in edited], [each.sequence for each in edited]
-    wanted = np.array([num_listed(each, vocab_size) for each in params], np.int32)
-    width = int(wanted.max(initial=1))
-    token_ids, values = np.zeros((num_rows, width), np.int32), np.full((num_rows, width), -np.inf, np.float32)
-    for is_single in (True, False):
-        rows = np.flatnonzero((wanted == 1) == is_single)
-        if len(rows):
-            k = int(wanted[rows].max())
-            some = logits if len(rows) == num_rows else logits[torch.from_numpy(rows).to(logits.device)]
-            largest, ids = search.find_largest(some, k)
-            token_ids[rows, :k], values[rows, :k] = ids, largest
+    values, token_ids, num = found.values, found.token_ids.astype(np.int32), wanted.num_listed
     if not np.isfinite(values[:, 0]).all():
         raise ArithmeticError(NOT_FINITE)
-    values[np.arange(width) >= wanted[:, None]] = -np.inf
+    values[np.arange(values.shape[1]) >= num[:, None]] = -np.inf
     counts = (values > -np.inf).sum(axis=1).astype(np.int32)  # what is masked is no candidate
-    is_whole = (counts < wanted) | (counts == vocab_size)
-    logsumexp = np.zeros(num_rows, np.float32)
-    rows = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
+    is_whole = (counts < num) | (counts == vocab_size)
+    logsumexp, rows = np.zeros(num_rows, np.float32), wanted.scored.rows
     if len(rows):
-        logsumexp[rows] = values[rows, 0] + np.log(search.total_masses(logits, rows, values[rows, 0], np.ones(len(rows), np.float32)))
+        logsumexp[rows] = values[rows, 0] + np.log(found.scored_masses)
         logsumexp[rows] = [each if edited[row].logsumexp is None else edited[row].logsumexp for row, each in zip(rows, logsumexp[rows], strict=True)]
-    u = np.zeros(num_rows)
-    kept_mass, tail_token_ids, tail_logits = draw(logits, edited, values, counts, is_whole, u, search)
+    temperatures = np.array([each.temperature for each in wanted.params])
+    kept_mass, tail_token_ids, tail_logits = draw(logits, wanted, values, counts, is_whole, found.whole_masses)
     columns = np.zeros(num_rows, np.int64)
     if (kept_mass != GREEDY).any():
-        columns = decide(values, counts, np.array([each.temperature for each in params]), kept_mass, u)
+        columns = decide(values, counts, temperatures, kept_mass, wanted.u)
     return CandidateRows(
-        handles=np.array([sequence.handle for sequence in sequences], np.int32),
-        positions=np.array([sequence.next_position for sequence in sequences], np.int32),
-        previous_token_ids=np.array([sequence.token_ids[-1] if sequence.num_output_tokens else -1 for sequence in sequences], np.int32),
+        handles=np.array([each.handle for each in edited], np.int32),
+        positions=np.array([each.position for each in edited], np.int32),
+        previous_token_ids=np.array([each.previous_token_id for each in edited], np.int32),
         counts=counts, token_ids=token_ids, logits=values, logsumexp=logsumexp,
         kept_mass=kept_mass, tail_token_ids=tail_token_ids, tail_logits=tail_logits,
         chosen=pick(columns, counts, token_ids, tail_token_ids, tail_token_ids).astype(np.int32),
@@ -211,61 +257,57 @@ def edit(row: torch.Tensor, sequence: Sequence, search: RowSearch, grammar_mask:
     params = sequence.params
     if params.edits_logits:
         if params.repetition_penalty != 1.0:
-            seen = torch.tensor(sorted(set(sequence.token_ids)), device=row.device)
+            seen = to_device(np.array(sorted(set(sequence.token_ids)), np.int64), row.device)
             values = row[seen]
             row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
         if (params.frequency_penalty or params.presence_penalty) and (counted := sequence.output_counts()):
-            used = torch.tensor(list(counted), device=row.device)
-            times = torch.tensor(list(counted.values()), dtype=torch.float32, device=row.device)
+            used = to_device(np.array(list(counted), np.int64), row.device)
+            times = to_device(np.array(list(counted.values()), np.float32), row.device)
             row[used] -= params.frequency_penalty * times + params.presence_penalty
         if params.logit_bias:
-            row[torch.tensor(list(params.logit_bias), device=row.device)] += torch.tensor(list(params.logit_bias.values()), device=row.device)
+            biased = to_device(np.array(list(params.logit_bias), np.int64), row.device)
+            row[biased] += to_device(np.array(list(params.logit_bias.values()), np.float32), row.device)
     if params.dry is not None and params.dry.multiplier > 0.0:
         repeating, penalties = dry_penalties(sequence.token_ids, params.dry, sequence.dry_breakers)
-        row[torch.from_numpy(repeating).to(row.device)] -= torch.from_numpy(penalties).to(row.device)
+        row[to_device(repeating, row.device)] -= to_device(penalties, row.device)
     mask = allowed_tokens(sequence, grammar_mask, len(row))
     if mask is not None:
         apply_mask(row, mask)
     elif banned := banned_tokens(sequence):
-        row[torch.tensor(banned, device=row.device)] = -torch.inf
-    return chained(row, sequence, params.chain, search) if params.chain is not None and params.chain.is_on else EditedRow(sequence, params)
+        row[to_device(np.array(banned, np.int64), row.device)] = -torch.inf
+    edited = EditedRow(sequence.handle, sequence.next_position, sequence.token_ids[-1] if sequence.num_output_tokens else -1, params)
+    return chained(row, edited, params.chain, search) if params.chain is not None and params.chain.is_on else edited
 
 
-def chained(row: torch.Tensor, sequence: Sequence, chain: ChainParams, search: RowSearch) -> EditedRow:
+def chained(row: torch.Tensor, edited: EditedRow, chain: ChainParams, search: RowSearch) -> EditedRow:
     """Ban what llama.cpp's chain takes away from a row [vocab]."""
-    params, numbers = sequence.params, row.cpu().numpy()
-    dropped, temperature = truncate(numbers, params, chain, sequence.next_position)
+    params, numbers = edited.params, row.cpu().numpy()
+    dropped, temperature = truncate(numbers, params, chain, edited.position)
     logsumexp = None
     if params.logprobs is not None:
         largest = numbers.max()
         logsumexp = float(largest + np.log(search.total_masses(row[None], np.zeros(1, np.int64), largest[None], np.ones(1, np.float32))[0]))
-    row[torch.from_numpy(dropped).to(row.device)] = -torch.inf
+    row[to_device(dropped, row.device)] = -torch.inf
     own = temperature if chain.dynatemp_range else REQUESTS_OWN
-    return EditedRow(sequence, replace(params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), logsumexp, own)
+    return replace(edited, params=replace(params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), logsumexp=logsumexp, temperature=own)
 
 
-def draw(
-    logits: torch.Tensor, edited: list[EditedRow], values: Array, counts: Array, is_whole: Array, uniforms: Array, search: RowSearch
-) -> tuple[Array, Array, Array]:
-    """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool, whether no token is beyond the list.
+def draw(logits: torch.Tensor, wanted: Wanted, values: Array, counts: Array, is_whole: Array, whole_masses: Array) -> tuple[Array, Array, Array]:
+    """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool, whether no token is beyond the list; whole_masses: as found.
 
-    Returns kept_mass, tail_token_ids, tail_logits, each [R]; fills uniforms [R].
+    Returns kept_mass, tail_token_ids, tail_logits, each [R].
     """
-    num_rows = len(edited)
+    num_rows = len(values)
     kept_mass = np.full(num_rows, GREEDY)
     tail_token_ids, tail_logits = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.float32)
-    rows = [row for row, each in enumerate(edited) if not each.params.is_greedy]
+    rows = [row for row, each in enumerate(wanted.params) if not each.is_greedy]
     if not rows:
         return kept_mass, tail_token_ids, tail_logits
-    params = [edited[row].params for row in rows]
-    u = uniform(np.array([each.seed for each in params], np.uint64), np.array([edited[row].sequence.next_position for row in rows], np.int32))
-    uniforms[rows] = u
+    params, u = [wanted.params[row] for row in rows], wanted.u[rows]
     mass = cumulative_mass(values[rows], np.array([each.temperature for each in params]))
     totals = mass[np.arange(len(rows)), counts[rows] - 1]
-    whole = np.array([at for at, each in enumerate(params) if each.top_k == 0 and (each.top_p < 1.0 or each.min_p == 0.0)], np.int64)
-    if len(whole):
-        which, temperatures = np.array(rows, np.int64)[whole], np.array([params[at].temperature for at in whole], np.float32)
-        totals[whole] = np.maximum(totals[whole], search.total_masses(logits, which, values[which, 0], temperatures))
+    whole = np.searchsorted(rows, wanted.whole.rows)
+    totals[whole] = np.maximum(totals[whole], whole_masses)
     heads: dict[int, SortedHead] = {}
     for at, (row, each) in enumerate(zip(rows, params, strict=True)):
         count = int(counts[row])

@@ -8,6 +8,7 @@ what is left; where nothing is left, the request contradicts itself, and fails.
 import numpy as np
 import torch
 
+from services.compute.backends.buffers import to_device
 from services.compute.sequence import Array, Sequence
 from shared.errors import Invalid
 
@@ -83,5 +84,5 @@ def apply_mask(row: torch.Tensor, mask: Array) -> None:
 
 def apply_on_device(row: torch.Tensor, mask: Array) -> None:
     """The same where the row is not the host's: the mask's bits cross, not its terms."""
-    terms = torch.from_numpy(TERMS).to(row.device)
-    row += terms[torch.from_numpy(mask).to(row.device).long()].view(-1)[: len(row)]
+    terms = to_device(TERMS, row.device)
+    row += terms[to_device(mask, row.device).long()].view(-1)[: len(row)]

@@ -9,7 +9,8 @@ ranks never change, a level of priority is worth aging_s of waiting, and nothing
 cache is full the largest gives its blocks back, waits at its place, and is computed again when admission finds that it fits.
 
 A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet. They are computed upon like any others, up to
-run_ahead of them; `confirm` says that the next one was decided, `truncate` that it was not.
+run_ahead of them; `confirm` says that the next one was decided, `truncate` that it was not. The very last may be PENDING, known to the device only, until
+`reveal` says what it is.
 """
 
 from dataclasses import dataclass, field
@@ -96,10 +97,17 @@ class Scheduler:
         return ScheduledBatch(tuple(rows), len(draft.decodes), copies)
 
     def append(self, sequence: Sequence, token_id: int, *, is_decided: bool = True) -> None:
-        """The sequence's next token: decided, or foreseen."""
+        """The sequence's next token: decided, or foreseen, or PENDING."""
         assert is_decided <= (sequence.num_undecided_tokens == 0)
         sequence.token_ids.append(token_id)
         sequence.num_undecided_tokens += not is_decided
+
+    def reveal(self, sequence: Sequence, token_id: int, *, is_continued: bool) -> None:
+        """The token that was PENDING. is_continued: what a step computes upon it already, if one does, stands; else it is to be computed, or never will be."""
+        assert sequence.is_pending
+        sequence.token_ids[-1] = token_id
+        if not is_continued:
+            sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
 
     def confirm(self, sequence: Sequence) -> None:
         """The first of the foreseen tokens was decided."""

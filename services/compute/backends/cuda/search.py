@@ -1,47 +1,132 @@
-"""Searches through rows of logits: what launches kernels/search.py. Only the candidates come back to the host."""
+"""Searches through rows of logits: what launches kernels/search.py. Only the candidates come back to the host, which waits when it reads them."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import triton
 
+from services.compute.backends.backend import FoundRows, Wanted
+from services.compute.backends.buffers import to_device
 from services.compute.backends.cuda.kernels import search as kernels
 
 Array = np.ndarray[Any, Any]
+Tensor = torch.Tensor
 
 CHUNK = 1024  # logits, or keys, of a program: no more than there are, no less than four times what it keeps
 PART, BLOCK = 8192, 1024  # of the vocabulary, whose masses are summed apart; and at a time
 
 
+@dataclass(frozen=True, slots=True)
+class CudaSearch:
+    """A search under way."""
+
+    drawn: Tensor  # [R] int64, on the device
+    wanted: Wanted
+    copies: tuple[Tensor, Tensor, Tensor]  # here, once `copied` has happened: keys, masses and `drawn`
+    copied: torch.cuda.Event | None  # None: without a GPU
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
+
+    def read(self) -> FoundRows:
+        self.wait()
+        keys, masses, _ = (each.numpy() for each in self.copies)
+        values, token_ids = unpack_keys(keys[:, : int(self.wanted.num_listed.max(initial=1))])
+        scored, whole = np.split(sum_parts(masses), [len(self.wanted.scored.rows)])
+        return FoundRows(values, token_ids, scored, whole)
+
+    def read_drawn(self) -> Array:
+        self.wait()
+        drawn: Array = self.copies[2].numpy()
+        return drawn
+
+
 class CudaRowSearch:
     """As TorchRowSearch, on the device. What a row gets does not depend on the others."""
 
-    def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
-        """Chunk by chunk, and then among those that were found, until one chunk is left."""
-        num_rows, vocab_size = logits.shape
-        kept = max(triton.next_power_of_2(k), 2)
-        chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
-        num_chunks = triton.cdiv(vocab_size, chunk)
-        keys = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
+    def start(self, logits: Tensor, wanted: Wanted) -> CudaSearch:
+        """All is launched, the draws as well: they read what the searches before them have found."""
+        num_rows = len(wanted.params)
+        rows = to_device(np.concatenate([wanted.scored.rows, wanted.whole.rows]), logits.device)
+        temperatures = to_device(np.concatenate([wanted.scored.temperatures, wanted.whole.temperatures]), logits.device)
+        keys = largest_keys(logits, int(wanted.num_listed.max(initial=1)))
+        masses = partial_masses(logits, rows, first_logits(keys[rows]) if len(rows) else temperatures, temperatures)
+        drawn = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if num_rows:
-            kernels.largest_logits[(num_rows, num_chunks)](logits.contiguous(), keys, vocab_size, num_chunks, CHUNK=chunk, KEPT=kept)
-        while num_chunks > 1 and num_rows:
-            num_keys, num_chunks = keys.shape[1], triton.cdiv(keys.shape[1], chunk)
-            out = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
-            kernels.largest_keys[(num_rows, num_chunks)](keys, out, num_keys, num_chunks, CHUNK=chunk, KEPT=kept)
-            keys = out
-        return unpack_keys(keys[:, :k].cpu().numpy())
+            kept = keys.shape[1]
+            draws = to_device(draws_of(wanted), logits.device)
+            kernels.draw_tokens[(num_rows,)](keys, masses, draws, drawn, logits.shape[1], masses.shape[1], KEPT=kept, num_warps=1)
+        copies = to_host(keys), to_host(masses), to_host(drawn)
+        copied = None
+        if logits.device.type == "cuda":
+            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            copied.record()
+        return CudaSearch(drawn, wanted, copies, copied)
 
-    def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
-        """In float32 within a part, of which there are as many as the vocabulary is long; their sum in float64."""
-        num_parts = triton.cdiv(logits.shape[1], PART)
-        given = (torch.from_numpy(np.ascontiguousarray(each)).to(logits.device) for each in (rows, largest, temperatures))
-        out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
-        if len(rows):
-            kernels.sum_masses[(len(rows), num_parts)](logits.contiguous(), *given, out, logits.shape[1], num_parts, PART=PART, BLOCK=BLOCK)
-        masses: Array = out.cpu().numpy().astype(np.float64).sum(axis=1)
-        return masses
+    def find_largest(self, logits: Tensor, k: int) -> tuple[Array, Array]:
+        return unpack_keys(largest_keys(logits, k)[:, :k].cpu().numpy())
+
+    def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
+        given = (to_device(np.ascontiguousarray(each), logits.device) for each in (rows, largest, temperatures))
+        return sum_parts(partial_masses(logits, *given).cpu().numpy())
+
+
+def largest_keys(logits: Tensor, k: int) -> Tensor:
+    """The keys of each row's largest logits, [R, a power of two from k on] int64, falling: chunk by chunk, and then among those that were found, until one
+    chunk is left."""
+    num_rows, vocab_size = logits.shape
+    kept = max(triton.next_power_of_2(k), 2)
+    chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
+    num_chunks = triton.cdiv(vocab_size, chunk)
+    keys = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
+    if num_rows:
+        kernels.largest_logits[(num_rows, num_chunks)](logits.contiguous(), keys, vocab_size, num_chunks, CHUNK=chunk, KEPT=kept)
+    while num_chunks > 1:
+        num_keys, num_chunks = keys.shape[1], triton.cdiv(keys.shape[1], chunk)
+        out = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
+        if num_rows:
+            kernels.largest_keys[(num_rows, num_chunks)](keys, out, num_keys, num_chunks, CHUNK=chunk, KEPT=kept)
+        keys = out
+    return keys
+
+
+def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
+    """As total_masses: a sum for each part of the vocabulary, of which there are as many as it is long. Returns [n, parts] float32."""
+    num_parts = triton.cdiv(logits.shape[1], PART)
+    out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
+    if len(rows):
+        kernels.sum_masses[(len(rows), num_parts)](logits.contiguous(), rows, largest, temperatures, out, logits.shape[1], num_parts, PART=PART, BLOCK=BLOCK)
+    return out
+
+
+def sum_parts(masses: Array) -> Array:
+    """[n, parts] float32 to [n] float64, from the first to the last, as draw_tokens does it."""
+    total: Array = np.cumsum(masses, axis=1, dtype=np.float64)[:, -1]
+    return total
+
+
+def draws_of(wanted: Wanted) -> Array:
+    """What draw_tokens takes: [R, 7] float64."""
+    masses_rows = np.full(len(wanted.params), -1.0)
+    masses_rows[wanted.whole.rows] = len(wanted.scored.rows) + np.arange(len(wanted.whole.rows))
+    asked = [(0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params]
+    return np.column_stack([np.array(asked, np.float64), wanted.u, wanted.num_listed, masses_rows])
+
+
+def to_host(values: Tensor) -> Tensor:
+    """A copy here, under way from a GPU."""
+    if values.device.type == "cpu":
+        return values.clone()
+    return torch.empty(values.shape, dtype=values.dtype, pin_memory=True).copy_(values, non_blocking=True)
+
+
+def first_logits(keys: Tensor) -> Tensor:
+    """The largest logit of each row of keys [R, kept]: [R] float32."""
+    order = (keys[:, 0] >> 32).int()
+    return torch.where(order < 0, order ^ 0x7FFFFFFF, order).view(torch.float32)
 
 
 def unpack_keys(keys: Array) -> tuple[Array, Array]:

@@ -1,16 +1,54 @@
 """Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use the vector units; on a GPU torch's."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
+
+from services.compute.backends.backend import FoundRows, MassesWanted, RowSearch, Wanted
+from services.compute.backends.buffers import to_device
 
 Array = np.ndarray[Any, Any]
 
 CHUNK = 64  # logits that share a maximum in the search for the largest
 
 
+@dataclass(frozen=True, slots=True)
+class HostSearch:
+    """Where the host computes: all is done when it is read. Rows of one candidate apart from those with lists, whose search takes longer."""
+
+    search: RowSearch
+    logits: torch.Tensor
+    wanted: Wanted
+    drawn: None = None
+
+    def wait(self) -> None:
+        pass
+
+    def read_drawn(self) -> None:
+        pass
+
+    def read(self) -> FoundRows:
+        logits, num_listed = self.logits, self.wanted.num_listed
+        num_rows, width = len(num_listed), int(num_listed.max(initial=1))
+        values, token_ids = np.full((num_rows, width), -np.inf, np.float32), np.zeros((num_rows, width), np.int64)
+        for is_single in (True, False):
+            rows = np.flatnonzero((num_listed == 1) == is_single)
+            if len(rows):
+                k = int(num_listed[rows].max())
+                some = logits if len(rows) == num_rows else logits[to_device(rows, logits.device)]
+                values[rows, :k], token_ids[rows, :k] = self.search.find_largest(some, k)
+        return FoundRows(values, token_ids, *(self._masses(values, each) for each in (self.wanted.scored, self.wanted.whole)))
+
+    def _masses(self, values: Array, asked: MassesWanted) -> Array:
+        return self.search.total_masses(self.logits, asked.rows, values[asked.rows, 0], asked.temperatures) if len(asked.rows) else np.zeros(0)
+
+
 class TorchRowSearch:
+    def start(self, logits: torch.Tensor, wanted: Wanted) -> HostSearch:
+        return HostSearch(self, logits, wanted)
+
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
         """One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest logit from below, so only the few logits that reach it are
         sorted. A maximum of NaN is NaN, and numpy and torch take it for the largest."""

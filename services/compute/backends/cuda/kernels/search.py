@@ -1,4 +1,4 @@
-"""Searches through rows of logits: the k largest by their keys, and the mass of all.
+"""Searches through rows of logits: the k largest by their keys, the mass of all, and the draw from both.
 
 A key is an int64 that is the larger the higher the logit, and of equal logits the smaller the token id: so the order is total, and any way of sorting gives
 the same.
@@ -42,3 +42,45 @@ def sum_masses(logits_ptr, rows_ptr, largest_ptr, temperatures_ptr, out_ptr, voc
         logits = tl.load(logits_ptr + row * vocab_size + at, mask=at < vocab_size, other=float("-inf"))
         total += tl.exp((logits - largest) / temperature)
     tl.store(out_ptr + number * num_parts + part, tl.sum(total, 0))
+
+
+@triton.jit
+def draw_tokens(keys_ptr, masses_ptr, draws_ptr, out_ptr, vocab_size, num_parts, KEPT: tl.constexpr):
+    """Each row's token, by the rules of shared/decision.py, among its KEPT largest. out: [R] int64; keys: [R, KEPT], falling; masses: [n, num_parts] float32;
+    draws: [R, 7] float64 of temperature (0: the largest is taken), top_k, top_p, min_p, u, how many of the keys are listed, and the row of masses, or -1.
+
+    Where the list does not hold the answer, it is the list's last token: the host will find another.
+    """
+    row, at = tl.program_id(0).to(tl.int64), tl.arange(0, KEPT)
+    keys = tl.load(keys_ptr + row * KEPT + at)
+    order = (keys >> 32).to(tl.int32)
+    logits = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True).to(tl.float64)
+    temperature, top_p, min_p = tl.load(draws_ptr + row * 7), tl.load(draws_ptr + row * 7 + 2), tl.load(draws_ptr + row * 7 + 3)
+    top_k, num_listed = tl.load(draws_ptr + row * 7 + 1), tl.load(draws_ptr + row * 7 + 5)
+    is_listed = (at < num_listed) & (logits > float("-inf"))
+    count = tl.sum(is_listed.to(tl.int32), 0)
+    first = tl.max(tl.where(at == 0, logits, float("-inf")), 0)
+    weights = tl.where(is_listed, tl.exp((logits - first) / tl.where(temperature > 0.0, temperature, 1.0)), 0.0)
+    mass = tl.cumsum(weights, 0)
+    listed_mass = tl.max(mass, 0)
+    total, has_all = listed_mass, (count < num_listed) | (count == vocab_size)
+    masses_row = tl.load(draws_ptr + row * 7 + 6).to(tl.int64)
+    if masses_row >= 0:
+        sums = tl.zeros([], tl.float64)
+        for part in range(num_parts):
+            sums += tl.load(masses_ptr + masses_row * num_parts + part).to(tl.float64)
+        total = tl.where(has_all, total, tl.maximum(total, sums))
+    kept = count
+    if (top_k > 0) & (top_k <= count):
+        kept = top_k.to(tl.int32)
+        total = tl.sum(tl.where(at == kept - 1, mass, 0.0), 0)
+    if top_p < 1.0:
+        kept = tl.minimum(kept, tl.sum(((at < kept) & (mass < top_p * total)).to(tl.int32), 0) + 1)
+    if min_p > 0.0:
+        kept = tl.minimum(kept, tl.sum(((at < kept) & (weights >= min_p)).to(tl.int32), 0))
+    kept_mass = tl.sum(tl.where(at == tl.maximum(kept, 1) - 1, mass, 0.0), 0)
+    if (top_k == 0) & (top_p == 1.0) & (min_p == 0.0):
+        kept_mass = total
+    column = tl.sum(((at < count) & (mass <= tl.load(draws_ptr + row * 7 + 4) * kept_mass)).to(tl.int32), 0)
+    column = tl.where(temperature > 0.0, tl.maximum(tl.minimum(column, count - 1), 0), 0)
+    tl.store(out_ptr + row, tl.sum(tl.where(at == column, 4294967295 - (keys & 4294967295), 0), 0))

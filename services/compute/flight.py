@@ -1,0 +1,78 @@
+"""A step in flight: it runs on a device that draws its tokens, and nothing of it has been read yet.
+
+When a step has taken off, each of its sequences has a token that is PENDING: so the next step can be scheduled, and launched upon what the device draws.
+Then the step lands: its candidates are read, and the token becomes what the sampler will decide. The device's draw has no authority: where the host's is
+another, or ends its sequence, the next step's row is dropped, as all is that was computed upon a token that was not to be.
+
+Where only the host draws, a step lands as soon as it has taken off.
+"""
+
+from dataclasses import dataclass
+
+from services.compute.batch import ScheduledBatch
+from services.compute.candidates.reduction import CandidateRows, Reduction
+from services.compute.model_runner import DrawnTokens
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import PENDING, Sequence
+from shared.messages import RequestError
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    batch: ScheduledBatch
+    reduction: Reduction
+    sequences: dict[int, Sequence]  # by handle: those that have a token PENDING
+    began_at: float  # perf_counter, s: when the step was begun
+    drawn: DrawnTokens | None  # what the next step may be launched upon before this one has landed; None: nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Landing:
+    """What a step has come to, for the sequences that still wait for it."""
+
+    rows: CandidateRows
+    failures: dict[int, RequestError]  # by handle
+    is_urgent: bool  # a sequence begins or ends with its token
+    num_surplus: int  # rows of the next step, which runs already, that are dropped
+
+
+def standing(batch: ScheduledBatch, scheduler: Scheduler) -> dict[int, Sequence]:
+    """By handle, the sequences that a step samples, in its order: not those that have ended since, or were computed upon a token that was not to be."""
+    found = {row.handle: (row, scheduler.running.get(row.handle)) for row in batch.rows if row.is_sampled}
+    return {handle: each for handle, (row, each) in found.items() if each is not None and each.num_computed_tokens == row.num_context_tokens}
+
+
+def take_off(batch: ScheduledBatch, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
+    """The step's reduction has begun; what could not be edited has no token PENDING."""
+    sequences = {each.handle: scheduler.get(each.handle) for each in reduction.edited}
+    for sequence in sequences.values():
+        scheduler.append(sequence, PENDING, is_decided=False)
+        sequence.is_ending = sequence.num_output_tokens >= (sequence.params.max_tokens or 1)
+    token_ids = reduction.searching.drawn
+    drawn = None if token_ids is None else DrawnTokens(token_ids, {handle: row for row, handle in enumerate(sequences)})
+    return Flight(batch, reduction, sequences, began_at, drawn)
+
+
+def land(flight: Flight, scheduler: Scheduler) -> Landing:
+    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide; after one that ends its sequence nothing is computed."""
+    rows = flight.reduction.finish()
+    failures = {handle: error for handle, error in rows.failures.items() if is_waiting(flight.sequences.get(handle))}
+    waiting = [row for row, handle in enumerate(rows.handles.tolist()) if is_waiting(flight.sequences[handle])]
+    if len(waiting) < len(rows.handles):
+        rows = rows.only(waiting)
+    drawn_ids = flight.reduction.searching.read_drawn()
+    drawn = {} if drawn_ids is None else dict(zip(flight.sequences, drawn_ids.tolist(), strict=True))
+    is_urgent, num_surplus = False, 0
+    for handle, token_id in zip(rows.handles.tolist(), rows.chosen.tolist(), strict=True):
+        sequence = flight.sequences[handle]
+        num_computed = sequence.num_computed_tokens
+        sequence.is_ending = sequence.is_ending or token_id in sequence.eos_token_ids or token_id in sequence.params.stop_token_ids
+        scheduler.reveal(sequence, token_id, is_continued=drawn.get(handle) == token_id and not sequence.is_ending)
+        num_surplus += num_computed - sequence.num_computed_tokens
+        is_urgent |= sequence.is_ending or sequence.num_output_tokens == 1
+    return Landing(rows, failures, is_urgent, num_surplus)
+
+
+def is_waiting(sequence: Sequence | None) -> bool:
+    """Whether it has neither ended nor been truncated since the step took off."""
+    return sequence is not None and not sequence.is_finished and sequence.is_pending

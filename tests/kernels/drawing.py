@@ -1,0 +1,66 @@
+"""A search that draws, as a device does it, where there is none: the next step can be launched upon its tokens before anybody has read them."""
+
+import random
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from services.compute.backends.backend import FoundRows, RowSearch, Wanted
+from services.compute.candidates.reduction import draw
+from shared.decision import decide, pick
+from tests.kernels.backends import Array
+
+
+@dataclass(frozen=True, slots=True)
+class DrawnSearch:
+    """Over, but for the reading."""
+
+    found: FoundRows
+    drawn: torch.Tensor
+
+    def wait(self) -> None:
+        pass
+
+    def read(self) -> FoundRows:
+        return replace(self.found, values=self.found.values.copy())
+
+    def read_drawn(self) -> Array:
+        drawn: Array = self.drawn.numpy()
+        return drawn
+
+
+@dataclass(slots=True)
+class DrawingSearch:
+    """Another's search, with draws of which some are wrong."""
+
+    search: RowSearch
+    rng: random.Random
+    share_wrong: float
+    num_drawn: int = 0
+    num_wrong: int = 0
+
+    def start(self, logits: torch.Tensor, wanted: Wanted) -> DrawnSearch:
+        found = self.search.start(logits, wanted).read()
+        drawn = draw_all(logits, wanted, found)
+        is_wrong = np.array([self.rng.random() < self.share_wrong for _ in drawn], bool)
+        drawn[is_wrong] = (drawn[is_wrong] + self.rng.randrange(1, logits.shape[1])) % logits.shape[1]
+        self.num_drawn += len(drawn)
+        self.num_wrong += int(is_wrong.sum())
+        return DrawnSearch(found, torch.from_numpy(drawn))
+
+    def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
+        return self.search.find_largest(logits, k)
+
+    def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
+        return self.search.total_masses(logits, rows, largest, temperatures)
+
+
+def draw_all(logits: torch.Tensor, wanted: Wanted, found: FoundRows) -> Array:
+    """The rows' tokens, [R] int64, as the host draws them."""
+    values = np.where(np.arange(found.values.shape[1]) < wanted.num_listed[:, None], found.values, np.float32(-np.inf))
+    counts = (values > -np.inf).sum(axis=1).astype(np.int32)
+    is_whole = (counts < wanted.num_listed) | (counts == logits.shape[1])
+    kept_mass, tail_token_ids, _ = draw(logits, wanted, values, counts, is_whole, found.whole_masses)
+    columns = decide(values, counts, np.array([each.temperature for each in wanted.params]), kept_mass, wanted.u)
+    return pick(columns, counts, found.token_ids, tail_token_ids, tail_token_ids).astype(np.int64)
