@@ -1,7 +1,8 @@
 """Is the CUDA backend right on this machine's GPU, and how fast is it, beside what the device can do?
 
 Method: every kernel against its definition, and whole models by bits and tokens; then each kernel's time over the layers of real shapes, steps of decoding at
-1,024 tokens by batch and a prompt of 1,024, with random weights, and with --trace a file of requests through the scheduler. The ceilings (a copy of 1 GiB, the
+1,024 tokens by batch and a prompt of 1,024, with random weights, and with --trace a file of requests through the scheduler: each with a step in flight and
+without. The ceilings (a copy of 1 GiB, the
 vendor's products of 8192 x 8192 x 8192) are measured in the same run. It writes gpu.json and gpu.md to --out.
 
     python -m bench.gpu [--shapes llama-3-8b qwen2.5-7b qwen2.5-0.5b] [--modes none w8a8 w4] [--trace FILE] [--out DIR]
@@ -19,7 +20,7 @@ import torch
 import triton
 
 from bench.gpu.kernels import run_checks
-from bench.gpu.models import check_model
+from bench.gpu.models import check_flight, check_model
 from bench.gpu.report import found_in_all, page, speed_lines
 from bench.gpu.speed import as_dict, measure_attention, measure_ceilings, measure_linears, measure_steps, serve_trace
 from services.compute.backends.backend import QUANTIZATIONS
@@ -59,21 +60,26 @@ def main() -> int:
         sizes = {"lengths": lengths, "num_tokens": 4 if is_interpreted else 32}
         models = [check_model(Path(folder), wide, reference=TorchBackend(torch.float32, device), **sizes)]  # type: ignore[arg-type]
         models += [check_model(Path(folder), narrow, quantization=mode, kv_group=group, reference=None, **sizes) for mode, group in MODES]  # type: ignore[arg-type]
-        found, speed = found_in_all(checks, models), []
+        flights = [check_flight(Path(folder), narrow, lengths=lengths[: 1 if is_interpreted else None])]
+        found, speed = found_in_all(checks, models, flights), []
         if not is_interpreted:
             ceilings = measure_ceilings(device)
             kernels = [each for shape in args.shapes for each in measure_linears(narrow, shape, args.modes, [1, 32, 256, 2048])]
             kernels += [each for shape in args.shapes for each in measure_attention(narrow, shape, [1, 32, 256])]
             steps = [each for shape in args.shapes for mode in args.modes for each in measure_steps(narrow, shape, mode, BATCHES, ceilings)]
-            served = {shape: serve_trace(narrow, shape, requests) for shape in args.shapes} if requests else {}
+            served = {
+                f"{shape}, {'a step in flight' if is_ahead else 'none in flight'}": serve_trace(narrow, shape, requests, is_ahead=is_ahead)
+                for shape in (args.shapes if requests else ())
+                for is_ahead in (False, True)
+            }
             speed = speed_lines(ceilings, kernels, steps, served)
             found |= {"times": [as_dict(each) for each in kernels], "steps": [as_dict(each) for each in steps], "served": served}
     args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "gpu.md").write_text(text := page(name, checks, models, speed))
+    (args.out / "gpu.md").write_text(text := page(name, checks, models, flights, speed))
     (args.out / "gpu.json").write_text(json.dumps({"device": name} | found, indent=1) + "\n")
     print(text)
-    has_held = all(each.holds for each in (*checks, *models))
-    print(json.dumps({"device": name, "checks": len(checks) + len(models), "all_hold": has_held}))
+    has_held = all(each.holds for each in (*checks, *models, *flights))
+    print(json.dumps({"device": name, "checks": len(checks) + len(models) + len(flights), "all_hold": has_held}))
     return 0 if has_held else 1
 
 

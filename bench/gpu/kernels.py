@@ -14,6 +14,9 @@ from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLi
 from services.compute.backends.torch.reference import kv_row_size, norm_heads, quantize_four_bit, quantize_rows, quantize_weight, read_kv, rms_norm, rotary
 from services.compute.backends.torch.reference import write_kv as write_reference
 from services.compute.backends.torch.row_math import TorchRowMath
+from services.compute.candidates.reduction import CandidateRows, begin_reduction
+from services.compute.sequence import Array, Sequence
+from shared.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 
@@ -241,6 +244,30 @@ def check_search(backend: CudaBackend, rows: int, vocab_size: int, k: int) -> Ch
     return Check("candidates", "float32", f"{rows} x {vocab_size}, {k} largest", error, 3e-6, is_same)
 
 
+DRAWS = (
+    {"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.95, "temperature": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
+    {"top_p": 0.9, "logprobs": 2}, {"temperature": 0.0, "logprobs": 3},
+)  # fmt: skip
+
+
+def check_draws(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
+    """Rows so peaked that the candidates hold what top-p keeps: the device's draws are the host's. The error is the share that is not."""
+    logits = randn(rows, vocab_size, seed=6, scale=8.0)
+    logits[0] = logits[0].round()
+    logits[-1, 3:] = -torch.inf
+    sequences = [Sequence(row, "r", [1, 2], 1, SamplingParams(seed=row, **DRAWS[row % len(DRAWS)])) for row in range(rows)]  # type: ignore[arg-type]
+
+    def drawn(some: slice) -> tuple[Array, CandidateRows]:
+        reduction = begin_reduction(logits[some].to(backend.device), sequences[some], backend.row_search)
+        found = reduction.searching.read_drawn()
+        assert found is not None
+        return found, reduction.finish()
+
+    found, expected = drawn(slice(0, rows))
+    is_same = all(drawn(slice(row, row + 1))[0][0] == found[row] for row in (1, 4, rows - 1))
+    return Check("draws", "float64", f"{rows} x {vocab_size}", float((found != expected.chosen).mean()), 0.0, is_same)
+
+
 def check_logits(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
     logits = randn(rows, vocab_size, seed=4) * 60
     expected = TorchRowMath().finish_logits(logits.double(), multiplier=0.125, cap=30.0)
@@ -287,4 +314,6 @@ def run_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[Chec
             yield check_rows(backend, rows, hidden, has_norm=False, multiplier=1.0)
     for case in ((2, 300, 1), (2, 1500, 20), *(((5, 30_000, 64), (2, 151_936, 200), (4, 300, 300)) if on_device else ())):
         yield check_search(backends[0], *case)
+    for draws in ((18, 70), *(((900, 30_000), (90, 151_936)) if on_device else ())):
+        yield check_draws(backends[0], *draws)
     yield check_logits(backends[0], 3, 1500)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from bench.gpu.steps import Steps
 from services.compute.backends.backend import Backend
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.batch import ScheduledBatch
@@ -41,10 +42,13 @@ class LoadedModel:
         self.kv_group = kv_group
         self.model = Decoder(config, load_weights(folder, config, backend, quantization=quantization), backend)
 
+    def make_runner(self, num_blocks: int) -> ModelRunner:
+        """With a cache of its own, in blocks of 16 tokens."""
+        return ModelRunner(self.model, KVCache(self.model.config, self.backend, num_blocks=num_blocks, block_size=16, group=self.kv_group))
+
     def answer(self, prompts: list[list[int]], num_tokens: int, *, max_batched_tokens: int = 512, num_blocks: int = 256) -> list[Answer]:
         """The most likely continuations."""
-        cache = KVCache(self.model.config, self.backend, num_blocks=num_blocks, block_size=16, group=self.kv_group)
-        runner, blocks = ModelRunner(self.model, cache), BlockManager(num_blocks, 16)
+        runner, blocks = self.make_runner(num_blocks), BlockManager(num_blocks, 16)
         scheduler = Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=len(prompts), max_batched_tokens=max_batched_tokens)
         params = SamplingParams(max_tokens=num_tokens)
         sequences = [Sequence(number, str(number), list(prompt), len(prompt), params) for number, prompt in enumerate(prompts)]
@@ -68,6 +72,20 @@ def make_prompts(vocab_size: int, lengths: tuple[int, ...]) -> list[list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
+class FlightCheck:
+    """The same requests with a step in flight and without: greedy ones, drawn ones, and some whose logits are edited."""
+
+    mode: str
+    num_tokens: int
+    num_surplus: int  # rows that were computed for nothing: one for each end that only a token tells, and each draw that the host draws otherwise
+    are_tokens_equal: bool
+
+    @property
+    def holds(self) -> bool:
+        return self.are_tokens_equal
+
+
+@dataclass(frozen=True, slots=True)
 class ModelCheck:
     mode: str
     are_tokens_equal: bool | None  # to the torch backend's; None: not compared
@@ -77,6 +95,37 @@ class ModelCheck:
     @property
     def holds(self) -> bool:
         return self.are_tokens_equal is not False and self.are_bits_equal
+
+
+DRAWS = (
+    SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.0), SamplingParams(max_tokens=5, top_k=20, seed=2),
+    SamplingParams(max_tokens=12, top_p=0.9, temperature=0.7, frequency_penalty=1.0), SamplingParams(max_tokens=9, min_p=0.05, logprobs=2, min_tokens=4),
+)  # fmt: skip
+
+
+def check_flight(folder: Path, backend: Backend, *, lengths: tuple[int, ...], draws: tuple[SamplingParams, ...] = DRAWS) -> FlightCheck:
+    """Requests of `draws`, each with a prompt of every length; a quarter of the first tokens ends them."""
+    num_blocks = 256
+    model = LoadedModel(folder, backend)
+    found: list[list[list[int]]] = []
+    num_surplus = 0
+    for is_ahead in (False, True):
+        runner, blocks = model.make_runner(num_blocks), BlockManager(num_blocks, 16)
+        admission = make_admission("predicted", blocks)
+        scheduler = Scheduler(blocks, admission, max_num_seqs=5, max_batched_tokens=64, run_ahead=4 if is_ahead else 0)
+        sequences = []
+        for params in draws:
+            for prompt in make_prompts(model.model.config.vocab_size, lengths):
+                sequence = Sequence(len(sequences), str(len(sequences)), list(prompt), len(prompt), params, eos_token_ids=tuple(range(0, 60, 4)))
+                sequences.append(sequence)
+                scheduler.add(sequence)
+        steps = Steps(scheduler, runner, backend.row_search, is_ahead=is_ahead)
+        while scheduler.num_unfinished:
+            steps.step()
+        found.append([each.token_ids[each.num_prompt_tokens :] for each in sequences])
+        num_surplus = steps.num_surplus
+    mode = str(backend.dtype).removeprefix("torch.")
+    return FlightCheck(mode, sum(map(len, found[0])), num_surplus, found[0] == found[1])
 
 
 def check_model(

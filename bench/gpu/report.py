@@ -4,7 +4,7 @@ from collections import defaultdict
 from typing import Any
 
 from bench.gpu.kernels import Check
-from bench.gpu.models import ModelCheck
+from bench.gpu.models import FlightCheck, ModelCheck
 from bench.gpu.speed import Ceilings, KernelTime, StepTime
 
 
@@ -36,13 +36,15 @@ def speed_lines(ceilings: Ceilings, kernels: list[KernelTime], steps: list[StepT
         f"Ceilings: {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s copied, {ceilings.bf16_flop_per_s / 1e12:.0f} TFLOP/s in bf16, "
         f"{ceilings.int8_op_per_s / 1e12:.0f} TOP/s in int8.",
         "",
-        "| step | batch | tokens | wall, ms (TPOT; TTFT of a prompt) | device, ms | floor, ms | floor / device | host's share |",
-        "|---|---|---|---|---|---|---|---|",
+        "| step | batch | tokens | device, ms | floor, ms | floor / device | wall, ms, read before the next is launched | host's share | wall, ms, after it "
+        "(TPOT) | host's share |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for step in steps:
         lines.append(
-            f"| {step.shape}, {step.mode} | {step.batch} | {step.num_tokens} | {step.wall_ms:.2f} | {step.device_ms:.2f} | {step.floor_ms:.2f} "
-            f"| {step.floor_ms / step.device_ms:.0%} | {step.host_share:.1%} |"
+            f"| {step.shape}, {step.mode} | {step.batch} | {step.num_tokens} | {step.device_ms:.2f} | {step.floor_ms:.2f} "
+            f"| {step.floor_ms / step.device_ms:.0%} | {step.wall_ms:.2f} | {step.host_share(step.wall_ms):.1%} "
+            + ("| | |" if step.ahead_ms is None else f"| {step.ahead_ms:.2f} | {step.host_share(step.ahead_ms):.1%} |")
         )
     lines += ["", "| kernel | shape | case | us | GB/s | of the bandwidth | TFLOP/s |", "|---|---|---|---|---|---|---|"]
     for each in kernels:
@@ -55,16 +57,24 @@ def speed_lines(ceilings: Ceilings, kernels: list[KernelTime], steps: list[StepT
     return lines
 
 
-def page(device: str, checks: list[Check], models: list[ModelCheck], speed: list[str]) -> str:
-    parts = [[f"# {device}"], ["## Kernels against their definition", "", *errors_by_type(checks)], ["## Whole models", "", *model_lines(models)]]
+def flight_lines(checks: list[FlightCheck]) -> list[str]:
+    lines = ["| a step in flight | tokens as without | tokens | rows computed for nothing |", "|---|---|---|---|"]
+    lines += [f"| {each.mode} | {'equal' if each.are_tokens_equal else 'DIFFER'} | {each.num_tokens} | {each.num_surplus} |" for each in checks]
+    return lines
+
+
+def page(device: str, checks: list[Check], models: list[ModelCheck], flights: list[FlightCheck], speed: list[str]) -> str:
+    parts = [[f"# {device}"], ["## Kernels against their definition", "", *errors_by_type(checks)]]
+    parts.append(["## Whole models", "", *model_lines(models), "", *flight_lines(flights)])
     if speed:
         parts.append(["## Speed", "", *speed])
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
 
 
-def found_in_all(checks: list[Check], models: list[ModelCheck]) -> dict[str, Any]:
+def found_in_all(checks: list[Check], models: list[ModelCheck], flights: list[FlightCheck]) -> dict[str, Any]:
     """For the JSON."""
     return {
         "kernels": [{"kernel": each.kernel, "types": each.types, "case": each.case, "error": each.error, "holds": each.holds} for each in checks],
         "models": [{"mode": each.mode, "error": each.error, "holds": each.holds} for each in models],
+        "flights": [{"mode": each.mode, "tokens": each.num_tokens, "surplus": each.num_surplus, "holds": each.holds} for each in flights],
     }

@@ -9,19 +9,19 @@ from typing import Any
 import torch
 import triton.testing
 
+from bench.gpu.steps import Steps
 from services.compute.backends.backend import LayerWeights, Norms
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import CudaLinear
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
-from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, free_memory
+from services.compute.candidates.reduction import begin_reduction
 from services.compute.model_runner import ModelRunner
 from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.scheduling.admission import make_admission
-from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.trace import TraceRequest
@@ -34,6 +34,7 @@ BLOCK_SIZE = 16
 CONTEXT = 1024  # tokens that each sequence has when it decodes
 MAX_BATCHED_TOKENS = 2048
 STEPS = 20  # of a batch, of which the median counts
+DRAW = SamplingParams(max_tokens=1 << 20, top_k=50)  # of random weights the logits are so flat that others would fall beyond the candidates
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,20 +69,20 @@ class KernelTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Of one kind of step, a median: what a client would wait (wall) and what of it the device computed."""
+    """Of one kind of step, medians: what a client would wait (wall) and what of it the device computed."""
 
     shape: str
     mode: str
     batch: int
     num_tokens: int
-    wall_ms: float
+    wall_ms: float  # each step is scheduled when the one before has been read
+    ahead_ms: float | None  # the next is launched before; None: of a prompt
     device_ms: float
     floor_ms: float  # the weights' bytes and the cache's at the measured bandwidth, or the products at the measured rate, whichever is longer
 
-    @property
-    def host_share(self) -> float:
-        """Of the wall, in which the device waits."""
-        return max(0.0, 1.0 - self.device_ms / self.wall_ms)
+    def host_share(self, wall_ms: float) -> float:
+        """Of a wall, in which the device waits."""
+        return max(0.0, 1.0 - self.device_ms / wall_ms)
 
 
 @dataclass(slots=True)
@@ -200,75 +201,113 @@ def model_bytes(model: Decoder) -> int:
     return sum(each.num_bytes for each in (*linears, model.weights.lm_head) if isinstance(each, CudaLinear))
 
 
-def step_of(tables: list[tuple[int, ...]], first: int, last: int) -> ScheduledBatch:
-    """Each sequence's tokens of [first, last), and the next is wanted."""
-    tokens = tuple(7 + at % 1000 for at in range(first, last))
-    rows = tuple(BatchRow(number, tokens, first, table, True) for number, table in enumerate(tables))
-    return ScheduledBatch(rows, len(rows) if last - first == 1 else 0)
+def begun(scheduler: Scheduler, count: int, num_tokens: int, num_computed: int) -> list[Sequence]:
+    """Sequences that run, of so many tokens each, as if the first num_computed were computed: what is in the cache does not change how long a step takes."""
+    sequences = []
+    for handle in range(count):
+        sequence = Sequence(handle, str(handle), [7 + at % 1000 for at in range(num_tokens)], num_tokens, DRAW)
+        has_grown = scheduler.block_manager.grow(sequence, num_tokens)
+        assert has_grown
+        sequence.num_computed_tokens = num_computed
+        scheduler.running[handle] = sequence
+        sequences.append(sequence)
+    return sequences
 
 
 def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int], ceilings: Ceilings) -> list[StepTime]:
-    """Decoding at CONTEXT tokens by batch, and a prompt of CONTEXT tokens; candidates come back to the host."""
+    """Decoding at CONTEXT tokens by batch, and a prompt of CONTEXT tokens: scheduled, computed, drawn, read."""
     shape, model, found = SHAPES[name], random_model(backend, name, mode), []
-    blocks = CONTEXT // BLOCK_SIZE
+    blocks = CONTEXT // BLOCK_SIZE + 3 * STEPS // BLOCK_SIZE + 1  # what a sequence comes to
     num_blocks = min(max(batches) * blocks, int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape))
     runner = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE))
-    for batch, first in [*((batch, CONTEXT - 1) for batch in batches), (1, 0)]:
+    for batch, num_computed in [*((batch, CONTEXT - 1) for batch in batches), (1, 0)]:
         if batch * blocks > num_blocks:
             continue  # the cache of so many does not fit beside this model
-        step = step_of([tuple(range(number * blocks, (number + 1) * blocks)) for number in range(batch)], first, CONTEXT)
-        walls, devices = [], []
-        for _ in range(STEPS):
-            began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            prepared, plan = runner.prepare(step)
-            began.record()
-            logits = model.logits(model.forward(prepared, plan, runner.kv_cache.layers), prepared.logit_rows)
-            ended.record()
-            backend.row_search.find_largest(logits, 64)
-            walls.append(1e3 * (time.perf_counter() - started))
-            devices.append(began.elapsed_time(ended))
+        device_ms = statistics.median(device_times(runner, backend, batch, num_computed, num_blocks))
+        walls = [
+            statistics.median(step_walls(runner, backend, batch, num_computed, num_blocks, is_ahead=is_ahead))
+            for is_ahead in ((False,) if num_computed == 0 else (False, True))
+        ]
+        num_tokens = batch * (CONTEXT - num_computed)
         cache_bytes = batch * CONTEXT * shape.num_layers * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
         parameters = sum(n * k for layer, (n, k) in layer_shapes(shape).items() if layer != "head") * shape.num_layers
-        operations = 2.0 * (step.num_tokens * parameters + batch * shape.vocab_size * shape.hidden_size)
+        operations = 2.0 * (num_tokens * parameters + batch * shape.vocab_size * shape.hidden_size)
         rate = ceilings.bf16_flop_per_s if mode == "none" else ceilings.int8_op_per_s
         floor = max((model_bytes(model) + cache_bytes) / ceilings.copy_bytes_per_s, operations / rate)
-        found.append(StepTime(name, mode, batch, step.num_tokens, statistics.median(walls), statistics.median(devices), 1e3 * floor))
+        found.append(StepTime(name, mode, batch, num_tokens, walls[0], walls[1] if len(walls) > 1 else None, device_ms, 1e3 * floor))
     return found
+
+
+def make_scheduler(num_blocks: int) -> Scheduler:
+    blocks = BlockManager(num_blocks, BLOCK_SIZE, prefix_caching=False)
+    return Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=256, max_batched_tokens=MAX_BATCHED_TOKENS, run_ahead=4)
+
+
+def device_times(runner: ModelRunner, backend: CudaBackend, batch: int, num_computed: int, num_blocks: int) -> list[float]:
+    """Milliseconds of one step from its first kernel to its draws, all of it launched before the device begins."""
+    scheduler, found = make_scheduler(num_blocks), []
+    sequences = begun(scheduler, batch, CONTEXT, num_computed)
+    step = scheduler.schedule()
+    assert step is not None
+    for _ in range(STEPS):
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        prepared, plan = runner.prepare(step)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host launches
+        began.record()
+        logits = runner.model.logits(runner.model.forward(prepared, plan, runner.kv_cache.layers), prepared.logit_rows)
+        reduction = begin_reduction(logits, sequences, backend.row_search)
+        ended.record()
+        reduction.finish()
+        found.append(began.elapsed_time(ended))
+    return found
+
+
+def step_walls(runner: ModelRunner, backend: CudaBackend, batch: int, num_computed: int, num_blocks: int, *, is_ahead: bool) -> list[float]:
+    """Milliseconds from one landing to the next. The first steps are recorded."""
+    found: list[float] = []
+    rounds = STEPS if num_computed == 0 else 1  # a prompt has one step: it is begun anew for each
+    for _ in range(rounds):
+        scheduler = make_scheduler(num_blocks)
+        begun(scheduler, batch, CONTEXT, num_computed)
+        steps = Steps(scheduler, runner, backend.row_search, is_ahead=is_ahead)
+        torch.cuda.synchronize()
+        for _ in range(1 if num_computed == 0 else 2 * STEPS):
+            started = time.perf_counter()
+            steps.step()
+            found.append(1e3 * (time.perf_counter() - started))
+    return found[-STEPS:]
 
 
 def cache_block_bytes(backend: CudaBackend, shape: Shape) -> int:
     return shape.num_layers * BLOCK_SIZE * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
 
 
-def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest]) -> dict[str, float]:
-    """All requests at once, in bf16, through the scheduler. Times are from the beginning."""
+def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *, is_ahead: bool) -> dict[str, float]:
+    """All requests at once, in bf16, through the scheduler. Times are from the beginning. is_ahead: with a step in flight."""
     shape, model = SHAPES[name], random_model(backend, name, "none")
     num_blocks = int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape)
-    runner, blocks = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE)), BlockManager(num_blocks, BLOCK_SIZE)
-    scheduler = Scheduler(blocks, make_admission("predicted", blocks), max_num_seqs=256, max_batched_tokens=MAX_BATCHED_TOKENS)
+    runner = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE))
+    scheduler = make_scheduler(num_blocks)
     first: dict[int, float] = {}
+    sequences: dict[int, Sequence] = {}
     served = Served(len(requests))
     for number, request in enumerate(requests):
         prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(request.num_prompt_tokens)]
-        scheduler.add(Sequence(number, str(number), prompt, len(prompt), SamplingParams(max_tokens=request.num_output_tokens)))
-    started = time.perf_counter()
-
-    def decide(step: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
-        chosen: list[int] = backend.row_search.find_largest(runner.forward(step), 1)[1][:, 0].tolist()
+        params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0)
+        sequences[number] = Sequence(number, str(number), prompt, len(prompt), params)
+        scheduler.add(sequences[number])
+    steps, started = Steps(scheduler, runner, backend.row_search, is_ahead=is_ahead), time.perf_counter()
+    while scheduler.num_unfinished:
+        landing = steps.step()
         now = time.perf_counter() - started
-        for sequence in sampled:
-            begun = first.setdefault(sequence.handle, now)
-            if sequence.num_output_tokens + 1 == sequence.params.max_tokens:
-                served.ttft_s.append(begun)
-                served.num_output_tokens += sequence.num_output_tokens + 1
-                if sequence.num_output_tokens:
-                    served.tpot_s.append((now - begun) / sequence.num_output_tokens)
-        return chosen
-
-    while run_step(scheduler, decide) is not None:
-        pass
+        for handle in [] if landing is None else landing.rows.handles.tolist():
+            begun_at, sequence = first.setdefault(handle, now), sequences[handle]
+            if sequence.is_finished:
+                served.ttft_s.append(begun_at)
+                served.num_output_tokens += sequence.num_output_tokens
+                if sequence.num_output_tokens > 1:
+                    served.tpot_s.append((now - begun_at) / (sequence.num_output_tokens - 1))
     served.seconds = time.perf_counter() - started
     return served.summary()
 

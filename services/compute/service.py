@@ -90,21 +90,21 @@ class ComputeService:
         if batch is not None:
             self.compute(batch)
         elif self.flight is not None:
-            self.land(self.flight)
+            self.land()
         else:
             self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening else IDLE_WAIT_S)
 
     def compute(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step, beside the grammars' masks for it. It lands at once, unless a device has drawn what the next one needs."""
-        began_at, started_at, before = self.meter.began_at, time.time(), self.flight
+        began_at, started_at, is_ahead = self.meter.began_at, time.time(), self.flight is not None
         for row in batch.rows[batch.num_decodes :]:  # a sequence begins with a chunk
             self.active[row.handle].scheduled_at = self.active[row.handle].scheduled_at or started_at
         if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
             self.exchange.publish_held()
-        masking = self.constraints.start(standing(batch, self.scheduler).values()) if before is None else None
-        hidden = self.runner.run(batch, before.drawn if before is not None else None)
-        if before is not None:
-            self.land(before)  # now it is known which rows of this step stand, and where their grammars are
+        masking = None if is_ahead else self.constraints.start(standing(batch, self.scheduler).values())
+        hidden = self.runner.run(batch, self.flight.drawn if self.flight is not None else None)
+        if is_ahead:
+            self.land()  # now it is known which rows of this step stand, and where their grammars are
             masking = self.constraints.start(standing(batch, self.scheduler).values())
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
         sequences = {handle: each for handle, each in standing(batch, self.scheduler).items() if handle not in failures}
@@ -114,14 +114,15 @@ class ComputeService:
         self.flight = take_off(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
         if self.flight.drawn is None or batch.embedded:
-            self.land(self.flight)
+            self.land()
         if batch.embedded:
             failures |= self.embed(batch, hidden)
         self.fail(failures | reduction.failures)
 
-    def land(self, flight: Flight) -> None:
+    def land(self) -> None:
         """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates go on their way."""
-        self.flight, batch = None, flight.batch
+        assert self.flight is not None
+        flight, batch, self.flight = self.flight, self.flight.batch, None
         flight.reduction.searching.wait()
         self.meter.lap("forward")
         if self.spans is not None:

@@ -13,15 +13,18 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from services.compute.backends.backend import MassesWanted, Wanted
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from shared.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # of a block: CUDA's programming guide, compute capabilities
@@ -98,10 +101,9 @@ def launch_all() -> None:
             attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(inputs, 16), window=None, norms=(norm, norm), eps=1e-6)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
+    masses = MassesWanted(np.arange(2), np.ones(2, np.float32))
     for k in (1, 64):
-        backend.row_search.find_largest(logits, k)
-    which, largest = torch.arange(2).numpy(), torch.zeros(2).numpy()
-    backend.row_search.total_masses(logits, which, largest, largest + 1)
+        backend.row_search.start(logits, Wanted([SamplingParams()] * 2, np.zeros(2), np.full(2, k, np.int32), masses, masses))
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)
 
 

@@ -9,6 +9,7 @@ from bench.gpu.kernels import (
     Check,
     LinearCase,
     check_attention,
+    check_draws,
     check_linear,
     check_logits,
     check_rows,
@@ -73,6 +74,10 @@ def test_the_search_for_candidates(vocab_size: int, k: int, monkeypatch: pytest.
     """In one chunk and in several."""
     monkeypatch.setattr(search_module, "CHUNK", 32)
     assert has_held(check_search(CudaBackend(BFLOAT16, CPU), 2, vocab_size, k))
+
+
+def test_the_draws_are_the_hosts() -> None:
+    assert has_held(check_draws(CudaBackend(BFLOAT16, CPU), 9, 70))
 
 
 def test_finishing_logits() -> None:

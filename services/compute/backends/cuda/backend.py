@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassesWanted, Wanted, Wiring
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, run_again
@@ -17,6 +18,7 @@ from services.compute.backends.torch.attention import AttentionInputs, Heads, Sc
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
 from shared.errors import StartupError
+from shared.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 
@@ -113,8 +115,11 @@ class CudaBackend:
             qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
             step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)
         logits = step.head.logits(torch.zeros((step.num_logits, step.head.k), dtype=self.dtype, device=self.device))
+        all_masses = MassesWanted(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
         for k in (1, LISTED):
-            self.row_search.find_largest(logits, min(k, step.head.num_outputs))
+            listed = np.full(step.num_logits, min(k, step.head.num_outputs), np.int32)
+            wanted = Wanted([SamplingParams()] * step.num_logits, np.zeros(step.num_logits), listed, all_masses, all_masses)
+            self.row_search.start(logits, wanted).read()
 
     def _reserve(self, attention: CudaAttention, lens: list[int], longest: int) -> CudaPlan:
         """Buffers for a step of so many tokens of each sequence, with the longest context; its plan."""

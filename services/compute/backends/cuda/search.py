@@ -58,7 +58,9 @@ class CudaRowSearch:
         if num_rows:
             kept = keys.shape[1]
             draws = to_device(draws_of(wanted), logits.device)
-            kernels.draw_tokens[(num_rows,)](keys, masses, draws, drawn, logits.shape[1], masses.shape[1], KEPT=kept, num_warps=1)
+            kernels.draw_tokens[(num_rows,)](
+                keys, masses, draws, drawn, logits.shape[1], masses.shape[1], KEPT=kept, num_warps=1, enable_fp_fusion=False
+            )  # fmt: skip
         copies = to_host(keys), to_host(masses), to_host(drawn)
         copied = None
         if logits.device.type == "cuda":

@@ -1,0 +1,79 @@
+"""A step in flight, in the pipeline: on a device that draws, and at times wrongly, the logs are byte for byte those of a host that draws itself."""
+
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shared.constraint import Constraint
+from shared.messages import Control, encode
+from shared.sampling_params import ChainParams, DryParams
+from shared.streams import CONTROL, MESSAGE
+from shared.token_log import parse_log
+from tests.conftest import running_redis
+from tests.kernels.drawing import DrawingSearch
+from tests.stages.line_of_stages import LineOfStages, ask, hurried
+from tests.waiting import wait_until
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "yes"]}}, "required": ["a", "b"], "additionalProperties": False}
+REQUESTS = (
+    ask("greedy.0", "The quick brown fox", max_tokens=24, temperature=0.0, ignore_eos=True),
+    ask("drawn.0", "A river", max_tokens=24, seed=3, logprobs=2),
+    ask("once.0", "A river", max_tokens=1, seed=4),
+    ask("penalized.0", "Once upon a time", max_tokens=20, seed=7, frequency_penalty=1.0, repetition_penalty=1.2, min_tokens=5, top_p=0.9),
+    ask("chained.0", "Once upon a time", max_tokens=12, seed=7, dry=DryParams(1.0, allowed_length=1), chain=ChainParams(typical_p=0.95, dynatemp_range=0.5)),
+    ask("stopped.0", "Tell me about the weather", max_tokens=20, temperature=0.0, stop=("er owns",), ignore_eos=True),
+    ask("scored.0", "The sampler decides each token", max_tokens=8, top_k=5, prompt_logprobs=3),
+    replace(ask("constrained.0", "Say it", max_tokens=60, seed=1), constraint=Constraint("json_schema", json.dumps(SCHEMA))),
+    replace(ask("allowed.0", "Say it", max_tokens=9, seed=1, allowed_token_ids=(40, 41, 42, 43), bad_words=("x",))),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[LineOfStages]:
+    with running_redis(tmp_path_factory.mktemp("flight"), redis_binary) as url, hurried():
+        line = LineOfStages(url)
+        with line.running():
+            yield line
+
+
+@pytest.fixture(scope="module")
+def expected(line: LineOfStages) -> dict[str, Any]:
+    """The logs, where the host draws."""
+    found: dict[str, Any] = line.answer(*REQUESTS)
+    return found
+
+
+def test_the_requests_end_in_all_ways(expected: dict[str, Any]) -> None:
+    greedy, _, once, *_ = events = [parse_log(log) for log in expected.values()]
+    assert len(greedy) == 24 and len(once) == 1
+    assert {each[-1].finish_reason for each in events} == {"length", "stop"} and "er owns" in {each[-1].stop_reason for each in events}
+    constrained = events[[each.request_id for each in REQUESTS].index("constrained.0")]
+    assert set(json.loads("".join(event.text for event in constrained))) == {"a", "b"}
+
+
+def test_logs_are_the_same_with_a_step_in_flight(line: LineOfStages, expected: dict[str, Any]) -> None:
+    compute = line.compute
+    compute.row_search = search = DrawingSearch(compute.row_search, random.Random(1), share_wrong=0.1)
+    line.forget_logs()
+    num_surplus = compute.num_surplus_tokens
+    assert line.answer(*REQUESTS) == expected
+    assert search.num_wrong and compute.num_surplus_tokens > num_surplus, "draws were wrong, and their rows were dropped"
+    assert compute.flight is None, "what is in flight lands when there is nothing else to do"
+
+
+def test_who_is_cancelled_in_flight_leaves_the_others_as_they_are(line: LineOfStages, expected: dict[str, Any]) -> None:
+    compute = line.compute
+    line.forget_logs()
+    others = [replace(each, request_id=f"other{number}.0", params=replace(each.params, max_tokens=200)) for number, each in enumerate(REQUESTS[:1] * 3)]
+    line.submit(*others)
+    wait_until(lambda: compute.flight is not None and len(compute.scheduler.running) == len(others), description="a step of all is in flight")
+    line.submit(*REQUESTS)
+    line.client.xadd(CONTROL.key, {MESSAGE: encode(Control("cancel", tuple(each.request_id for each in others)))})
+    line.answer()
+    assert [parse_log(line.log(each.request_id))[-1].finish_reason for each in others] == ["cancelled"] * len(others)
+    assert {each.request_id: line.log(each.request_id) for each in REQUESTS} == expected
