@@ -37,9 +37,11 @@ def prefill_rate(answers: list[Answer]) -> float:
 
 
 def check(answers: list[Answer]) -> list[Answer]:
-    problem = next((answer.error or "an answer without text" for answer in answers if answer.error or not answer.times), None)
-    if problem:
-        raise SystemExit(f"a request failed: {problem[:300]}")
+    for answer in answers:
+        if answer.error or not answer.times:
+            raise SystemExit(f"a request failed: {answer.error[:300] or 'an answer without text'}")
+        if not answer.num_output_tokens:
+            raise SystemExit("the server's streams say nothing of usage: there is nothing to count with")
     return answers
 
 
