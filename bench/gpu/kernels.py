@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -244,7 +245,7 @@ def check_search(backend: CudaBackend, rows: int, vocab_size: int, k: int) -> Ch
     return Check("candidates", "float32", f"{rows} x {vocab_size}, {k} largest", error, 3e-6, is_same)
 
 
-DRAWS = (
+DRAWS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {}, {"top_k": 5}, {"top_p": 0.5}, {"top_p": 0.95, "temperature": 0.7}, {"min_p": 0.1}, {"top_k": 20, "top_p": 0.8, "min_p": 0.05},
     {"top_p": 0.9, "logprobs": 2}, {"temperature": 0.0, "logprobs": 3},
 )  # fmt: skip
@@ -255,7 +256,7 @@ def check_draws(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
     logits = randn(rows, vocab_size, seed=6, scale=8.0)
     logits[0] = logits[0].round()
     logits[-1, 3:] = -torch.inf
-    sequences = [Sequence(row, "r", [1, 2], 1, SamplingParams(seed=row, **DRAWS[row % len(DRAWS)])) for row in range(rows)]  # type: ignore[arg-type]
+    sequences = [Sequence(row, "r", [1, 2], 1, SamplingParams(seed=row, **DRAWS[row % len(DRAWS)])) for row in range(rows)]
 
     def drawn(some: slice) -> tuple[Array, CandidateRows]:
         reduction = begin_reduction(logits[some].to(backend.device), sequences[some], backend.row_search)

@@ -113,7 +113,7 @@ def check_flight(folder: Path, backend: Backend, *, lengths: tuple[int, ...], dr
         runner, blocks = model.make_runner(num_blocks), BlockManager(num_blocks, 16)
         admission = make_admission("predicted", blocks)
         scheduler = Scheduler(blocks, admission, max_num_seqs=5, max_batched_tokens=64, run_ahead=4 if is_ahead else 0)
-        sequences = []
+        sequences: list[Sequence] = []
         for params in draws:
             for prompt in make_prompts(model.model.config.vocab_size, lengths):
                 sequence = Sequence(len(sequences), str(len(sequences)), list(prompt), len(prompt), params, eos_token_ids=tuple(range(0, 60, 4)))

@@ -101,13 +101,15 @@ class ComputeService:
             self.active[row.handle].scheduled_at = self.active[row.handle].scheduled_at or started_at
         if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
             self.exchange.publish_held()
-        masking = None if is_ahead else self.constraints.start(standing(batch, self.scheduler).values())
+        sequences = standing(batch, self.scheduler)
+        masking = None if is_ahead else self.constraints.start(sequences.values())
         hidden = self.runner.run(batch, self.flight.drawn if self.flight is not None else None)
         if is_ahead:
             self.land()  # now it is known which rows of this step stand, and where their grammars are
-            masking = self.constraints.start(standing(batch, self.scheduler).values())
+            sequences = standing(batch, self.scheduler)
+            masking = self.constraints.start(sequences.values())
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
-        sequences = {handle: each for handle, each in standing(batch, self.scheduler).items() if handle not in failures}
+        sequences = {handle: each for handle, each in sequences.items() if handle not in failures}
         logits = self.runner.logits(batch, hidden, sequences)
         self.meter.lap("forward")
         reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masking.result() if masking is not None else NO_MASKS)
