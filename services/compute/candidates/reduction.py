@@ -84,7 +84,7 @@ class CandidateRows:
         )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EditedRow:
     """A row of logits that is ready to be reduced, and what its sequence was when it was edited: it may have gone on when the candidates are read."""
 
