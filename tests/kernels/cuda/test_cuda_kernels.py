@@ -36,16 +36,15 @@ def has_held(check: Check) -> bool:
 
 @pytest.mark.parametrize(("form", "dtype"), [("none", FLOAT32), *((form, BFLOAT16) for form in FORMS)])
 def test_linear_layers(form: str, dtype: torch.dtype) -> None:
-    """An odd number of inputs and parts of a tile; of few rows, and of many with all that the epilogue adds."""
+    """An odd number of inputs and parts of a tile; of few rows, and, in the widest tiles, of many with all that the epilogue adds."""
     backend = CudaBackend(dtype, CPU)
     assert has_held(check_linear(backend, form, LinearCase(2, 36, 65, has_norm=True)))
-    if form in ("none", "w8a8", "w4"):
+    if form == "w8a8":
         assert has_held(check_linear(backend, form, LinearCase(66, 24, 40, activation="silu", has_bias=True, has_residual=True)))
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-def test_a_gate_of_gelu(dtype: torch.dtype) -> None:
-    assert has_held(check_linear(CudaBackend(dtype, CPU), "none", LinearCase(3, 40, 32, activation="gelu_tanh")))
+def test_a_gate_of_gelu() -> None:
+    assert has_held(check_linear(CudaBackend(BFLOAT16, CPU), "none", LinearCase(3, 40, 32, activation="gelu_tanh", has_bias=True, has_residual=True)))
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,7 @@ def test_attention(dtype: torch.dtype, case: AttentionCase, monkeypatch: pytest.
     assert has_held(check_attention(CudaBackend(dtype, CPU), case))
 
 
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16])
-@pytest.mark.parametrize("has_norm", [True, False])
+@pytest.mark.parametrize(("dtype", "has_norm"), [(FLOAT32, True), (BFLOAT16, False)])
 def test_adding_to_the_residual(dtype: torch.dtype, has_norm: bool) -> None:
     assert has_held(check_rows(CudaBackend(dtype, CPU), 3, 100, has_norm=has_norm, multiplier=0.22))
 
