@@ -80,7 +80,7 @@ class Deployment:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
-    def terminate(self, replica_id: str, *, timeout_s: float = 20.0) -> int:
+    def terminate(self, replica_id: str, *, timeout_s: float = 60.0) -> int:
         """SIGTERM; returns the exit code."""
         process = self.processes.pop(replica_id)
         process.terminate()
