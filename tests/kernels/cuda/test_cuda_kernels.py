@@ -36,7 +36,7 @@ def has_held(check: Check) -> bool:
 
 @pytest.mark.parametrize(("form", "dtype"), [("none", FLOAT32), *((form, BFLOAT16) for form in FORMS)])
 def test_linear_layers(form: str, dtype: torch.dtype) -> None:
-    """An odd number of inputs and parts of a tile; of few rows, and, in the widest tiles, of many with all that the epilogue adds."""
+    """An odd number of inputs and parts of a tile, of few rows; one form of many as well, with all that the epilogue adds."""
     backend = CudaBackend(dtype, CPU)
     assert has_held(check_linear(backend, form, LinearCase(2, 36, 65, has_norm=True)))
     if form == "w8a8":
