@@ -2,8 +2,7 @@
 
 Method: every kernel against its definition, and whole models by bits and tokens; then each kernel's time over the layers of real shapes, steps of decoding at
 1,024 tokens by batch and a prompt of 1,024, with random weights, and with --trace a file of requests through the scheduler: each with a step in flight and
-without. The ceilings (a copy of 1 GiB, the
-vendor's products of 8192 x 8192 x 8192) are measured in the same run. It writes gpu.json and gpu.md to --out.
+without. The ceilings (a copy of 1 GiB, the vendor's products of 8192 x 8192 x 8192) are measured in the same run. It writes gpu.json and gpu.md to --out.
 
     python -m bench.gpu [--shapes llama-3-8b qwen2.5-7b qwen2.5-0.5b] [--modes none w8a8 w4] [--trace FILE] [--out DIR]
 
@@ -20,7 +19,7 @@ import torch
 import triton
 
 from bench.gpu.kernels import run_checks
-from bench.gpu.models import check_flight, check_model
+from bench.gpu.models import DRAWS, check_flight, check_model
 from bench.gpu.report import found_in_all, page, speed_lines
 from bench.gpu.speed import as_dict, measure_attention, measure_ceilings, measure_linears, measure_steps, serve_trace
 from services.compute.backends.backend import QUANTIZATIONS
@@ -60,7 +59,7 @@ def main() -> int:
         sizes = {"lengths": lengths, "num_tokens": 4 if is_interpreted else 32}
         models = [check_model(Path(folder), wide, reference=TorchBackend(torch.float32, device), **sizes)]  # type: ignore[arg-type]
         models += [check_model(Path(folder), narrow, quantization=mode, kv_group=group, reference=None, **sizes) for mode, group in MODES]  # type: ignore[arg-type]
-        flights = [check_flight(Path(folder), narrow, lengths=lengths[: 1 if is_interpreted else None])]
+        flights = [check_flight(Path(folder), narrow, lengths=lengths[:1] if is_interpreted else lengths, draws=DRAWS[:2] if is_interpreted else DRAWS)]
         found, speed = found_in_all(checks, models, flights), []
         if not is_interpreted:
             ceilings = measure_ceilings(device)

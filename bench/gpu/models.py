@@ -98,7 +98,7 @@ class ModelCheck:
 
 
 DRAWS = (
-    SamplingParams(max_tokens=12), SamplingParams(max_tokens=12, temperature=0.0), SamplingParams(max_tokens=5, top_k=20, seed=2),
+    SamplingParams(max_tokens=6, temperature=0.0), SamplingParams(max_tokens=5, top_k=20, seed=2), SamplingParams(max_tokens=12),
     SamplingParams(max_tokens=12, top_p=0.9, temperature=0.7, frequency_penalty=1.0), SamplingParams(max_tokens=9, min_p=0.05, logprobs=2, min_tokens=4),
 )  # fmt: skip
 
