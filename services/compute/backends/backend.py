@@ -22,7 +22,7 @@ from services.compute.backends.torch.attention import AttentionInputs, Heads, Sc
 Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]
 
-QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")
+QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 
 
 class Linear(Protocol):
