@@ -64,11 +64,11 @@ compose-test: $(VENV)/dev
 telemetry: $(VENV)/dev
 	$(BIN)/python -m tests.telemetry $(ARGS)
 
-# The CUDA backend without a GPU: every kernel in Triton's interpreter, with its errors, and compiled for Ampere and Hopper.
+# The CUDA backend without a GPU: every kernel in Triton's interpreter, with its errors, and compiled for Ampere, Ada and Hopper.
 cuda-kernels: $(VENV)/dev
 	TRITON_INTERPRET=1 $(BIN)/python -m bench.gpu --out build $(ARGS)
 	$(BIN)/python -m pytest --numprocesses auto tests/kernels/cuda/more_models.py
-	$(BIN)/python -m tests.kernels.cuda.compiled 80 90
+	$(BIN)/python -m tests.kernels.cuda.compiled 80 89 90
 
 # A Redis that speaks TLS only, with a user for each stage. Needs redis-server 7 or newer with TLS, and openssl.
 redis-test: $(VENV)/dev

@@ -22,9 +22,8 @@ from pathlib import Path
 import torch
 
 from bench.model import Engine, load, read_bandwidth, stored_bytes
-from services.compute.backends.backend import QUANTIZATIONS
 from services.compute.backends.cpu.build import find_compiler
-from services.compute.backends.cpu.linear import Kind, NativeLinear
+from services.compute.backends.cpu.linear import QUANTIZATIONS, Kind, NativeLinear
 from services.compute.batch import ScheduledBatch
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.loop import run_step

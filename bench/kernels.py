@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 
 from bench.model import read_bandwidth, stored_bytes
-from services.compute.backends.backend import QUANTIZATIONS, Backend
+from services.compute.backends.backend import Backend
 from services.compute.backends.choose import choose_backend
+from services.compute.backends.cpu.linear import QUANTIZATIONS
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.attention import AttentionInputs, Heads
 from services.compute.tools.make_model import SHAPES, Shape

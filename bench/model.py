@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from services.compute.backends.backend import QUANTIZATIONS, Linear, RowSearch
+from services.compute.backends.backend import Linear, RowSearch
 from services.compute.backends.choose import choose_backend
-from services.compute.backends.cpu.linear import NativeLinear
+from services.compute.backends.cpu.linear import QUANTIZATIONS, NativeLinear
 from services.compute.backends.matrix import Dense
 from services.compute.batch import ScheduledBatch
 from services.compute.engine import build_engine

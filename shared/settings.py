@@ -149,7 +149,9 @@ class EngineSettings(StageSettings):
     model_impl: Literal["auto", "native", "transformers"] = Field(
         "auto", description="whose layers run: our own, or the transformers library's; auto: our own where they know the architecture"
     )
-    quantization: Literal["none", "w8a8", "w4", "nf4"] = Field("none", description="of weights, at load; activations then are int8: docs/kernels.md")
+    quantization: Literal["none", "w8a8", "w4", "nf4", "fp8"] = Field(
+        "none", description="of weights, at load; activations then are int8, or FP8 with fp8, which takes a GPU: docs/kernels.md"
+    )
     quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
     quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")
     quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
@@ -167,6 +169,9 @@ class EngineSettings(StageSettings):
     kv_cache_memory: ByteSize | None = Field(None, gt=0, description="size of the KV cache, as in 4GiB; else --kv-cache-share decides")
     kv_cache_share: float | None = Field(
         None, gt=0, le=1, description="share of the memory that is free beside the weights; by default 0.9 of a GPU's, 0.25 of a CPU's"
+    )
+    allow_batch_variance: bool = Field(
+        False, description="on a GPU, use the vendor's matrix products where they may be faster: a token's bits then depend on the batch; docs/gpu.md"
     )
     reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")

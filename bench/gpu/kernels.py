@@ -9,10 +9,20 @@ import torch
 
 from services.compute.backends.cuda.attention import RANGE
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear
-from services.compute.backends.torch.reference import kv_row_size, norm_heads, quantize_four_bit, quantize_rows, quantize_weight, read_kv, rms_norm, rotary
+from services.compute.backends.torch.reference import (
+    FLOAT8_LARGEST,
+    kv_row_size,
+    norm_heads,
+    quantize_four_bit,
+    quantize_rows,
+    quantize_weight,
+    read_kv,
+    rms_norm,
+    rotary,
+)
 from services.compute.backends.torch.reference import write_kv as write_reference
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.candidates.reduction import CandidateRows, begin_reduction
@@ -23,7 +33,8 @@ Tensor = torch.Tensor
 
 EPS = 1e-6
 BLOCK_SIZE = 16
-FORMS = ("none", "w8a8", "w4", "nf4", "w4 with minima", "int8 groups", "int8 groups with minima")
+FORMS = ("none", "w8a8", "w4", "nf4", "w4 with minima", "int8 groups", "int8 groups with minima", "fp8", "fp8 blocks")
+VENDORS = ("none", "w8a8", "fp8")  # that the vendor's library multiplies, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +44,11 @@ class Check:
     case: str
     error: float  # relative, in the root of the mean square
     bound: float
-    is_same_alone: bool  # each row's bits, by itself and in company
+    is_same_alone: bool | None  # each row's bits, by itself and in company; None: not promised
 
     @property
     def holds(self) -> bool:
-        return self.error <= self.bound and self.is_same_alone
+        return self.error <= self.bound and self.is_same_alone is not False
 
 
 def randn(*shape: int, seed: int, scale: float = 1.0) -> Tensor:
@@ -56,9 +67,14 @@ def make_matrix(weight: Tensor, form: str, group: int) -> Matrix:
     """weight [n, k] in one of FORMS."""
     if form == "none":
         return Dense(weight)
-    if form in ("w8a8", "w4", "nf4"):
+    if form in ("w8a8", "w4", "nf4", "fp8"):
         return quantize_weight(weight, form, group)
     n, k = weight.shape
+    if form == "fp8 blocks":  # of half as many outputs as inputs
+        height = group // 2
+        largest = torch.nn.functional.max_pool2d(weight.float().abs()[None], (height, group), ceil_mode=True)[0]
+        spread = largest.repeat_interleave(height, 0)[:n].repeat_interleave(group, 1)[:, :k]
+        return Float8((weight.float() / spread * FLOAT8_LARGEST).to(torch.float8_e4m3fn), largest / FLOAT8_LARGEST, group, height)
     minima = randn(n, -(-k // group), seed=9, scale=0.1).half()
     if form == "w4 with minima":
         four = quantize_four_bit(weight, "nf4", group)
@@ -72,6 +88,8 @@ def moved(matrix: Matrix, device: torch.device) -> Matrix:
         return Dense(matrix.weight.to(device))
     if isinstance(matrix, Int8Columns):
         return Int8Columns(matrix.codes.to(device), matrix.scales.to(device))
+    if isinstance(matrix, Float8):
+        return Float8(matrix.codes.to(device), matrix.scales.to(device), matrix.group, matrix.height)
     table = matrix.table.to(device) if matrix.table is not None else None
     return Grouped(matrix.codes.to(device), group=matrix.group, table=table, **{name: each.to(device) for name, each in matrix.by_group().items()})
 
@@ -92,8 +110,9 @@ class LinearCase:
         return " ".join([f"{self.rows} x {self.n} x {self.k}, groups of {self.group}", *filter(None, more)])
 
 
-def check_linear(backend: CudaBackend, form: str, case: LinearCase) -> Check:
-    """In float64 over the same codes; in the norm, whose rounding may fall on another step of int8, the definition."""
+def check_linear(backend: CudaBackend, form: str, case: LinearCase, *, is_vendors: bool = False) -> Check:
+    """In float64 over the same codes; in the norm, whose rounding may fall on another step of int8 or FP8, the definition. is_vendors: the vendor's product,
+    whose bits are not promised."""
     dtype, device = backend.dtype, backend.device
     x, weight = randn(case.rows, case.k, seed=1).to(dtype), randn(case.n, case.k, seed=2, scale=0.1).to(dtype)
     bias = randn(case.n, seed=3).to(dtype) if case.has_bias else None
@@ -112,11 +131,16 @@ def check_linear(backend: CudaBackend, form: str, case: LinearCase) -> Check:
 
     layer = backend.make_linear(moved(matrix, device), on(bias), **gate)  # type: ignore[arg-type]
     there, there_residual = x.to(device), on(residual)
+    if is_vendors:
+        layer.vendor_from = 1
     found = layer(there, norm=on(norm), eps=EPS, residual=there_residual)
+    is_coarse = case.has_norm and form != "none"
+    bound = 1e-5 if dtype == torch.float32 else 2.5e-2 if is_coarse else 6e-3 if case.has_norm or is_vendors else 4e-3
+    if is_vendors:
+        return Check(f"linear, {form}, vendor's", name_of(dtype), str(case), relative_error(found, expected), bound, None)
     some = [slice(row, row + 1) for row in sorted({0, case.rows // 2, case.rows - 1})]
     alone = [layer(there[row], norm=on(norm), eps=EPS, residual=there_residual[row] if there_residual is not None else None) for row in some]
     is_same = all(torch.equal(found[row], each) for row, each in zip(some, alone, strict=True))
-    bound = 1e-5 if dtype == torch.float32 else 2.5e-2 if case.has_norm and form != "none" else 6e-3 if case.has_norm else 4e-3
     return Check("linear, " + form, name_of(dtype), str(case), relative_error(found, expected), bound, is_same)
 
 
@@ -282,6 +306,10 @@ LINEARS = (
     LinearCase(64, 130, 256, 64, has_norm=True, has_residual=True), LinearCase(130, 200, 300, 128), LinearCase(200, 128, 512, 64, activation="silu"),
     LinearCase(65, 33, 1000, 128, has_bias=True), LinearCase(16, 256, 2048, 64),
 )  # fmt: skip
+VENDORS_LINEARS = (
+    LinearCase(17, 48, 96, has_bias=True), LinearCase(70, 160, 64, activation="silu", has_bias=True), LinearCase(33, 64, 128),
+    LinearCase(130, 528, 320, has_norm=True, has_residual=True),
+)  # fmt: skip
 ATTENTIONS = (
     AttentionCase(Heads(4, 2, 32), (5, 40, 100), (1, 9, 1)),
     AttentionCase(Heads(6, 2, 64, 32), (70, 30), (33, 1), window=20, norm="heads"),
@@ -306,8 +334,10 @@ def run_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[Chec
     for backend in backends:
         is_wide = backend.dtype == torch.float32
         for form in FORMS[: 1 if is_wide else None]:
-            for linear in LINEARS:
-                yield check_linear(backend, form, linear)
+            if backend.has_float8 or not form.startswith("fp8"):
+                yield from (check_linear(backend, form, linear) for linear in LINEARS)
+                if form in VENDORS and not is_wide:
+                    yield from (check_linear(backend, form, linear, is_vendors=True) for linear in VENDORS_LINEARS)
         for attention in (*ATTENTIONS, *(ATTENTIONS_ON_DEVICE if on_device else ())):
             yield check_attention(backend, attention)
         for rows, hidden in ((1, 64), (5, 300), (40, 4096), (3, 14336)):

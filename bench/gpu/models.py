@@ -131,7 +131,7 @@ def check_flight(folder: Path, backend: Backend, *, lengths: tuple[int, ...], dr
 def check_model(
     folder: Path, backend: CudaBackend, *, quantization: str = "none", kv_group: int = 0, lengths: tuple[int, ...], num_tokens: int, reference: Backend | None
 ) -> ModelCheck:
-    """reference: whose tokens are compared: in float32 they are the same."""
+    """reference: whose tokens are compared, quantized alike: in float32 they are the same."""
     model = LoadedModel(folder, backend, quantization=quantization, kv_group=kv_group)
     prompts = make_prompts(model.model.config.vocab_size, lengths)
     together = model.answer(prompts, num_tokens)
@@ -141,6 +141,6 @@ def check_model(
     mode = " ".join([str(backend.dtype).removeprefix("torch."), quantization, *([f"KV int8 in groups of {kv_group}"] if kv_group else [])])
     if reference is None:
         return ModelCheck(mode, None, None, are_equal)
-    expected = LoadedModel(folder, reference, kv_group=kv_group).answer(prompts, num_tokens)
+    expected = LoadedModel(folder, reference, quantization=quantization, kv_group=kv_group).answer(prompts, num_tokens)
     error = max(float((one.logits - other.logits).norm() / other.logits.norm()) for one, other in zip(together, expected, strict=True))
     return ModelCheck(mode, all(one.tokens == other.tokens for one, other in zip(together, expected, strict=True)), error, are_equal)

@@ -16,7 +16,7 @@ def errors_by_type(checks: list[Check]) -> list[str]:
     lines = ["| kernel | types | cases | largest error | bound | bits alone |", "|---|---|---|---|---|---|"]
     for (kernel, types), found in groups.items():
         worst, bound = max(check.error for check in found), max(check.bound for check in found)
-        same = "equal" if all(check.is_same_alone for check in found) else "DIFFER"
+        same = "not promised" if found[0].is_same_alone is None else "equal" if all(check.is_same_alone for check in found) else "DIFFER"
         verdict = "" if all(check.error <= check.bound for check in found) else " TOO LARGE"
         lines.append(f"| {kernel} | {types} | {len(found)} | {worst:.1e}{verdict} | {bound:.0e} | {same} |")
     return lines
@@ -34,7 +34,8 @@ def model_lines(checks: list[ModelCheck]) -> list[str]:
 def speed_lines(ceilings: Ceilings, kernels: list[KernelTime], steps: list[StepTime], served: dict[str, dict[str, float]]) -> list[str]:
     lines = [
         f"Ceilings: {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s copied, {ceilings.bf16_flop_per_s / 1e12:.0f} TFLOP/s in bf16, "
-        f"{ceilings.int8_op_per_s / 1e12:.0f} TOP/s in int8.",
+        f"{ceilings.int8_op_per_s / 1e12:.0f} TOP/s in int8"
+        + ("." if ceilings.fp8_flop_per_s is None else f", {ceilings.fp8_flop_per_s / 1e12:.0f} TFLOP/s in FP8."),
         "",
         "| step | batch | tokens | device, ms | floor, ms | floor / device | wall, ms, read before the next is launched | host's share | wall, ms, after it "
         "(TPOT) | host's share |",

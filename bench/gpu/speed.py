@@ -1,5 +1,6 @@
 """How fast each kernel and whole steps are, beside what the device was measured to reach. Needs a GPU; random weights, for speed does not depend on them."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, free_memory
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.model_runner import ModelRunner
-from services.compute.models.config import read_config
+from services.compute.models.config import Packed, read_config
 from services.compute.models.decoder import Decoder, ModelWeights
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
@@ -30,6 +31,7 @@ from shared.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 
+VENDORS_LEAST = {"none": 1, "w8a8": 17, "fp8": 1}  # rows: torch._int_mm takes no fewer
 BLOCK_SIZE = 16
 CONTEXT = 1024  # tokens that each sequence has when it decodes
 MAX_BATCHED_TOKENS = 2048
@@ -44,6 +46,12 @@ class Ceilings:
     copy_bytes_per_s: float  # read and written, 1 GiB
     bf16_flop_per_s: float  # torch.matmul of 8192 x 8192 x 8192
     int8_op_per_s: float  # torch._int_mm of the same
+    fp8_flop_per_s: float | None  # torch._scaled_mm of the same; None: the device has no FP8
+
+    def product_rate(self, mode: str) -> float:
+        """Operations a second, at most, of layers that are quantized so."""
+        rates = {"none": self.bf16_flop_per_s, "fp8": self.fp8_flop_per_s or self.bf16_flop_per_s}
+        return rates.get(mode, self.int8_op_per_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,16 +115,21 @@ def median_us(run: Callable[[], object]) -> float:
     return 1e3 * float(triton.testing.do_bench(run, return_mode="median"))
 
 
-def measure_ceilings(device: torch.device) -> Ceilings:
+def measure_ceilings(backend: CudaBackend) -> Ceilings:
+    device = backend.device
     source = torch.empty(1 << 30, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     a = torch.randn(8192, 8192, device=device).bfloat16()
     codes = torch.randint(-127, 127, (8192, 8192), device=device, dtype=torch.int8)
     operations = 2 * 8192**3
+    floats, ones = a.to(torch.float8_e4m3fn) if backend.has_float8 else None, torch.ones(8192, 1, device=device)
     return Ceilings(
         2 * source.nbytes / median_us(lambda: target.copy_(source)) * 1e6,
         operations / median_us(lambda: a @ a) * 1e6,
         operations / median_us(lambda: torch._int_mm(codes, codes.T)) * 1e6,
+        operations / median_us(lambda: torch._scaled_mm(floats, floats.T, scale_a=ones, scale_b=ones.T, out_dtype=torch.bfloat16)) * 1e6
+        if floats is not None
+        else None,
     )
 
 
@@ -139,15 +152,19 @@ def layer_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
 
 
 def measure_linears(backend: CudaBackend, name: str, modes: list[str], rows: list[int]) -> list[KernelTime]:
+    """Each by our kernels, and by the vendor's product where it has one for so many rows."""
     found = []
     for layer, (n, k) in layer_shapes(SHAPES[name]).items():
         for mode in modes:
             linear = random_linear(backend, n, k, mode, is_gated=layer == "gate, up")
             for count in rows:
                 x = torch.randn(count, k, device=backend.device).to(backend.dtype)
-                taken = median_us(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
                 moved = linear.num_bytes + x.nbytes + count * linear.num_outputs * x.element_size()
-                found.append(KernelTime(f"linear, {mode}", name, f"{layer}, {count} rows", taken, moved, 2.0 * count * n * k))
+                for is_vendors in (False, True) if count >= VENDORS_LEAST.get(mode, math.inf) else (False,):
+                    linear.vendor_from = 1 if is_vendors else None
+                    taken = median_us(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
+                    kernel = f"linear, {mode}" + (", vendor's" if is_vendors else "")
+                    found.append(KernelTime(kernel, name, f"{layer}, {count} rows", taken, moved, 2.0 * count * n * k))
     return found
 
 
@@ -191,7 +208,7 @@ def random_model(backend: CudaBackend, name: str, quantization: str) -> Decoder:
         for _ in range(shape.num_layers)
     ]
     embedding = torch.empty((shape.vocab_size, shape.hidden_size), dtype=backend.dtype, device=backend.device).normal_(std=0.02)
-    head = make("head", "none" if quantization == "none" else "w8a8")
+    head = make("head", Packed(quantization, 64).of_head)
     return Decoder(read_config(config_json(shape, "bfloat16"), None), ModelWeights(embedding, layers, ones, head), backend)
 
 
@@ -232,9 +249,9 @@ def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int]
         cache_bytes = batch * CONTEXT * shape.num_layers * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
         parameters = sum(n * k for layer, (n, k) in layer_shapes(shape).items() if layer != "head") * shape.num_layers
         operations = 2.0 * (num_tokens * parameters + batch * shape.vocab_size * shape.hidden_size)
-        rate = ceilings.bf16_flop_per_s if mode == "none" else ceilings.int8_op_per_s
-        floor = max((model_bytes(model) + cache_bytes) / ceilings.copy_bytes_per_s, operations / rate)
-        found.append(StepTime(name, mode, batch, num_tokens, walls[0], walls[1] if len(walls) > 1 else None, device_ms, 1e3 * floor))
+        floor = max((model_bytes(model) + cache_bytes) / ceilings.copy_bytes_per_s, operations / ceilings.product_rate(mode))
+        kind = mode if backend.vendor_from is None else f"{mode}, vendor's"
+        found.append(StepTime(name, kind, batch, num_tokens, walls[0], walls[1] if len(walls) > 1 else None, device_ms, 1e3 * floor))
     return found
 
 

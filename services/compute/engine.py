@@ -31,6 +31,7 @@ from shared.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
+BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
@@ -93,17 +94,21 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
 
 
 def fingerprint(settings: ComputeSettings, files: ModelFiles, engine: Engine) -> str:
-    """A name that changes with whatever may change a token: the version, the model's files, and how they are computed."""
+    """A name that changes with whatever may change a token: the version, the model's files, and how they are computed. It ends in BATCH_VARIANT where the same
+    request may get other bits in another batch."""
     names = (
         "device", "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "quantize_lm_head",
         "kv_cache_dtype", "kv_cache_group",
     )  # fmt: skip
     weights = [files.weights] if files.weights.is_file() else sorted(files.weights.glob("*.safetensors"))
+    backend = engine.runner.model.backend
     said = {
         "version": version("penstock"), "config": files.config, "weights": [(file.name, file.stat().st_size) for file in weights],
-        "settings": {name: getattr(settings, name) for name in names}, "backend": type(engine.runner.model.backend).__name__,
+        "settings": {name: getattr(settings, name) for name in names}, "backend": type(backend).__name__,
+        "gpu": torch.cuda.get_device_capability(backend.device) if backend.device.type == "cuda" else None,
     }  # fmt: skip
-    return f"fp_{hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()}"
+    digest = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
+    return f"fp_{digest}{BATCH_VARIANT if settings.allow_batch_variance else ''}"
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
@@ -111,7 +116,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     device = choose_device(settings.device)
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-    backend = choose_backend(choose_dtype(settings.dtype, files), device)
+    backend = choose_backend(choose_dtype(settings.dtype, files), device, allow_batch_variance=settings.allow_batch_variance)
     asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
     log.info("loading the model", model=files.name, weights=files.weights)
     if settings.max_model_len is not None and files.max_model_len is not None and settings.max_model_len > files.max_model_len:

@@ -32,7 +32,7 @@ AS_THEY_ARE, ACT_ORDER, ROUNDED = (
     "dense, for their groups are not of neighbouring inputs (act-order)",
     "dense, for float16 would round their scales",
 )
-NO_TABLE, WIDENED = "dense, for their tables are not of integers", "dense, widened"
+NO_TABLE, IN_FP8 = "dense, for their tables are not of integers", "in FP8"
 NUM_TOKENS = 16
 NUM_MATRICES = 7 * CONFIG.num_hidden_layers
 
@@ -149,11 +149,11 @@ CASES: dict[str, Case] = {
         packed(8, 32, symmetric=False), "pack-quantized", "8 bits in groups of 32 with zero points", group=32, symmetric=False
     ),
     "w8a16-float32-scales": every_compressed(packed(8, 64, dtype=torch.float32), "pack-quantized", "8 bits in groups of 64", ROUNDED, group=64),
-    "float-tensor": every_compressed(float8("one"), "float-quantized", "FP8 by tensor", WIDENED, kind="float", strategy="tensor"),
+    "float-tensor": every_compressed(float8("one"), "float-quantized", "FP8 by tensor", IN_FP8, kind="float", strategy="tensor"),
     "float-channel": every_compressed(
-        float8("channel", dtype=torch.bfloat16), "float-quantized", "FP8 by channel", WIDENED, kind="float", strategy="channel"
+        float8("channel", dtype=torch.bfloat16), "float-quantized", "FP8 by channel", IN_FP8, kind="float", strategy="channel"
     ),
-    "float-block": every_compressed(float8("block"), "float-quantized", "FP8 by block", WIDENED, kind="float", strategy="block"),
+    "float-block": every_compressed(float8("block"), "float-quantized", "FP8 by block", IN_FP8, kind="float", strategy="block"),
     "mixed": Case(
         by_name(
             {
@@ -162,13 +162,13 @@ CASES: dict[str, Case] = {
             },
             packed(4, 32),
         ),
-        MIXED, "compressed-tensors, 8 bits by column and 4 bits in groups of 32 and FP8 by channel", {AS_THEY_ARE: NUM_MATRICES - 3, WIDENED: 1},
+        MIXED, "compressed-tensors, 8 bits by column and 4 bits in groups of 32 and FP8 by channel", {AS_THEY_ARE: NUM_MATRICES - 3, IN_FP8: 1},
     ),
-    "fp8-block": every(float8("block", scale_name="weight_scale_inv"), fp8_config(weight_block_size=[128, 128]), "FP8", WIDENED),
-    "fp8-uneven-block": every(float8("block", scale_name="weight_scale_inv", block=(48, 80)), fp8_config(weight_block_size=[48, 80]), "FP8", WIDENED),
-    "fp8-tensor": every(float8("tensor"), fp8_config(), "FP8", WIDENED),
-    "fp8-tensor-inv": every(float8("one", scale_name="weight_scale_inv"), fp8_config(), "FP8", WIDENED),
-    "fp8-channel": every(float8("channel"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "FP8", WIDENED),
+    "fp8-block": every(float8("block", scale_name="weight_scale_inv"), fp8_config(weight_block_size=[128, 128]), "FP8", IN_FP8),
+    "fp8-uneven-block": every(float8("block", scale_name="weight_scale_inv", block=(48, 80)), fp8_config(weight_block_size=[48, 80]), "FP8", IN_FP8),
+    "fp8-tensor": every(float8("tensor"), fp8_config(), "FP8", IN_FP8),
+    "fp8-tensor-inv": every(float8("one", scale_name="weight_scale_inv"), fp8_config(), "FP8", IN_FP8),
+    "fp8-channel": every(float8("channel"), {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "FP8", IN_FP8),
     "nf4": every(four_bit_floats("nf4", 64, nested=False), BNB4, "bitsandbytes, 4 bits", NO_TABLE),
     "nf4-double": every(four_bit_floats("nf4", 64, nested=True), BNB4, "bitsandbytes, 4 bits", NO_TABLE),
     "nf4-in-bfloat16": every(four_bit_floats("nf4", 128, nested=True, storage=torch.bfloat16), BNB4, "bitsandbytes, 4 bits", NO_TABLE),

@@ -23,7 +23,7 @@ from shared.sampling_params import SamplingParams
 Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]
 
-QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")
+QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 
 
 class Linear(Protocol):

@@ -20,12 +20,17 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cpu" if reason is not None else "cuda")
 
 
-def choose_backend(dtype: torch.dtype, device: torch.device) -> Backend:
-    """Triton's kernels on a GPU; native code for bfloat16 on a CPU that it knows; else torch. Raises StartupError for a wrong PENSTOCK_KERNELS."""
+def choose_backend(dtype: torch.dtype, device: torch.device, *, allow_batch_variance: bool = False) -> Backend:
+    """Triton's kernels on a GPU; native code for bfloat16 on a CPU that it knows; else torch. Raises StartupError for a wrong PENSTOCK_KERNELS.
+
+    allow_batch_variance: whether a row's bits may depend on the rows beside it, for speed. Raises StartupError on a CPU, where there is nothing to gain.
+    """
     if device.type == "cuda":
         from services.compute.backends.cuda.backend import CudaBackend  # with Triton, which a CPU does not need
 
-        return CudaBackend(dtype, device)
+        return CudaBackend(dtype, device, allow_batch_variance=allow_batch_variance)
+    if allow_batch_variance:
+        raise StartupError(f"--allow-batch-variance: only a GPU has other products than those whose bits are the same in any batch, not {device.type}")
     if device.type == "cpu" and dtype == torch.bfloat16 and (context := open_context()) is not None:
         return CpuBackend(context)
     return TorchBackend(dtype, device)

@@ -1,4 +1,4 @@
-"""What a weight matrix [n, k] is before a backend packs it: dense, in int8 by output column, or in groups of inputs.
+"""What a weight matrix [n, k] is before a backend packs it: dense, in int8 by output column, in groups of inputs, or in FP8.
 
 It is the form in which a file holds it. A backend packs that form as it is where it can; else the matrix is dequantized, and perhaps quantized anew.
 """
@@ -12,6 +12,7 @@ Tensor = torch.Tensor
 
 
 SLICE = 1 << 22  # weights of a matrix that are widened at once
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,55 @@ class Grouped:
         return out
 
 
-Matrix = Dense | Int8Columns | Grouped
+@dataclass(frozen=True, slots=True)
+class Float8:
+    """code * scale, with one scale for each block of `height` outputs and `group` inputs."""
+
+    codes: Tensor  # [n, k] float8_e4m3fn or float8_e5m2
+    scales: Tensor  # [ceil(n / height), ceil(k / group)] float32
+    group: int  # k: a scale is a whole column's
+    height: int = 1
+
+    def __post_init__(self) -> None:
+        n, k = self.codes.shape
+        if self.codes.dtype not in FLOAT8 or self.scales.shape != (-(-n // self.height), -(-k // self.group)):
+            raise ValueError(f"codes {describe(self.codes)}, scales {describe(self.scales)}: not {self}")
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.codes.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.codes.device
+
+    @property
+    def is_by_column(self) -> bool:
+        return self.scales.shape[1] == 1
+
+    def __str__(self) -> str:
+        kind = "FP8" if self.codes.dtype == torch.float8_e4m3fn else "FP8 (e5m2)"
+        return f"{kind} by column" if self.is_by_column and self.height == 1 else f"{kind} in blocks of {self.height} x {self.group}"
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Returns [n, k], computed in float32 at least."""
+        wide, (n, k) = torch.promote_types(dtype, torch.float32), self.codes.shape
+        out = torch.empty(n, k, dtype=dtype, device=self.device)
+        step = max(1, SLICE // k)
+        for start in range(0, n, step):
+            rows = torch.arange(start, min(start + step, n), device=self.device)
+            scales = self.scales.to(wide)[rows // self.height]
+            spread = scales if self.is_by_column else scales.repeat_interleave(self.group, 1)[:, :k]
+            out[start : start + step] = self.codes[start : start + step].to(wide) * spread
+        return out
+
+    def by_output(self) -> "Float8":
+        """The same with a scale for each output."""
+        scales = self.scales.repeat_interleave(self.height, 0)[: self.shape[0]]
+        return Float8(self.codes, scales, self.group)
+
+
+Matrix = Dense | Int8Columns | Grouped | Float8
 
 
 def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
@@ -129,7 +178,17 @@ def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
     if isinstance(first, Grouped) and all(isinstance(each, Grouped) and _are_alike(first, each) for each in parts):
         joined = {name: torch.cat([getattr(each, name) for each in parts]) for name in ("codes", *first.by_group())}
         return Grouped(group=first.group, table=first.table, **joined)
+    if isinstance(first, Float8) and all(isinstance(each, Float8) and (each.codes.dtype, each.group) == (first.codes.dtype, first.group) for each in parts):
+        return _join_float8([each for each in parts if isinstance(each, Float8)])
     return Dense(torch.cat([each.dequantize(dtype) for each in parts]))
+
+
+def _join_float8(parts: Sequence[Float8]) -> Float8:
+    """Of the same dtype and groups. A block that would reach from one matrix into the next gets a scale for each output."""
+    height = parts[0].height
+    if any(each.height != height for each in parts) or any(each.shape[0] % height for each in parts[:-1]):
+        parts = [each.by_output() for each in parts]
+    return Float8(torch.cat([each.codes for each in parts]), torch.cat([each.scales for each in parts]), parts[0].group, parts[0].height)
 
 
 def describe(tensor: Tensor) -> str:

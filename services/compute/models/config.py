@@ -38,7 +38,7 @@ class Packed:
     @property
     def of_head(self) -> str:
         """The quantization of the LM head. In four bits it costs more than any other layer."""
-        return self.quantization if self.lm_head or self.quantization == "none" else "w8a8"
+        return "w8a8" if self.quantization in ("w4", "nf4") and not self.lm_head else self.quantization
 
 
 @dataclass(frozen=True, slots=True)

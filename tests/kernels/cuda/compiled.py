@@ -1,11 +1,13 @@
 """Does every kernel compile for the GPUs that we name, and does it fit? No GPU is needed: Triton's wheel brings NVIDIA's assembler.
 
 Each launch of the backend is compiled instead of run. Prints shared memory, registers, spilled bytes, and the matrix instruction. Fails where one does not
-compile, or takes more shared memory than the architecture has.
+compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; and where FP8 is not refused on a
+device that lacks it.
 
-    python -m tests.kernels.cuda.compiled [80 90]
+    python -m tests.kernels.cuda.compiled [80 89 90]
 """
 
+import itertools
 import re
 import subprocess
 import sys
@@ -22,8 +24,10 @@ from triton.runtime.jit import JITFunction
 
 from services.compute.backends.backend import MassesWanted, Wanted
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.matrix import Dense
+from services.compute.backends.cuda.linear import GROUPS, CudaLinear
+from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from shared.errors import StartupError
 from shared.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
@@ -60,7 +64,7 @@ class Compiler:
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.seen: set[str] = set()
-        self.too_large = 0
+        self.num_wrong = 0
         self.launch = JITFunction.run
 
     def run(self, kernel: Any, *args: Any, **options: Any) -> Any:
@@ -75,30 +79,69 @@ class Compiler:
         registers, spilled = (re.findall(rf"{name}:(\d+)", usage)[-1] for name in ("REG", "STACK"))
         instruction = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in compiled.asm["ptx"]), "-")
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
-        self.too_large += not fits
+        keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
+        self.num_wrong += not (fits and keeps_sums_short)
         shown = " ".join(f"{name} {options[name]}" for name in SHOWN if options.get(name) is not None)
-        memory = f"shared {compiled.metadata.shared:6}{'' if fits else ' TOO MUCH'}"
+        memory = f"shared {compiled.metadata.shared:6}{'' if fits else ' TOO MUCH'}{'' if keeps_sums_short else ' LONG SUMS'}"
         print(f"sm_{self.capability} {kernel.__name__:17} {memory} registers {registers:>3} spilled {spilled:>4} {instruction:8} {shown}", flush=True)
         return compiled
 
 
-def launch_all() -> None:
+def begins_with_zeros(ttir: str) -> bool:
+    """Whether each product of e4m3 is a sum of its own: the compiler could draw what is added to it into the tensor cores, which have fewer bits."""
+    starts = re.findall(r"tt\.dot %\w+, %\w+, (%\w+).* : tensor<\w+xf8E4M3FN> \*", ttir)
+    return all(re.search(rf"{start} = arith\.constant dense<0\.0", ttir) for start in starts)
+
+
+def launch_layers(backend: CudaBackend, matrix: Matrix, quantization: str) -> None:
+    for layer in (backend.make_linear(matrix, quantization=quantization, is_gated=is_gated) for is_gated in (True, False)):
+        for rows in (1, 64, 512):
+            x = torch.zeros(rows, 4096, dtype=backend.dtype)
+            layer(x, norm=x[0].contiguous(), residual=torch.zeros(rows, layer.num_outputs, dtype=backend.dtype) if layer.activation is None else None)
+    layer.logits(x)
+
+
+def launch_finish(layer: CudaLinear) -> None:
+    """What follows the vendor's product, which is not compiled here."""
+    layer.vendor_from = 1
+    layer(torch.zeros(1, 4096).bfloat16(), residual=torch.zeros(1, layer.num_outputs).bfloat16() if layer.activation is None else None)
+
+
+def launch_float8(backend: CudaBackend) -> None:
+    weight = torch.randn(512, 4096).bfloat16()
+    if not backend.has_float8:
+        try:
+            backend.make_linear(Dense(weight), quantization="fp8")
+        except StartupError as refusal:
+            return print(f"refused: {refusal}")
+        raise AssertionError("FP8 is not refused")
+    launch_layers(backend, Dense(weight), "fp8")
+    for group in GROUPS:
+        launch_layers(backend, Float8(weight.to(torch.float8_e4m3fn), torch.ones(4, 4096 // group), group, 128), "none")
+
+
+def launch_all(capability: int) -> None:
     """Every kernel, in every form that the layers of real models ask for."""
     for dtype in (torch.bfloat16, torch.float32):
         backend, is_wide = CudaBackend(dtype, CPU), dtype == torch.float32
+        backend.capability = (capability // 10, capability % 10)
         for quantization in ("none",) if is_wide else ("none", "w8a8", "w4", "nf4"):
-            weight = Dense(torch.randn(512, 4096).to(dtype))
-            for layer in (backend.make_linear(weight, quantization=quantization, is_gated=True), backend.make_linear(weight, quantization=quantization)):
-                for rows in (1, 64, 512):
-                    x = torch.zeros(rows, 4096, dtype=dtype)
-                    layer(x, norm=x[0].contiguous(), residual=torch.zeros(rows, layer.num_outputs, dtype=dtype) if layer.activation is None else None)
-            layer.logits(x)
+            launch_layers(backend, Dense(torch.randn(512, 4096).to(dtype)), quantization)
+        if not is_wide:
+            launch_float8(backend)
+            for quantization, is_gated in itertools.product(("none", "w8a8"), (True, False)):
+                launch_finish(backend.make_linear(Dense(torch.randn(512, 4096).bfloat16()), quantization=quantization, is_gated=is_gated))
         for dim, group in ((128, 0), (64, 0), (256, 0)) if is_wide else ((128, 0), (128, 64), (64, 0), (64, 64), (256, 0), (256, 64)):
-            attention = backend.make_attention(Heads(32, 8, dim), Scores(0.1, 50.0 if dim == 256 else 0.0))
+            try:
+                attention = backend.make_attention(Heads(32, 8, dim), Scores(0.1, 50.0 if dim == 256 else 0.0))
+            except StartupError as refusal:
+                print(f"refused: {refusal}")
+                continue
             kv, angles = backend.make_kv_layer(64, 16, 8, dim, group=group), torch.ones(71, dim // 2)
             inputs = AttentionInputs([1, 70], [300, 80], [tuple(range(50))] * 2, torch.arange(71), ((angles, angles),))
             norm = torch.ones(dim, dtype=dtype)
             attention(torch.zeros(71, 48 * dim, dtype=dtype), kv, attention.plan(inputs, 16), window=None, norms=(norm, norm), eps=1e-6)
+        x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
     masses = MassesWanted(np.arange(2), np.ones(2, np.float32))
@@ -108,16 +151,16 @@ def launch_all() -> None:
 
 
 def main() -> int:
-    too_large = 0
-    for capability in map(int, sys.argv[1:] or ("80", "90")):
+    num_wrong = 0
+    for capability in map(int, sys.argv[1:] or ("80", "89", "90")):
         driver.set_active(Target(capability))
         compiler = Compiler(capability)
         JITFunction.run = lambda kernel, *args, compiler=compiler, **options: compiler.run(kernel, *args, **options)
-        launch_all()
+        launch_all(capability)
         JITFunction.run = compiler.launch
-        too_large += compiler.too_large
-        print(f"sm_{capability}: {len(compiler.seen)} compiled, {compiler.too_large} too large")
-    return 1 if too_large else 0
+        num_wrong += compiler.num_wrong
+        print(f"sm_{capability}: {len(compiler.seen)} compiled, {compiler.num_wrong} wrong")
+    return 1 if num_wrong else 0
 
 
 if __name__ == "__main__":

@@ -40,6 +40,6 @@ def test_a_sequence_has_the_same_bits_in_any_company(name: str, quantization: st
 
 def test_every_mode_keeps_its_bits(tmp_path: Path) -> None:
     reference_model("llama", tmp_path, config=CONFIG)
-    for quantization in ("none", "w4", "nf4"):
+    for quantization in ("none", "w4", "nf4", "fp8"):
         check = check_model(tmp_path, CudaBackend(torch.bfloat16, CPU), quantization=quantization, lengths=(4, 33, 17), num_tokens=4, reference=None)
         assert check.are_bits_equal, quantization

@@ -9,9 +9,12 @@ import torch
 from services.compute import engine as engine_module
 from services.compute.backends import choose
 from services.compute.backends.cuda import device
+from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.torch.attention import Heads
 from shared.errors import StartupError
 from shared.model_files import open_model
 from shared.settings import ComputeSettings
+from tests.kernels.backends import CPU
 
 
 def test_without_cuda_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +50,14 @@ def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_module, "load_model", too_large)
     with pytest.raises(StartupError, match=r"^--device cuda: .* does not fit into the GPU's memory: CUDA out of memory. Tried to allocate 2.00 GiB.$"):
         engine_module.build_engine(ComputeSettings(model="demo", device="cpu"), open_model("demo"))
+
+
+def test_heads_that_do_not_fit_are_named() -> None:
+    backend = CudaBackend(torch.float32, CPU)
+    backend.capability = (8, 9)
+    with pytest.raises(StartupError, match="^--dtype float32: heads of 256 dimensions do not fit into the shared memory of compute capability 8.9$"):
+        backend.make_attention(Heads(2, 1, 256))
+    backend.make_attention(Heads(2, 1, 128))
 
 
 def test_a_cpu_server_does_not_load_triton() -> None:

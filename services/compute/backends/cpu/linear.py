@@ -13,12 +13,14 @@ import torch
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context, Weight, pointer
-from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
 from services.compute.backends.torch.reference import quantize_four_bit
 from services.compute.host_memory import mapped_zeros
+from shared.errors import StartupError
 
 Tensor = torch.Tensor
 
+QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 PAIR, COLUMNS, TILE_BYTES = 32, 16, 64
 GROUPS = (32, 64, 128)
@@ -50,7 +52,7 @@ class Form:
 def is_packable(matrix: Matrix) -> bool:
     """Whether there are kernels that read this form as it is."""
     if not isinstance(matrix, Grouped):
-        return True
+        return not isinstance(matrix, Float8)
     table, zeros = matrix.table, matrix.zeros
     if matrix.group not in GROUPS or not all(_is_half(each) for each in (matrix.scales, matrix.minima) if each is not None):
         return False
@@ -80,7 +82,9 @@ def pack_linear(
     activation: str = "silu",
 ) -> "NativeLinear":
     """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it is not packable, is quantized as `quantization` says;
-    all else stays what it is."""
+    all else stays what it is. Raises StartupError for a quantization that no kernel here reads."""
+    if quantization not in QUANTIZATIONS:
+        raise StartupError(f"--quantization {quantization} runs on a GPU only (--device cuda); on a CPU there are {', '.join(QUANTIZATIONS[1:])}")
     if not is_packable(matrix):
         matrix = Dense(matrix.dequantize(torch.bfloat16))
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
@@ -153,6 +157,7 @@ class NativeLinear:
             codes, scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
             self.context.pack_columns(self.address, codes.data_ptr(), scales.data_ptr(), pointer(bias))
         else:
+            assert isinstance(matrix, Grouped)
             if matrix.table is not None:
                 self.parts["table"].copy_(matrix.table)
             codes, zeros = matrix.codes.contiguous(), matrix.zeros.contiguous() if matrix.zeros is not None else None

@@ -8,12 +8,13 @@ import torch
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassesWanted, Wanted, Wiring
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
+from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
 from services.compute.backends.cuda.graphs import cuda_recorder, pad_to_bucket, run_again
-from services.compute.backends.cuda.linear import CudaLinear, is_readable
+from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear, is_readable
 from services.compute.backends.cuda.row_math import CudaRowMath
 from services.compute.backends.cuda.search import CudaRowSearch
 from services.compute.backends.cuda.stack import CudaStack
-from services.compute.backends.matrix import Dense, Matrix
+from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
@@ -23,31 +24,42 @@ from shared.sampling_params import SamplingParams
 Tensor = torch.Tensor
 
 RESERVED_BLOCK = 16  # tokens: --block-size is a multiple of it
+WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
 LISTED = 64  # candidates of a row that most steps ask for
 
 
 class CudaBackend:
-    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, *, allow_batch_variance: bool = False) -> None:
         self.dtype = dtype
         self.device = device
+        self.capability = capability_of(device)
+        self.vendor_from = FEW_ROWS + 1 if allow_batch_variance else None  # rows from which on the vendor's products are used
         self.buffers = CudaBuffers(device)
         self.row_math = CudaRowMath()
         self.row_search = CudaRowSearch()
         self.record = cuda_recorder() if device.type == "cuda" else run_again
 
     def is_kept(self, matrix: Matrix) -> bool:
-        return isinstance(matrix, Dense) or (self.dtype == torch.bfloat16 and is_readable(matrix))
+        has_products = self.has_float8 or not isinstance(matrix, Float8)
+        return isinstance(matrix, Dense) or (self.dtype == torch.bfloat16 and has_products and is_readable(matrix))
+
+    @property
+    def has_float8(self) -> bool:
+        return self.capability >= OLDEST_FLOAT8
 
     def make_linear(
         self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
     ) -> CudaLinear:
-        if quantization != "none" and self.dtype != torch.bfloat16:
+        if quantization not in ("none", "fp8") and self.dtype != torch.bfloat16:
             raise StartupError(f"--quantization {quantization} needs --dtype bfloat16")
+        if quantization == "fp8" and not self.has_float8:
+            needed, found = version_of(OLDEST_FLOAT8), version_of(self.capability)
+            raise StartupError(f"--quantization fp8 needs a GPU of compute capability {needed} (Ada) or newer, this one has {found}: w8a8 takes as much memory")
         if not self.is_kept(matrix):
             matrix = Dense(matrix.dequantize(self.dtype))
         if isinstance(matrix, Dense) and quantization != "none":
             matrix = quantize_weight(matrix.dequantize(self.dtype), quantization, group)
-        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation)
+        return CudaLinear(matrix, bias, self.dtype, is_gated=is_gated, activation=activation, vendor_from=self.vendor_from)
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> CudaLinear:  # noqa: ARG002
         raise StartupError("this checkpoint is packed for the CPU's kernels: on a GPU use its source, with --quantization")
@@ -56,6 +68,9 @@ class CudaBackend:
         return TorchMlp(gate_up, down)
 
     def make_attention(self, heads: Heads, scores: Scores | None = None) -> CudaAttention:
+        if self.dtype == torch.float32 and heads.head_dim > WIDEST_FLOAT32 and self.capability in LITTLE_SHARED_MEMORY:
+            found = version_of(self.capability)
+            raise StartupError(f"--dtype float32: heads of {heads.head_dim} dimensions do not fit into the shared memory of compute capability {found}")
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:

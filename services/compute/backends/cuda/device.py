@@ -5,6 +5,9 @@ import importlib.util
 import torch
 
 OLDEST = (8, 0)  # Ampere: the first that multiplies bfloat16
+OLDEST_FLOAT8 = (8, 9)  # Ada: the first that multiplies e4m3
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KB a block: CUDA's programming guide, compute capabilities
+INTERPRETED = (9, 0)  # what Triton's interpreter computes as
 
 
 def why_unusable() -> str | None:
@@ -16,9 +19,17 @@ def why_unusable() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "the kernels need the package triton, which torch's CUDA builds bring (docs/gpu.md)"
     if (capability := torch.cuda.get_device_capability()) < OLDEST:
-        found, oldest = (".".join(map(str, each)) for each in (capability, OLDEST))
-        return f"{torch.cuda.get_device_name()} has compute capability {found}, the kernels need {oldest} (Ampere) or newer"
+        return f"{torch.cuda.get_device_name()} has compute capability {version_of(capability)}, the kernels need {version_of(OLDEST)} (Ampere) or newer"
     return None
+
+
+def version_of(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    """Compute capability; on a CPU, where the interpreter runs, INTERPRETED."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else INTERPRETED
 
 
 def _why_unavailable() -> str:

@@ -1,4 +1,4 @@
-"""Linear layers: weights as kernels/products.py reads them, and how its tiles are chosen."""
+"""Linear layers: weights as kernels/products.py reads them, and how its tiles are chosen; or the vendor's products, where bits may depend on the batch."""
 
 from dataclasses import dataclass
 from enum import IntEnum
@@ -8,12 +8,15 @@ import triton
 
 from services.compute.backends.cuda.kernels import products as kernels
 from services.compute.backends.cuda.row_math import QuantizedRows, prepare, quantize
-from services.compute.backends.matrix import Dense, Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
 
 Tensor = torch.Tensor
 
 GROUPS = (32, 64, 128)
 FEW_ROWS = 64
+FLOAT8_DEPTH = 128  # inputs that tensor cores may add up in fewer bits than float32 has
+VENDOR_UNIT = {torch.int8: 8, torch.float8_e4m3fn: 16}  # inputs and outputs come in multiples of it
+FINISHED_ROWS, FINISHED_COLUMNS = 4, 512  # of a program
 
 
 class Form(IntEnum):
@@ -23,6 +26,8 @@ class Form(IntEnum):
     COLUMNS = 1
     GROUPS = 2
     FOUR_BIT = 3
+    FLOAT8 = 4
+    FLOAT8_BLOCKS = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,18 +42,23 @@ class Tile:
 
 
 def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile:
-    """docs/gpu.md says why. Dense tiles have 64 rows or more and one depth, so that all rows run through the same instructions in the same order; with int8
-    any tile gives the same bits. is_wide: weights in float32, which take twice the room of others."""
+    """docs/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all rows run through the same instructions in the same order; with
+    int8 any tile gives the same bits. is_wide: weights in float32, which take twice the room of others."""
     if form == Form.DENSE:
         depth = 32 if is_wide else 64
         return Tile(64, 32, depth, 4, 6) if num_rows <= FEW_ROWS else Tile(128, 64, depth, 8, 3)
     if form == Form.COLUMNS:
         return Tile(16, 32, 256, 4, 4) if num_rows <= 16 else Tile(64, 32, 128, 4, 4) if num_rows <= FEW_ROWS else Tile(128, 64, 128, 8, 3)
+    if form >= Form.FLOAT8:
+        columns, depth = (64, group) if form == Form.FLOAT8_BLOCKS else (128, FLOAT8_DEPTH)
+        return Tile(64, 32, depth, 4, 6) if num_rows <= FEW_ROWS else Tile(128, columns, depth, 8, 3)
     return Tile(16, 32, group, 4, 4) if num_rows <= 16 else Tile(64, 32, group, 4, 3) if num_rows <= FEW_ROWS else Tile(128, 64, group, 8, 3)
 
 
 def is_readable(matrix: Matrix) -> bool:
-    """Whether there is a kernel that reads this form as it is."""
+    """Whether there is a kernel that reads this form as it is, on a device that multiplies its type."""
+    if isinstance(matrix, Float8):
+        return matrix.codes.dtype == torch.float8_e4m3fn and (matrix.is_by_column or matrix.group in GROUPS)
     if not isinstance(matrix, Grouped):
         return True
     halves = [each for each in (matrix.scales, matrix.minima) if each is not None]
@@ -60,8 +70,10 @@ def is_readable(matrix: Matrix) -> bool:
 class CudaLinear:
     """x @ weight.T + bias; with is_gated, activation(the first half of the outputs) * the other half. Of quantized weights, x is quantized too."""
 
-    def __init__(self, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str) -> None:
-        """matrix: readable; dtype: of x and of what comes out, and of dense weights."""
+    def __init__(
+        self, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None
+    ) -> None:  # fmt: skip
+        """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from: rows from which on the vendor's product is used, if any."""
         n, self.k = matrix.shape
         self.num_outputs = n // 2 if is_gated else n
         self.dtype = dtype
@@ -73,10 +85,16 @@ class CudaLinear:
         self.first: int | None = None
         self.words = (0, 0)
         self.group = self.k
+        self.height = 1
         if isinstance(matrix, Dense):
             self.form, self.weight = Form.DENSE, matrix.dequantize(dtype).contiguous()
         elif isinstance(matrix, Int8Columns):
             self.form, self.weight, self.scales = Form.COLUMNS, matrix.codes.contiguous(), matrix.scales.float().contiguous()
+        elif isinstance(matrix, Float8):
+            matrix = matrix.by_output() if matrix.is_by_column else matrix
+            self.form = Form.FLOAT8 if matrix.is_by_column else Form.FLOAT8_BLOCKS
+            self.group, self.height = matrix.group, matrix.height
+            self.weight, self.scales = matrix.codes.contiguous(), matrix.scales.float().contiguous()
         else:
             self.group = matrix.group
             self.form, self.weight = (Form.GROUPS, matrix.codes.contiguous()) if matrix.table is None else (Form.FOUR_BIT, pack_pairs(matrix.codes))
@@ -85,6 +103,9 @@ class CudaLinear:
             self.minima = matrix.minima.half().contiguous() if matrix.minima is not None else None
             if matrix.table is not None:
                 self.first, self.words = read_table(matrix.table)
+        unit = VENDOR_UNIT.get(self.weight.dtype, 1)
+        has_vendor = self.form in (Form.DENSE, Form.COLUMNS, Form.FLOAT8) and n % unit == 0 and self.k % unit == 0
+        self.vendor_from = vendor_from if has_vendor else None
 
     @property
     def num_bytes(self) -> int:
@@ -92,29 +113,54 @@ class CudaLinear:
         return sum(each.nbytes for each in (self.weight, self.bias, self.scales, self.zeros, self.minima) if each is not None)
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
-        return self.multiply(x, norm, eps, residual, self.dtype)
+        rows = self.prepare(x, norm, eps)
+        if self.vendor_from is not None and len(x) >= self.vendor_from:
+            return self.multiply_by_vendor(rows, residual)
+        return self.multiply(rows, residual, self.dtype)
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        return self.multiply(x, norm, eps, None, torch.float32)
+        return self.multiply(self.prepare(x, norm, eps), None, torch.float32)
 
-    def multiply(self, x: Tensor, norm: Tensor | None, eps: float, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def prepare(self, x: Tensor, norm: Tensor | None, eps: float) -> Tensor | QuantizedRows:
+        """norm(x), in codes where weights are."""
+        if self.form != Form.DENSE:
+            return quantize(x, self.group, torch.float8_e4m3fn if self.form >= Form.FLOAT8 else torch.int8, norm=norm, eps=eps)
+        return x.contiguous() if norm is None else prepare(x, norm=norm, eps=eps)
+
+    def multiply(self, rows: Tensor | QuantizedRows, residual: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Returns [T, num_outputs] in dtype."""
-        num_rows, n = len(x), self.num_outputs
-        out = torch.empty((num_rows, n), dtype=dtype, device=x.device)
+        inputs = (rows.codes, rows.scales, rows.sums) if isinstance(rows, QuantizedRows) else (rows, None, None)
+        num_rows, n = len(inputs[0]), self.num_outputs
+        out = torch.empty((num_rows, n), dtype=dtype, device=self.weight.device)
         if num_rows == 0:
             return out
-        rows: QuantizedRows | None = None
-        if self.form != Form.DENSE:
-            rows = quantize(x, self.group, norm=norm, eps=eps)
-        elif norm is not None:
-            x = prepare(x, norm=norm, eps=eps)
         tile = choose_tile(self.form, num_rows, self.group, is_wide=self.weight.dtype == torch.float32)
         grid = (triton.cdiv(num_rows, tile.rows) * triton.cdiv(n, tile.columns),)
-        inputs = (x.contiguous(), None, None) if rows is None else (rows.codes, rows.scales, rows.sums)
         kernels.multiply[grid](
-            *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k, self.weight.stride(0), *self.words,
-            FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form > Form.COLUMNS else 0, ACTIVATION=self.activation,
-            BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+            *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k, self.weight.stride(0), self.height,
+            *self.words, FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
+            ACTIVATION=self.activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
+        return out
+
+    def multiply_by_vendor(self, rows: Tensor | QuantizedRows, residual: Tensor | None) -> Tensor:
+        """The same in self.dtype: the product by the vendor's library, whose sums may be divided as the number of rows makes it fast, and the rest in a pass
+        of its own."""
+        scales: tuple[Tensor | None, Tensor | None] = (None, None)
+        if not isinstance(rows, QuantizedRows):
+            product = rows @ self.weight.T
+        elif self.form == Form.COLUMNS:
+            product, scales = torch._int_mm(rows.codes, self.weight.T), (rows.scales, self.scales)
+        else:
+            assert self.scales is not None
+            product = torch._scaled_mm(rows.codes, self.weight.T, scale_a=rows.scales, scale_b=self.scales.T, out_dtype=self.dtype)
+        if product.dtype == self.dtype and self.bias is None and self.activation is None and residual is None:
+            return product
+        num_rows, n = len(product), self.num_outputs
+        out = torch.empty((num_rows, n), dtype=self.dtype, device=product.device)
+        grid = (triton.cdiv(num_rows, FINISHED_ROWS), triton.cdiv(n, FINISHED_COLUMNS))
+        kernels.finish_product[grid](
+            product, *scales, self.bias, residual, out, num_rows, n, ACTIVATION=self.activation, BLOCK_M=FINISHED_ROWS, BLOCK_N=FINISHED_COLUMNS
         )  # fmt: skip
         return out
 

@@ -14,11 +14,11 @@ FINISHED_AT_ONCE = 1024  # logits of a program
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """Rows in int8, with a scale for each group of inputs."""
+    """Rows in int8 or e4m3, with a scale for each group of inputs."""
 
-    codes: Tensor  # [T, k] int8
+    codes: Tensor  # [T, k] int8 or float8_e4m3fn
     scales: Tensor  # [T, groups] float32
-    sums: Tensor  # [T, groups] int32: of the codes
+    sums: Tensor | None  # [T, groups] int32: of the codes in int8
 
 
 def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tensor | None = None, multiplier: float = 1.0, out: Tensor | None = None) -> Tensor:
@@ -33,13 +33,13 @@ def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tenso
     return out
 
 
-def quantize(h: Tensor, group: int, *, norm: Tensor | None = None, eps: float = 0.0) -> QuantizedRows:
-    """norm(h) in int8: by groups of so many inputs, a power of two, or as many as a row has."""
+def quantize(h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None = None, eps: float = 0.0) -> QuantizedRows:
+    """norm(h) in dtype, int8 or float8_e4m3fn: by groups of so many inputs, a power of two, or as many as a row has."""
     num_rows, k = h.shape
     num_groups, block = -(-k // group), triton.next_power_of_2(k)
-    codes = torch.empty((num_rows, k), dtype=torch.int8, device=h.device)
+    codes = torch.empty((num_rows, k), dtype=dtype, device=h.device)
     scales = torch.empty((num_rows, num_groups), dtype=torch.float32, device=h.device)
-    sums = torch.empty((num_rows, num_groups), dtype=torch.int32, device=h.device)
+    sums = torch.empty((num_rows, num_groups), dtype=torch.int32, device=h.device) if dtype == torch.int8 else None
     block = max(block, group) if num_groups > 1 else block
     kernels.prepare_rows[(num_rows,)](
         h, None, norm, None, codes, scales, sums, h.stride(0), k, eps, 1.0, num_groups, GROUP=group if num_groups > 1 else block, BLOCK=block,

@@ -34,7 +34,7 @@ class TorchBackend:
     ) -> TorchLinear:
         if quantization == "none":
             return TorchLinear(matrix.dequantize(self.dtype), bias, is_gated=is_gated, activation=activation)
-        if self.device.type != "cpu" or self.dtype != torch.bfloat16:
+        if self.device.type != "cpu" or (self.dtype != torch.bfloat16 and quantization != "fp8"):
             raise StartupError(f"--quantization {quantization} runs on a CPU in bfloat16 only, not on {self.device.type} in {self.dtype}")
         quantized = quantize_weight(matrix.dequantize(self.dtype), quantization, group) if isinstance(matrix, Dense) else matrix
         return QuantizedTorchLinear(quantized, bias, is_gated=is_gated, activation=activation)

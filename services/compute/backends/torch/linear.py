@@ -3,8 +3,8 @@
 import torch
 
 from services.compute.backends.backend import Linear
-from services.compute.backends.matrix import Grouped, Int8Columns
-from services.compute.backends.torch.reference import gated, linear, quantize_groups, rms_norm
+from services.compute.backends.matrix import Float8, Grouped, Int8Columns
+from services.compute.backends.torch.reference import gated, linear, quantize_float8, quantize_groups, rms_norm
 
 Tensor = torch.Tensor
 
@@ -33,15 +33,17 @@ class TorchLinear:
 class QuantizedTorchLinear(TorchLinear):
     """Quantized weights without native code: slow, and the definition of what native code computes.
 
-    Activations are int8: with a scale for each row where weights have one for each column, and for each row and group where weights have groups.
+    Activations are int8, or FP8 where weights are: with a scale for each row where weights have one for each column, and for each row and group where weights
+    have groups.
     """
 
-    def __init__(self, matrix: Int8Columns | Grouped, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
+    def __init__(self, matrix: Int8Columns | Grouped | Float8, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
         super().__init__(matrix.dequantize(torch.float64), bias, is_gated=is_gated, activation=activation)
-        self.group = matrix.group if isinstance(matrix, Grouped) else matrix.shape[1]
+        self.group = matrix.shape[1] if isinstance(matrix, Int8Columns) else matrix.group
+        self.quantize = quantize_float8 if isinstance(matrix, Float8) else quantize_groups
 
     def multiply(self, x: Tensor) -> Tensor:
-        codes, scales = quantize_groups(x, self.group)
+        codes, scales = self.quantize(x, self.group)
         product = (codes.double() * scales.double().repeat_interleave(self.group, 1)[:, : x.shape[1]]) @ self.weight.T
         return (product if self.bias is None else product + self.bias.double()).to(x.dtype)
 

@@ -6,7 +6,7 @@ T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and
 import torch
 import torch.nn.functional as F
 
-from services.compute.backends.matrix import SLICE, Grouped, Int8Columns, concatenate
+from services.compute.backends.matrix import SLICE, Float8, Grouped, Int8Columns, concatenate
 
 Tensor = torch.Tensor
 
@@ -29,9 +29,28 @@ def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return codes.flatten(1)[:, : x.shape[-1]], scales
 
 
-def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Columns | Grouped:
-    """`w8a8`: int8 by column; or four bits, see quantize_four_bit. weight: [n, k]."""
-    return Int8Columns(*quantize_rows(weight)) if quantization == "w8a8" else quantize_four_bit(weight, quantization, group)
+FLOAT8_LARGEST = 448.0  # of e4m3: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), table 1
+
+
+def quantize_float8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """To e4m3 by the largest magnitude of each row's groups of inputs. x: [T, k]. Returns [T, k] float8_e4m3fn, and [T, ceil(k / group)] float32 scales."""
+    groups = F.pad(x, (0, -x.shape[-1] % group)).view(len(x), -1, group).float()
+    largest = groups.abs().amax(-1)
+    factor = torch.where(largest > 0, torch.full_like(largest, FLOAT8_LARGEST) / largest, 0.0).clamp(max=torch.finfo(torch.float32).max)
+    codes = (groups * factor[..., None]).clamp(-FLOAT8_LARGEST, FLOAT8_LARGEST).to(torch.float8_e4m3fn)
+    return codes.flatten(1)[:, : x.shape[-1]], largest / FLOAT8_LARGEST
+
+
+def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Columns | Grouped | Float8:
+    """`w8a8`: int8 by column; `fp8`: e4m3 by column; or four bits, see quantize_four_bit. weight: [n, k]."""
+    if quantization == "w8a8":
+        return Int8Columns(*quantize_rows(weight))
+    if quantization == "fp8":
+        k = weight.shape[1]
+        parts = concatenate([Float8(*quantize_float8(part, k), k) for part in torch.split(weight, max(1, SLICE // k))], weight.dtype)
+        assert isinstance(parts, Float8)
+        return parts
+    return quantize_four_bit(weight, quantization, group)
 
 
 # The 16 values of NF4, which split a normal distribution evenly: Dettmers et al., "QLoRA" (2023), appendix E.

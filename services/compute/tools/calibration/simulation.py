@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from services.compute.backends.matrix import Grouped, Int8Columns, Matrix
+from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.linear import TorchLinear
 from services.compute.backends.torch.reference import quantize_groups, quantize_weight
 
@@ -22,7 +22,7 @@ class Form:
     group: int = 64  # inputs that share a scale, with four bits
 
 
-def quantize_matrix(weight: Tensor, form: Form) -> Int8Columns | Grouped:
+def quantize_matrix(weight: Tensor, form: Form) -> Matrix:
     """weight: [n, k], rounded to nearest."""
     return quantize_weight(weight, form.kind, form.group)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from services.compute.backends.matrix import Int8Columns
-from services.compute.weights.formats.fp8 import widen_fp8
+from services.compute.weights.formats.fp8 import keep_fp8
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import (
     AS_THEY_ARE,
@@ -72,7 +72,7 @@ class Compressed:
     def matrix(self, layer: StoredLayer) -> Kept:
         scheme = self._scheme(layer)
         if scheme.is_float:
-            return widen_fp8(layer, "weight_scale", scheme.block)
+            return keep_fp8(layer, "weight_scale", scheme.block)
         return keep_integers(layer, scheme)
 
     def _scheme(self, layer: StoredLayer) -> Scheme:

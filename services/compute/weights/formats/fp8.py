@@ -8,14 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
+from services.compute.backends.matrix import FLOAT8, Float8
 from services.compute.weights.formats.options import Options
-from services.compute.weights.formats.stored import FLOAT8, FLOATS, Format, Kept, StoredLayer, widen
-
-Tensor = torch.Tensor
+from services.compute.weights.formats.stored import FLOATS, Format, Kept, StoredLayer
 
 SCALES = ("weight_scale_inv", "weight_scale")
+IN_FP8 = "in FP8"
 SCALE_DTYPES = (*FLOATS, torch.float8_e8m0fnu)
-WIDENED = "dense, widened"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,27 +29,21 @@ class Fp8:
         return not layer.is_plain() or any(layer.has(part) for part in SCALES)
 
     def matrix(self, layer: StoredLayer) -> Kept:
-        return widen_fp8(layer, next((part for part in SCALES if layer.has(part)), SCALES[0]), self.block)
+        return keep_fp8(layer, next((part for part in SCALES if layer.has(part)), SCALES[0]), self.block)
 
 
-def widen_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Kept:
-    """weight * scale in float32, rounded once. block: outputs and inputs that share a scale, where there is one for each block."""
+def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Kept:
+    """Codes and scales as they are. block: outputs and inputs that share a scale, where there is one for each block."""
     n, k = layer.n, layer.k
     height, width = min(block[0], n), min(block[1], k)
-    weight = layer.read("weight", [(n, k)], FLOAT8)
+    codes = layer.read("weight", [(n, k)], FLOAT8)
     blocks = (-(-n // height), -(-k // width))
     scales = layer.read_scales(scale_part, [(), (1,), (1, 1), (n,), (n, 1), blocks], SCALE_DTYPES).float()
-    by_block = tuple(scales.shape) == blocks and scales.shape not in ((1, 1), (n, 1))
-    columns = scales.reshape(-1, 1).expand(n, 1) if not by_block else None
-
-    def rows(some: slice) -> Tensor:
-        wide = weight[some].float()
-        if columns is not None:
-            return wide * columns[some]
-        outputs = torch.arange(some.start, some.stop, device=scales.device) // height
-        return wide * scales[outputs].repeat_interleave(width, 1)[:, :k]
-
-    return Kept(widen(layer, rows), WIDENED)
+    if tuple(scales.shape) == blocks and scales.shape not in ((1, 1), (n, 1)):
+        matrix = Float8(codes, scales, width, height)
+    else:
+        matrix = Float8(codes, scales.reshape(-1, 1).expand(n, 1).contiguous(), k)
+    return Kept(matrix, IN_FP8)
 
 
 def read_fp8(options: Options) -> Format:

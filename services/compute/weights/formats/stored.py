@@ -13,7 +13,6 @@ from shared.errors import StartupError
 Tensor = torch.Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 PACKED_GROUPS = (128, 64, 32)  # inputs: what the kernels can read
 SIGNED = tuple(range(-8, 8))  # the values of four-bit codes
 AS_THEY_ARE = "kept as they are"

@@ -1,4 +1,4 @@
-"""Linear layers: x @ weight.T, with weights dense, in int8 by output column, or in groups of inputs; bias, gate and residual in the epilogue.
+"""Linear layers: x @ weight.T, with weights dense, in int8 by output column, in groups of inputs, or in FP8; bias, gate and residual in the epilogue.
 
 A program makes one tile of the result. Each sum goes over the inputs from first to last, and no program divides it: what a row gets does not depend on how
 many rows there are. Sums of int8 products are exact in int32, a group's result is then added in float32, group after group.
@@ -13,6 +13,8 @@ DENSE = tl.constexpr(0)
 COLUMNS = tl.constexpr(1)
 GROUPS = tl.constexpr(2)  # of int8
 FOUR_BIT = tl.constexpr(3)  # codes in groups, two a byte, the lower half first
+FLOAT8 = tl.constexpr(4)  # by output column
+FLOAT8_BLOCKS = tl.constexpr(5)  # of some outputs and a group of inputs each
 
 TOGETHER = tl.constexpr(8)  # tiles of rows that come one after the other for each tile of columns, while its weights are in the cache
 
@@ -85,8 +87,40 @@ def multiply_groups(
 
 
 @triton.jit
+def multiply_float8(
+    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, columns, k, height,
+    HAS_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """x [T, k] and w [n, k] in e4m3, with a scale for each row and each column; or (HAS_BLOCKS) for each BLOCK_K inputs of a row, and of `height` columns.
+
+    Tensor cores add up products of e4m3 in some 14 bits (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2): so only BLOCK_K inputs are added
+    there, and what comes of them in float32, first to last. Returns [BLOCK_M, BLOCK_N] float32.
+    """
+    num_groups = tl.cdiv(k, BLOCK_K)
+    steps = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
+    w_at = w_ptr + columns[None, :].to(tl.int64) * k + steps[:, None]
+    total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for group in range(num_groups):
+        start = group * BLOCK_K
+        is_in = steps < k - start
+        x = tl.load(x_at + start, mask=is_in[None, :], other=0.0)
+        w = tl.load(w_at + start, mask=is_in[:, None], other=0.0)
+        part = dot(x, w, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
+        if HAS_BLOCKS:
+            x_scales = tl.load(x_scales_ptr + rows.to(tl.int64) * num_groups + group)
+            w_scales = tl.load(w_scales_ptr + (columns // height).to(tl.int64) * num_groups + group)
+            part = part * x_scales[:, None] * w_scales[None, :]
+        total += part
+    if HAS_BLOCKS:
+        return total
+    else:
+        return total * tl.load(x_scales_ptr + rows)[:, None] * tl.load(w_scales_ptr + columns)[None, :]
+
+
+@triton.jit
 def multiply_tile(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns, k, w_stride, low_values, high_values,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns, k, w_stride, height, low_values, high_values,
     FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Rows and columns of the product, with the bias. Returns [BLOCK_M, BLOCK_N] float32."""
@@ -95,6 +129,10 @@ def multiply_tile(
     elif FORM == COLUMNS:
         exact = multiply_plain(x_ptr, w_ptr, rows, columns, k, True, BLOCK_M, BLOCK_N, BLOCK_K)
         total = exact.to(tl.float32) * tl.load(x_scales_ptr + rows)[:, None] * tl.load(w_scales_ptr + columns)[None, :]
+    elif FORM >= FLOAT8:
+        total = multiply_float8(
+            x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, columns, k, height, FORM == FLOAT8_BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K
+        )  # fmt: skip
     else:
         total = multiply_groups(
             x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, columns, k, w_stride, low_values, high_values,
@@ -107,7 +145,7 @@ def multiply_tile(
 
 @triton.jit
 def multiply(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, w_stride,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, w_stride, height,
     low_values, high_values,
     FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -121,20 +159,61 @@ def multiply(
     all_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     rows, columns = all_rows % num_rows, all_columns % n  # what lies beyond is computed from something else, and not stored
     total = multiply_tile(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns, k, w_stride, low_values, high_values,
+        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns, k, w_stride, height, low_values, high_values,
         FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if ACTIVATION is not None:
         up = multiply_tile(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns + n, k, w_stride, low_values, high_values,
+            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns + n, k, w_stride, height, low_values,
+            high_values,
             FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
-        if ACTIVATION == "silu":
-            total = total / (1.0 + tl.exp(-total)) * up
-        else:
-            total = 0.5 * total * (1.0 + tanh(0.7978845608028654 * (total + 0.044715 * total * total * total))) * up
-    at = all_rows[:, None].to(tl.int64) * n + all_columns[None, :]
-    is_in = (all_rows < num_rows)[:, None] & (all_columns < n)[None, :]
+        total = activated(total, ACTIVATION) * up
+    store_tile(total, residual_ptr, out_ptr, all_rows, all_columns, num_rows, n)
+
+
+@triton.jit
+def finish_product(
+    product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n,
+    ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """What multiply does after the sums, to sums from elsewhere: product [num_rows, n], or [num_rows, 2 n] with a gate, int32 or float; a scale for each row
+    and column, or none."""
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, n, num_rows, n, 1 if ACTIVATION is None else 2)
+    if ACTIVATION is not None:
+        up = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns + n, 2 * n, num_rows, n, 2)
+        total = activated(total, ACTIVATION) * up
+    store_tile(total, residual_ptr, out_ptr, rows, columns, num_rows, n)
+
+
+@triton.jit
+def read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, end, num_rows, n, HALVES: tl.constexpr):
+    """Some columns, before `end`, of a product [num_rows, HALVES * n], scaled, with the bias. Returns float32."""
+    is_row, is_column = rows < num_rows, columns < end
+    product = tl.load(product_ptr + rows[:, None].to(tl.int64) * (HALVES * n) + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0)
+    total = widened(product)
+    if x_scales_ptr is not None:
+        total = total * tl.load(x_scales_ptr + rows, mask=is_row, other=0.0)[:, None] * tl.load(w_scales_ptr + columns, mask=is_column, other=0.0)[None, :]
+    if bias_ptr is not None:
+        total += widened(tl.load(bias_ptr + columns, mask=is_column, other=0.0))[None, :]
+    return total
+
+
+@triton.jit
+def activated(gate, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "silu":
+        return gate / (1.0 + tl.exp(-gate))
+    else:
+        return 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)))
+
+
+@triton.jit
+def store_tile(total, residual_ptr, out_ptr, rows, columns, num_rows, n):
+    """total + residual, rounded to out's dtype. residual, out: [num_rows, n]."""
+    at = rows[:, None].to(tl.int64) * n + columns[None, :]
+    is_in = (rows < num_rows)[:, None] & (columns < n)[None, :]
     if residual_ptr is not None:
         total += widened(tl.load(residual_ptr + at, mask=is_in, other=0.0))
     tl.store(out_ptr + at, rounded(total, out_ptr.dtype.element_ty), mask=is_in)

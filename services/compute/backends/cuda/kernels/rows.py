@@ -13,10 +13,10 @@ from services.compute.backends.cuda.kernels.common import largest_magnitude, nea
 def prepare_rows(
     h_ptr, x_ptr, norm_ptr, out_ptr, codes_ptr, scales_ptr, sums_ptr, stride, k, eps, multiplier, num_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y = x + multiplier * norm(h), of which x and norm may be None; either as it is, or in int8 by groups of GROUP inputs (0: as it is).
+    """y = x + multiplier * norm(h), of which x and norm may be None; as it is (GROUP 0), or by groups of GROUP inputs in int8, or in e4m3 if sums is None.
 
-    h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8; scales: [T, num_groups] float32; sums: [T, num_groups] int32, of each
-    group's codes. As in reference.py, a normalized value is rounded to h's dtype before its weight, and after it.
+    h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8 or e4m3; scales: [T, num_groups] float32; sums: [T, num_groups] int32, of
+    each group's codes in int8. As in reference.py, a normalized value is rounded to h's dtype before its weight, and after it.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -32,15 +32,21 @@ def prepare_rows(
     if GROUP == 0:
         tl.store(out_ptr + row * stride + at, rounded(y, h.dtype), mask=is_in)
     else:
+        IS_FLOAT: tl.constexpr = sums_ptr is None
+        LARGEST: tl.constexpr = 448.0 if IS_FLOAT else 127.0  # of a code
         groups = tl.reshape(y, [BLOCK // GROUP, GROUP])
-        largest = largest_magnitude(groups, 1)
-        factor = tl.where(largest > 0, tl.div_rn(127.0, tl.where(largest > 0, largest, 1.0)), 0.0)
-        codes = nearest(tl.where(groups != groups, 0.0, groups) * factor[:, None])
-        codes = tl.where(codes != codes, 0.0, codes).to(tl.int32)
         group = tl.arange(0, BLOCK // GROUP)
-        tl.store(codes_ptr + row * k + at, tl.reshape(codes, [BLOCK]).to(tl.int8), mask=is_in)
-        tl.store(scales_ptr + row * num_groups + group, tl.div_rn(largest, 127.0), mask=group < num_groups)
-        tl.store(sums_ptr + row * num_groups + group, tl.sum(codes, 1), mask=group < num_groups)
+        largest = largest_magnitude(groups, 1)
+        factor = tl.where(largest > 0, tl.div_rn(LARGEST, tl.where(largest > 0, largest, 1.0)), 0.0)
+        tl.store(scales_ptr + row * num_groups + group, tl.div_rn(largest, LARGEST), mask=group < num_groups)
+        if IS_FLOAT:  # a NaN stays one
+            values = groups * tl.minimum(factor, 3.4028234663852886e38)[:, None]
+            tl.store(codes_ptr + row * k + at, rounded(tl.reshape(values, [BLOCK]), tl.float8e4nv), mask=is_in)
+        else:
+            codes = nearest(tl.where(groups != groups, 0.0, groups) * factor[:, None])
+            codes = tl.where(codes != codes, 0.0, codes).to(tl.int32)
+            tl.store(codes_ptr + row * k + at, tl.reshape(codes, [BLOCK]).to(tl.int8), mask=is_in)
+            tl.store(sums_ptr + row * num_groups + group, tl.sum(codes, 1), mask=group < num_groups)
 
 
 @triton.jit
