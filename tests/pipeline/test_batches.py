@@ -34,7 +34,8 @@ def served(demo: Deployment) -> Iterator[Deployment]:
     """The demo, with a worker."""
     demo.wait_live(demo.start("jobs", batch_requests=8, busy_batch_requests=8))
     yield demo
-    demo.stop()
+    for worker in [name for name in demo.processes if name.startswith("jobs")]:
+        assert demo.terminate(worker) == 0
 
 
 @pytest.fixture
