@@ -13,8 +13,8 @@ from tests.collector import Collector
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 
-NUM_LINES, NUM_TOKENS = 120, 40
-KILL_AFTER = 20  # lines
+NUM_LINES, NUM_TOKENS = 60, 16
+KILL_AFTER = 15  # lines
 WORKER = {"batch_requests": 8, "busy_batch_requests": 8}
 TIMEOUT_S = 180.0
 LINE = {"batch line", "admission", "tokenize", "queue", "prefill", "decode", "sample"}
