@@ -13,6 +13,7 @@ import argparse
 import asyncio
 import itertools
 import json
+import math
 import time
 from typing import Any
 
@@ -26,6 +27,7 @@ from services.compute.simulation.trace import TraceRequest, with_rate
 URL = "/v1/completions"
 LENGTHS = ((20, 60), (16, 48))  # prompt and output tokens, evenly distributed
 POLL_S = 0.2
+TELL_EVERY_S, STALLED_S = 10.0, 180.0  # how far a batch is; for how long none of its lines need be answered
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -50,17 +52,27 @@ def create(client: httpx.Client, content: bytes) -> dict[str, Any]:
     return dict(batch)
 
 
-def retrieve(client: httpx.Client, batch: dict[str, Any]) -> dict[str, Any]:
-    time.sleep(POLL_S)
-    return dict(client.get(f"/v1/batches/{batch['id']}").raise_for_status().json())
+def follow(client: httpx.Client, batch: dict[str, Any], num_lines: float = float("inf")) -> dict[str, Any]:
+    """The batch once it has ended, or so many of its lines are answered. Raises SystemExit for one that stands still."""
+    moved_at = told_at = time.monotonic()
+    while batch["status"] not in FINAL and batch["request_counts"]["completed"] < num_lines:
+        time.sleep(POLL_S)
+        before, batch = batch, dict(client.get(f"/v1/batches/{batch['id']}").raise_for_status().json())
+        now, counts = time.monotonic(), batch["request_counts"]
+        if (counts, batch["status"]) != (before["request_counts"], before["status"]):
+            moved_at = now
+        elif now > moved_at + STALLED_S:
+            raise SystemExit(f"the batch stands still, {batch['status']}: {counts}; is there a worker?")
+        if now > told_at + TELL_EVERY_S:
+            told_at = now
+            print(f"  {batch['status']}: {counts['completed']} of {counts['total']} lines", flush=True)
+    return batch
 
 
 def run_batch(client: httpx.Client, content: bytes) -> dict[str, float]:
     """A batch, from its creation to its end. Raises SystemExit for one that is not answered whole."""
     started = time.perf_counter()
-    batch = create(client, content)
-    while batch["status"] not in FINAL:
-        batch = retrieve(client, batch)
+    batch = follow(client, create(client, content))
     seconds = time.perf_counter() - started
     counts = batch["request_counts"]
     if batch["status"] != "completed" or counts["failed"]:
@@ -72,8 +84,7 @@ def cancel(client: httpx.Client, batch: dict[str, Any]) -> int:
     """End the batch that ran beside. Returns how many lines it has answered. Raises SystemExit for one that had ended."""
     if client.post(f"/v1/batches/{batch['id']}/cancel").status_code != 200:
         raise SystemExit("the batch ended before the interactive requests did: give more --beside lines")
-    while batch["status"] not in FINAL:
-        batch = retrieve(client, batch)
+    batch = follow(client, batch)
     return int(batch["request_counts"]["completed"])
 
 
@@ -90,7 +101,8 @@ def main() -> None:
     args = parser.parse_args()
     url = args.url.rstrip("/").removesuffix("/v1")
     figures: dict[str, Any] = {}
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, httpx.Client(base_url=url, timeout=120, trust_env=False) as client:
+    unshared = httpx.Limits(max_keepalive_connections=0)  # a connection that was idle while others were measured may just be closed
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, httpx.Client(base_url=url, timeout=120, trust_env=False, limits=unshared) as client:
         model = first_model(url)
         requests = lengths_of(args.num_lines, args.seed)
         prompts = prose(requests)
@@ -103,12 +115,23 @@ def main() -> None:
             print(f"{name:6}{figures[name]['requests_per_s']:9.1f} requests/s{figures[name]['output_tokens_per_s']:10.0f} tokens/s")
         interactive = with_rate(lengths_of(args.interactive, args.seed + 1), args.rate, seed=args.seed)
         figures["alone"] = measure(runner, url, model, interactive, "alone")
-        batch = create(client, lines_of(model, *beside(args.beside, args.seed + 2)))
-        while batch["request_counts"]["completed"] < 2 * args.at_once and batch["status"] not in FINAL:
-            batch = retrieve(client, batch)
+        batch = follow(client, create(client, lines_of(model, *beside(args.beside, args.seed + 2))), 2 * args.at_once)
+        begun_at, before = time.perf_counter(), batch["request_counts"]["completed"]
         figures["beside"] = measure(runner, url, model, interactive, "while a batch runs")
-        figures["beside"]["lines_answered"] = cancel(client, batch)
+        seconds = time.perf_counter() - begun_at
+        figures["beside"]["lines_per_s"] = round((cancel(client, batch) - before) / seconds, 3)
+    show_both(figures)
     print(json.dumps({"url": url, "model": model, "rate": args.rate, "seed": args.seed, **figures}))
+
+
+def show_both(figures: dict[str, Any]) -> None:
+    """What a batch does to others, and they to it."""
+    columns = ("ttft_p50_ms", "ttft_p99_ms", "tpot_p50_ms", "itl_p99_ms")
+    print(f"{'':24}" + "".join(f"{column:>13}" for column in (*columns, "lines/s")))
+    for title, name in (("interactive alone", "alone"), ("interactive and a batch", "beside")):
+        print(f"{title:24}" + "".join(f"{figures[name].get(column, math.nan):13.1f}" for column in columns), end="")
+        print(f"{figures[name]['lines_per_s']:13.1f}" if name == "beside" else "")
+    print(f"{'a batch alone':24}{'':{13 * len(columns)}}{figures['batch']['requests_per_s']:13.1f}")
 
 
 def throughput(runner: asyncio.Runner, url: str, model: str, prompts: list[str], requests: list[TraceRequest], at_once: int) -> dict[str, float]:
@@ -127,6 +150,8 @@ def measure(runner: asyncio.Runner, url: str, model: str, requests: list[TraceRe
     print(f"{len(requests)} interactive requests, {title}", flush=True)
     figures = summarize(runner.run(ask_all(url, model, prose(requests), requests, at_once=len(requests))), requests)
     show(figures)
+    if figures["errors"]:
+        raise SystemExit(f"{figures['errors']:.0f} interactive requests failed: their times would be of the others only")
     return {name: round(value, 3) for name, value in figures.items()}
 
 

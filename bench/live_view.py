@@ -1,11 +1,11 @@
 """What does a watcher of the live view cost? A compute replica's CPU time for a view, and the time of its steps with and without one.
 
 Method: the largest view there can be (64 sequences, 256 blocks each, scattered) is made and encoded; the process's CPU time of one, the best of REPEATS.
-Then the demo model runs NUM_SEQUENCES sequences without end, and windows of WINDOW_S with the key `watched` and without it take turns; of each
-window, the time a step took (all its parts but waiting). What is told is the median ratio of neighbours: other load on the machine is in both.
-Ceiling: a view's CPU time, twice a second.
+Then the demo model runs NUM_SEQUENCES sequences without end, and windows of WINDOW_S with the key `watched` and without it take turns, now this and now
+that first; of each window, the time a step took (all its parts but waiting). What is told is the median ratio of neighbours: other load on the machine is in
+both. Ceiling: a view's CPU time, twice a second.
 
-    python -m bench.live_view [--windows 20]
+    python -m bench.live_view [--windows 12] [--seconds 200]
 """
 
 import argparse
@@ -65,7 +65,20 @@ def step_s(deployment: Deployment, *, is_watched: bool) -> float:
         before = deployment.registry().of("compute")[0].load
         time.sleep(WINDOW_S)
         after = deployment.registry().of("compute")[0].load
-    return sum(after[f"step_{part}_s"] - before[f"step_{part}_s"] for part in PARTS) / max(1.0, after["steps"] - before["steps"])
+    if (num_steps := after["steps"] - before["steps"]) <= 0:
+        raise SystemExit(f"compute made no step in {WINDOW_S} s: is the machine free?\n{deployment.logs()[-2000:]}")
+    return sum(after[f"step_{part}_s"] - before[f"step_{part}_s"] for part in PARTS) / num_steps
+
+
+def compare(deployment: Deployment, num_pairs: int, seconds: float) -> list[tuple[float, float]]:
+    """The time of a step watched and alone, of so many pairs of windows; of fewer, if the time is over."""
+    until, pairs = time.monotonic() + seconds, []
+    print(f"{'pair':>4}{'watched, ms':>14}{'alone, ms':>14}{'ratio':>9}")
+    while len(pairs) < num_pairs and (not pairs or time.monotonic() < until):
+        measured = {is_watched: step_s(deployment, is_watched=is_watched) for is_watched in ((True, False), (False, True))[len(pairs) % 2]}
+        pairs.append((measured[True], measured[False]))
+        print(f"{len(pairs):>4}{1e3 * measured[True]:>14.3f}{1e3 * measured[False]:>14.3f}{measured[True] / measured[False]:>9.3f}", flush=True)
+    return pairs
 
 
 def run_without_end(url: str, is_over: threading.Event) -> None:
@@ -76,8 +89,9 @@ def run_without_end(url: str, is_over: threading.Event) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.live_view", description=__doc__.splitlines()[0])
-    parser.add_argument("--windows", type=int, default=20, help="pairs (default: %(default)s)")
-    num_pairs = parser.parse_args().windows
+    parser.add_argument("--windows", type=int, default=12, help="pairs (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=200, help="after which no further pair begins (default: %(default)s)")
+    args = parser.parse_args()
     view_s, num_bytes = cpu_of_a_view()
     print(f"a view of {MAX_SEQUENCES_SHOWN} sequences with {MAX_BLOCKS_SHOWN} blocks each: {1e3 * view_s:.2f} ms of CPU, {num_bytes} bytes")
     with tempfile.TemporaryDirectory() as folder, running_redis(Path(folder) / "redis", None) as redis_url:
@@ -88,7 +102,7 @@ def main() -> None:
             load = threading.Thread(target=run_without_end, args=(deployment.url(), is_over), daemon=True)
             load.start()
             time.sleep(2)
-            pairs = [(step_s(deployment, is_watched=True), step_s(deployment, is_watched=False)) for _ in range(num_pairs)]
+            pairs = compare(deployment, args.windows, args.seconds)
             is_over.set()
             load.join()
         finally:
@@ -96,7 +110,18 @@ def main() -> None:
     ratio = statistics.median(watched / alone for watched, alone in pairs)
     watched, alone = (statistics.median(column) for column in zip(*pairs, strict=True))
     print(f"a step: {1e3 * watched:.2f} ms watched, {1e3 * alone:.2f} ms alone; ratio of neighbouring windows, median: {ratio:.3f}")
-    print(json.dumps({"view_cpu_ms": 1e3 * view_s, "view_bytes": num_bytes, "step_watched_ms": 1e3 * watched, "step_alone_ms": 1e3 * alone, "ratio": ratio}))
+    print(
+        json.dumps(
+            {
+                "pairs": len(pairs),
+                "view_cpu_ms": 1e3 * view_s,
+                "view_bytes": num_bytes,
+                "step_watched_ms": 1e3 * watched,
+                "step_alone_ms": 1e3 * alone,
+                "ratio": ratio,
+            }
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -62,26 +62,40 @@ class Served:
         command = [sys.executable, "-m", "services.cli", "up", *flags, "--data-dir", str(folder / "data"), "--port", str(self.port)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"}, stdout=log, stderr=log)
+        self.launcher, self.children = psutil.Process(self.process.pid), []
         try:
             self._wait_ready()
         except BaseException:
             self.close()
             raise
         self.redis = redis.Redis(unix_socket_path=str(socket_path(folder / "data")))
-        self.launcher = psutil.Process(self.process.pid)
         self.children = self.launcher.children(recursive=True)
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
         """Meanwhile it takes nothing of the machine; idle it would take half a percent."""
-        for process in (self.launcher, *self.children):
-            process.suspend()
+        self.suspend()
         try:
             yield
         finally:
             self.revive()
         time.sleep(REVIVED_S)
         self._wait_ready()
+
+    @contextlib.contextmanager
+    def awake(self) -> Iterator[None]:
+        """One that is suspended works meanwhile."""
+        self.revive()
+        time.sleep(REVIVED_S)
+        self._wait_ready()
+        try:
+            yield
+        finally:
+            self.suspend()
+
+    def suspend(self) -> None:
+        for process in (self.launcher, *self.children):
+            process.suspend()
 
     def revive(self) -> None:
         for process in (self.launcher, *self.children):
@@ -101,6 +115,8 @@ class Served:
         return {"seconds": load.seconds, "ttft": load.ttft_s, "others": (busy - sum(cpu.values())) / load.seconds, **cpu, **totals}
 
     def close(self) -> None:
+        if self.process.poll() is None:
+            self.revive()
         self.process.terminate()
         try:
             self.process.wait(30)

@@ -40,6 +40,7 @@ CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves →
 DEAD_LETTER = "dead-letter"  # anyone → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
 BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended
+BATCH_FIGURES = "batch-figures"  # hash: what was counted of all batches, and what waits. Gateway, jobs → gateways
 CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
 WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
 

@@ -6,22 +6,29 @@ have ended, from times that the stages keep anyway; what a killed replica had no
 """
 
 import atexit
+import logging
 import os
 import re
 import threading
+import time
 from collections.abc import Mapping
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from shared.errors import StartupError
+from shared.telemetry import get_logger
 
 if TYPE_CHECKING:
-    from opentelemetry.trace import Span
+    from opentelemetry.trace import Span, SpanContext
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 PROTOCOL = "http/protobuf"
 CLOSE_TIMEOUT_S = 3.0  # for the last spans, at the end of a process
+COMPLAIN_EVERY_S = 60.0
+MAX_COMPLAINTS, MAX_COMPLAINT = 100, 300  # kinds that are remembered; characters of one
+
+log = get_logger("penstock.tracing")
 
 Attributes = Mapping[str, str | int | float | bool]
 
@@ -47,6 +54,32 @@ def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
         raise StartupError(f"{ENDPOINTS[1]} is set, and {error.name} is not installed: pip install 'penstock[tracing]', or unset it") from None
 
 
+class Complaints(logging.Handler):
+    """What OpenTelemetry's own loggers say, as events of ours: each thing once a minute, where it would say it of every span that it drops."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said_at: dict[tuple[str, str], float] = {}
+
+    def emit(self, record: logging.LogRecord) -> None:
+        kind, now = (record.name, str(record.msg)), time.monotonic()
+        if kind in self._said_at and now < self._said_at[kind] + COMPLAIN_EVERY_S:
+            return
+        if len(self._said_at) >= MAX_COMPLAINTS:
+            self._said_at.clear()
+        self._said_at[kind] = now
+        log.warning("trouble with spans", said=record.getMessage()[:MAX_COMPLAINT], error=record.exc_info[1] if record.exc_info else None)
+
+
+def hear_complaints() -> None:
+    """Have OpenTelemetry complain to our log."""
+    logger = logging.getLogger("opentelemetry")
+    if not logger.handlers:
+        logger.addHandler(Complaints())
+    logger.propagate = False
+    logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)  # of clients' headers: they are not ours, nor for the log
+
+
 class Tracer:
     """Owns OpenTelemetry's provider, and its thread that sends spans in batches. Spans beyond its bound are dropped: no stage waits for a collector."""
 
@@ -55,15 +88,19 @@ class Tracer:
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.sdk.util.instrumentation import InstrumentationScope
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+        hear_complaints()
         own = {"service.namespace": "penstock", "service.instance.id": replica_id, "service.version": version("penstock")}
         resource = Resource.create(own)
         if str(resource.attributes["service.name"]).startswith("unknown_service"):  # nobody has named it by OpenTelemetry's variables
             resource = resource.merge(Resource({"service.name": f"penstock-{stage}"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        self._processor = BatchSpanProcessor(OTLPSpanExporter())
+        self._provider.add_span_processor(self._processor)
         self._tracer = self._provider.get_tracer("penstock", version("penstock"))
+        self._scope = InstrumentationScope("penstock", version("penstock"))
         self._propagator = TraceContextTextMapPropagator()
         self._closing, self._closed = threading.Event(), threading.Event()
         threading.Thread(target=self._close, name="tracer-close", daemon=True).start()  # at exit no thread can begin, and none may wait for ever
@@ -82,6 +119,31 @@ class Tracer:
         span = self._tracer.start_span(name, context=self._propagator.extract({"traceparent": parent}), start_time=begin, attributes=dict(attributes))
         span.end(max(begin, int(ended_at * 1e9)))
         return self.traceparent(span)
+
+    def trace_of(self, key: str) -> str:
+        """The traceparent of a root whose ids are a function of the key, 32 hexadecimal digits that are evenly distributed; empty: it is not sampled."""
+        from opentelemetry.sdk.trace.sampling import Decision
+
+        is_sampled = self._provider.sampler.should_sample(None, int(key, 16), key).decision is Decision.RECORD_AND_SAMPLE
+        return f"00-{key}-{key[:16]}-01" if is_sampled else ""
+
+    def record_root(self, name: str, traceparent: str, started_at: float, ended_at: float, attributes: Attributes, *, link: str) -> None:
+        """The root of `trace_of`, which has ended; link: the traceparent of what it was done for. Whoever records it records the same span."""
+        from opentelemetry.sdk.trace import ReadableSpan
+        from opentelemetry.trace import Link, SpanKind
+
+        begin = int(started_at * 1e9)
+        span = ReadableSpan(
+            name, self._context_of(traceparent), resource=self._provider.resource, attributes=dict(attributes), links=[Link(self._context_of(link))],
+            kind=SpanKind.CONSUMER, start_time=begin, end_time=max(begin, int(ended_at * 1e9)),
+            instrumentation_scope=self._scope,
+        )  # fmt: skip
+        self._processor.on_end(span)
+
+    def _context_of(self, traceparent: str) -> "SpanContext":
+        from opentelemetry.trace import get_current_span
+
+        return get_current_span(self._propagator.extract({"traceparent": traceparent})).get_span_context()
 
     def traceparent(self, span: "Span") -> str:
         """What joins others to the span's trace; empty for one that is not sampled."""

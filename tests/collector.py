@@ -23,6 +23,7 @@ class Span:
     started_at: float
     ended_at: float
     said: dict[str, Any]
+    links: tuple[str, ...]  # ids of other traces
 
 
 @dataclass
@@ -87,4 +88,5 @@ def spans_of(body: bytes) -> Iterator[Span]:
                 yield Span(
                     span.trace_id.hex(), span.span_id.hex(), span.parent_span_id.hex(), span.name, resource["service.name"], resource["service.instance.id"],
                     span.start_time_unix_nano / 1e9, span.end_time_unix_nano / 1e9, said,
+                    tuple(each.trace_id.hex() for each in span.links),
                 )  # fmt: skip

@@ -14,10 +14,11 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
 from redis.exceptions import RedisError
 
+from services.gateway.batches.figures import BatchFigures
 from services.gateway.pipeline_state import PipelineState
 from shared.messages import RequestError
 from shared.stage import Stage
-from shared.streams import DEAD_LETTER, inflight_key, prompts, requests
+from shared.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inflight_key, prompts, requests
 from shared.telemetry import get_logger
 
 RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the median of so many, no older than that
@@ -139,16 +140,17 @@ class Metrics:
             self.of(model)  # so that its series begin with 0
         lengths: dict[str, int] | None = None
         in_flight: dict[str, tuple[int, int]] = {}
+        batches: BatchFigures | None = None
         try:
             async with asyncio.timeout(REDIS_PATIENCE_S):
-                lengths, in_flight = await self._look(client, models)
+                lengths, in_flight, batches = await self._look(client, models)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("redis does not say how long the queues are", error=error)
         snapshot = CollectorRegistry()
-        snapshot.register(PipelineState(self.stage.registry.replicas, lengths, in_flight))
+        snapshot.register(PipelineState(self.stage.registry.replicas, lengths, in_flight, batches))
         return generate_latest(self.registry) + generate_latest(snapshot)
 
-    async def _look(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]]]:
+    async def _look(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
         keys = [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]
         async with client.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -156,7 +158,9 @@ class Metrics:
             for model in models:
                 pipe.hlen(inflight_key(model))
                 pipe.hget(inflight_key(model), "")
-            replies = await pipe.execute()
+            pipe.scard(BATCHES_RUNNING)
+            pipe.hgetall(BATCH_FIGURES)
+            *replies, num_batches, figures = await pipe.execute()
         held = iter(replies[len(keys) :])
         in_flight = {model: (max(num - 1, 0), int(tokens or 0)) for model, num, tokens in zip(models, held, held, strict=True)}
-        return dict(zip(keys, replies, strict=False)), in_flight
+        return dict(zip(keys, replies, strict=False)), in_flight, BatchFigures.read(num_batches, figures)

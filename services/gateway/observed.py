@@ -5,7 +5,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from services.gateway.errors import CLIENT_CLOSED
 from services.gateway.metrics import Metrics
-from services.gateway.traces import rooted
+from services.gateway.traces import rooted, trace_headers
 from shared.tracing import Tracer
 
 TRACED_GETS = ("/v1/streams/", "/v1/responses/")  # those that may stream; of the others only what is POSTed is traced
@@ -33,9 +33,7 @@ class Observed:
         try:
             if self.tracer is None or not (method == "POST" or scope["path"].startswith(TRACED_GETS)):
                 return await self.app(scope, receive, send_observed)
-            headers = Headers(scope=scope)
-            carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-            with rooted(self.tracer, method, carrier, {"http.request.method": method}) as span:
+            with rooted(self.tracer, method, trace_headers(Headers(scope=scope)), {"http.request.method": method}) as span:
                 try:
                     await self.app(scope, receive, send_observed)
                 finally:

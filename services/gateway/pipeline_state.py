@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.gateway.batches.figures import BatchFigures
 from shared.messages import Replica
 
 COMPUTE_GAUGES = {
@@ -34,20 +35,26 @@ OTHER_COUNTERS = {
     ("sampler", "tokens"): ("penstock_sampled_tokens", "Rows that samplers have decided or answered from a log"),
     ("sampler", "rebuilt"): ("penstock_rebuilt_sequences", "Sequences that samplers were introduced to, new ones and those taken over"),
 }
+JOBS_GAUGES = {
+    "batches": ("penstock_jobs_batches_running", "Batches that a worker has under way"),
+    "sequences": ("penstock_jobs_sequences_running", "Their sequences in the pipeline"),
+    "max_sequences": ("penstock_jobs_max_sequences", "As many as it may have there now: fewer while others have some, 0 while Redis is nearly full"),
+}
 STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
-
-
-STAGES = ("gateway", "tokenizer", "compute", "sampler")
+STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
 
 
 class PipelineState(Collector):
     """Queue lengths and replicas at the moment of a scrape. While Redis is away, only the replicas that were alive last."""
 
-    def __init__(self, replicas: tuple[Replica, ...], lengths: dict[str, int] | None, in_flight: dict[str, tuple[int, int]]) -> None:
-        """lengths: of streams, by key; None: Redis did not say. in_flight: requests and estimated tokens, by model."""
+    def __init__(
+        self, replicas: tuple[Replica, ...], lengths: dict[str, int] | None, in_flight: dict[str, tuple[int, int]], batches: BatchFigures | None
+    ) -> None:
+        """lengths: of streams, by key; None, as for batches: Redis did not say. in_flight: requests and estimated tokens, by model."""
         self.replicas = replicas
         self.lengths = lengths
         self.in_flight = in_flight
+        self.batches = batches
 
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("penstock_redis_up", "1: Redis answered this gateway just now", value=self.lengths is not None)
@@ -79,6 +86,10 @@ class PipelineState(Collector):
             tokens.add_metric(_labels(replica), _cumulated(replica.load), sum_value=replica.load["iteration_tokens"])
         yield parts
         yield tokens
+        for key, (name, text) in JOBS_GAUGES.items():
+            yield _by_replica(GaugeMetricFamily, name, text, [each for each in self.replicas if each.stage == "jobs"], key)
+        if self.batches is not None:
+            yield from self.batches.families()
 
     def _replicas(self) -> Iterator[Metric]:
         alive = GaugeMetricFamily("penstock_replicas", "Live replicas of a stage", labels=["stage"])

@@ -7,10 +7,15 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from starlette.datastructures import Headers
+
 from shared.tracing import Attributes, Tracer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span
+
+MAX_TRACEPARENT = 128  # characters: 55 of version 00, and what a later one may append
+MAX_TRACESTATE = 512  # characters, as many as W3C asks for: every span of the trace would hold them
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,14 @@ _root: ContextVar[Root | None] = ContextVar("root", default=None)
 def current_root() -> Root | None:
     """Of the request that this task answers; None: nobody wants spans."""
     return _root.get()
+
+
+def trace_headers(headers: Headers) -> dict[str, str]:
+    """What a client says of its trace, as far as it may: one traceparent, and a tracestate that is not too long. Empty: the request has a trace of its own."""
+    parents, state = headers.getlist("traceparent"), ",".join(headers.getlist("tracestate"))
+    if len(parents) != 1 or len(parents[0]) > MAX_TRACEPARENT:
+        return {}
+    return {"traceparent": parents[0]} | ({"tracestate": state} if 0 < len(state) <= MAX_TRACESTATE else {})
 
 
 @contextmanager

@@ -47,6 +47,7 @@ class Asked:
     requests: list[GenerateRequest]
     stored: bytes  # empty: nothing
     fold: Callable[[ResponseRecord, Logs], tuple[Any, Totals]]  # the answer's body. Raises RequestFailed
+    asked_at: float = 0.0  # wall clock, s; 0: it is not traced
 
 
 def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:

@@ -89,7 +89,7 @@ class Office:
     async def _beat(self) -> None:
         while True:
             self.stage.turn()
-            self.stage.load = {"batches": self.num_running, "sequences": self.places.num_taken}
+            self.stage.load = {"batches": self.num_running, "sequences": self.places.num_taken, "max_sequences": self.places.limit}
             await asyncio.sleep(BEAT_S)
 
     def _num_of_other_workers(self) -> int:

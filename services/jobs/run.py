@@ -14,6 +14,7 @@ from typing import Any
 
 import orjson
 
+from services.gateway.batches.figures import queue_note
 from services.gateway.batches.store import RUNNING, Batch, Totals, read_batch
 from services.gateway.errors import RequestFailed, error_body
 from services.gateway.files.store import FileRecord
@@ -27,6 +28,7 @@ from services.jobs.office import Office
 from services.jobs.output import Answer, answered, not_answered
 from services.jobs.patience import persist
 from services.jobs.reading import end_all, forget, read_answer
+from services.jobs.spans import BatchSpans, spans_of
 from shared.errors import Invalid, Lost, Rejected
 from shared.messages import RequestError
 from shared.sampling_params import SEEDS
@@ -81,20 +83,25 @@ class BatchRun:
         self.closing = ""  # why no more lines are executed: of CLOSED
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
+        self.found = 0  # lines that were answered when this run began
         self.told = 0  # lines that the batch says are answered: those that this run has yet to read again among them
         self.blocks: dict[int, Block] = {}
         self.room = asyncio.Semaphore(MAX_OPEN_BLOCKS)
         self.in_flight: dict[str, Asked] = {}  # by response
+        self.spans: BatchSpans | None = None
 
     async def run(self) -> bool:
         """Returns whether there is more to do, for another run."""
         if not await persist(lambda: self.office.client.set(batch_lease_key(self.batch_id), self.token, nx=True, px=int(LEASE_S * 1000))):
             return False
         self.office.num_running += 1
+        started_at, is_over = time.time(), False
         working, watching = asyncio.create_task(self._work()), asyncio.create_task(self._watch())
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            return working.result() if working.done() else watching.result()
+            has_more = working.result() if working.done() else watching.result()
+            is_over = not has_more
+            return has_more
         except LeaseLost:
             log.warning("another worker has taken the batch", batch_id=self.batch_id)
             return False
@@ -103,7 +110,22 @@ class BatchRun:
                 task.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
             self.office.num_running -= 1
+            self._tell(started_at, is_over=is_over)
             await persist(partial(self._lease, 0))
+
+    def _tell(self, started_at: float, *, is_over: bool) -> None:
+        """Say what this run has done."""
+        totals = self._totals()
+        if self.spans is not None:
+            self.spans.run(started_at, totals.completed, totals.failed, is_over=is_over)
+        if self.is_answering:
+            answered = max(0, totals.completed + totals.failed - self.found)
+            rate = round(answered / max(time.time() - started_at, 1e-3), 2)
+            log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.failed, lines_per_s=rate)
+
+    def _totals(self) -> Totals:
+        """Of the parts, and of the blocks that are being answered."""
+        return sum((block.totals for block in self.blocks.values()), self.done)
 
     async def _watch(self) -> bool:
         """Renew the lease, say how far the batch is, and see whether it is to end. Returns True when this run is over. Raises LeaseLost."""
@@ -127,10 +149,9 @@ class BatchRun:
 
         async def ask_redis() -> Any:
             async with self.office.client.pipeline(transaction=False) as pipe:
-                totals = sum((block.totals for block in self.blocks.values()), self.done)
+                totals = self._totals()
                 if self.is_answering and totals.completed + totals.failed > self.told:
-                    told: Any = asdict(totals)
-                    pipe.hset(batch_key(self.batch_id), mapping=told)
+                    queue_note(pipe, self.batch_id, asdict(totals), is_closing=bool(self.closing))
                 pipe.exists(upkeep_key("full"))
                 pipe.hgetall(batch_key(self.batch_id))
                 return await pipe.execute()
@@ -140,6 +161,12 @@ class BatchRun:
         batch = read_batch(values)
         self.told = batch.totals.completed + batch.totals.failed if batch is not None else 0
         return batch
+
+    async def _note_done(self) -> None:
+        """Before the end, so that it is counted what the last second answered."""
+        async with self.office.client.pipeline(transaction=False) as pipe:
+            queue_note(pipe, self.batch_id, asdict(self.done), is_closing=bool(self.closing))
+            await pipe.execute()
 
     def _note(self, batch: Batch) -> None:
         if batch.status == "cancelling":
@@ -154,9 +181,14 @@ class BatchRun:
             await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
             return False
         self._note(batch)
+        self.found = self.told
+        self.spans = spans_of(self.office.stage.tracer, batch)
         if batch.status == "validating":
+            started_at = time.time()
             batch = await self._check(batch)
             self._note(batch)
+            if self.spans is not None:
+                self.spans.part("check input", started_at)
         if not batch.is_running:
             return False
         try:
@@ -172,7 +204,11 @@ class BatchRun:
         self.is_answering = bool(missing)
         await self._answer_all(batch, index, missing)
         self.is_answering = False
-        return await self._finish(batch, len(index) - 1)
+        started_at = time.time()
+        has_more = await self._finish(batch, len(index) - 1)
+        if self.spans is not None:
+            self.spans.part("write output", started_at)
+        return has_more
 
     async def _check(self, batch: Batch) -> Batch:
         """Look at the input, and begin or fail."""
@@ -232,11 +268,13 @@ class BatchRun:
     async def _begin(self, batch: Batch, line: Line, attempt: int = 0) -> Asked | Answer:
         """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages that are missing."""
         key = key_of(self.batch_id, line.custom_id)
+        own = key_of(self.batch_id, line.custom_id, attempt)
         while not self.closing:
             seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % SEEDS
             try:
                 context = replace(self.office.context, caller=Caller(batch.record.tenant))
-                return await ask(context, batch.record, line, key_of(self.batch_id, line.custom_id, attempt), seed)
+                asked = await ask(context, batch.record, line, own, seed)
+                return self.spans.joined(asked, own) if self.spans is not None else asked
             except Invalid as error:
                 return self._refused(line, RequestError(str(error), error.status, error.param, error.code))
             except Rejected:
@@ -251,6 +289,8 @@ class BatchRun:
         for attempt in range(1, MAX_ATTEMPTS + 1):
             block.asked.append(asked)
             answer = await self._outcome(line, asked)
+            if self.spans is not None:
+                self.spans.line(asked, line.custom_id, answer)
             self.in_flight.pop(asked.record.response_id, None)
             if answer is not None or attempt == MAX_ATTEMPTS:
                 break
@@ -283,11 +323,15 @@ class BatchRun:
         """Hand the requests over, unless that has been done. Waits while the server is full, or the tenant has no more to spend in this minute."""
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
+        started_at = time.time()
         while True:
             try:
-                return await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
+                await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
+                break
             except Rejected:
                 await asyncio.sleep(AGAIN_S)
+        if self.spans is not None:
+            self.spans.admitted(asked, started_at)
 
     def _refused(self, line: Line, error: RequestError) -> Answer:
         body = error_body(error.status, error.message, error.param, error.code)
@@ -328,6 +372,7 @@ class BatchRun:
                 await persist(partial(self.office.files.enter, replace(file, num_bytes=num_bytes)))
                 made[f"{kind}_file_id"] = file_id
         status = CLOSED[self.closing][0] if self.closing else "completed"
+        await persist(self._note_done)
         await persist(lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.completed + self.done.failed, **made, **asdict(self.done)))
         await asyncio.to_thread(storage.remove, folder_of(self.batch_id))
         log.info("batch ended", batch_id=self.batch_id, status=status, num_completed=self.done.completed, num_failed=self.done.failed)

@@ -8,7 +8,8 @@ import asyncio
 import time
 from typing import Any
 
-from services.gateway.batches.store import read_batch
+from services.gateway.batches.figures import Backlog, queue_backlog
+from services.gateway.batches.store import Batch, read_batch
 from services.gateway.files.store import CONTENTS
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
@@ -33,7 +34,7 @@ async def claim(office: Office, name: str, every_s: int) -> bool:
 
 
 async def sweep(office: Office) -> None:
-    """Have the batches looked at that no worker has: theirs has died, their task was lost, or they have expired."""
+    """Have the batches looked at that no worker has: theirs has died, their task was lost, or they have expired. And say what waits of all."""
     if not await claim(office, "sweep", SWEEP_EVERY_S):
         return
     names = await running_batches(office)
@@ -42,15 +43,28 @@ async def sweep(office: Office) -> None:
             pipe.get(batch_lease_key(name))
             pipe.hgetall(batch_key(name))
         replies = await pipe.execute()
-    alive = office.stage.registry.ids("jobs")
+    alive, running = office.stage.registry.ids("jobs"), []
     for name, lease, values in zip(names, replies[::2], replies[1::2], strict=True):
         batch = read_batch(values)
         holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
             await office.client.srem(BATCHES_RUNNING, name)
-        elif holder not in alive:
+            continue
+        running.append(batch)
+        if holder not in alive:
             await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
             await office.send(name)
+    async with office.client.pipeline(transaction=False) as pipe:
+        queue_backlog(pipe, backlog_of(running))
+        await pipe.execute()
+
+
+def backlog_of(batches: list[Batch]) -> Backlog | None:
+    """What waits of those that have not ended."""
+    if not batches:
+        return None
+    waiting = sum(batch.total - batch.totals.completed - batch.totals.failed for batch in batches)
+    return Backlog(waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches))
 
 
 async def running_batches(office: Office) -> list[str]:

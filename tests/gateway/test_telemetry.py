@@ -89,6 +89,41 @@ def test_a_trace_that_its_client_does_not_sample_is_left_out(traced: Traced) -> 
     assert request.traceparent == "" and collector.of(trace_id) == []
 
 
+CLAIMED = "ab" * 16
+GOOD = f"00-{CLAIMED}-{'cd' * 8}-01"
+HOSTILE = {
+    "a version that there is not": ["ff" + GOOD[2:]],
+    "upper case": [GOOD.upper()],
+    "more than its version has": [GOOD + "-x"],
+    "no trace": [f"00-{'0' * 32}-{'cd' * 8}-01"],
+    "no span": [f"00-{CLAIMED}-{'0' * 16}-01"],
+    "too short": [GOOD[:-1]],
+    "too long": ["01" + GOOD[2:] + "-" + "x" * 10_000],
+    "no text": ["\xff" + GOOD],
+    "two": [GOOD, GOOD],
+    "a hundred": [GOOD] * 100,
+}
+
+
+def test_trace_headers_that_are_not_sound_begin_a_trace_of_their_own(traced: Traced) -> None:
+    deployment, _, collector = traced
+
+    def refused(headers: list[tuple[str, str]]) -> int:
+        raw = [(name.encode(), value.encode("latin-1")) for name, value in headers]
+        return httpx.post(deployment.url("gateway-2") + "/v1/completions", content=b"{", headers=raw, trust_env=False).status_code
+
+    before = {span.span_id for span in list(collector.spans)}
+    assert {name: refused([("traceparent", each) for each in values]) for name, values in HOSTILE.items()} == dict.fromkeys(HOSTILE, 400)
+    wait_until(lambda: len(collector.spans) - len(before) == len(HOSTILE), description="their spans")
+    roots = [span for span in list(collector.spans) if span.span_id not in before]
+    assert len({span.trace_id for span in roots}) == len(HOSTILE) and not any(span.parent_id for span in roots) and collector.of(CLAIMED) == []
+    states = ["x" * 10_000, "a=b," * 100, "=", "a=1,a=2", "\x7f"]
+    assert [refused([("traceparent", GOOD), ("tracestate", each)]) for each in states] == [400] * len(states)
+    assert refused([("traceparent", GOOD), ("tracestate", "x" * 100_000)]) in (400, 431)
+    wait_until(lambda: len([span for span in collector.of(CLAIMED) if span.parent_id == "cd" * 8]) >= len(states), description="they are in the client's trace")
+    assert "trouble with spans" not in deployment.logs(), "what clients send is not for the log"
+
+
 def test_who_resumes_a_stream_goes_on_in_its_trace(traced: Traced) -> None:
     deployment, backstage, collector = traced
     with streaming(deployment, gateway="gateway-1") as stream:

@@ -107,6 +107,7 @@ def test_a_file_that_is_not_requests_fails_the_batch_line_by_line(client: openai
 
 def test_a_cancelled_batch_keeps_what_it_has_and_answers_every_line_once(served: Deployment, client: openai.OpenAI) -> None:
     quick = [line(number, COMPLETIONS, prompt="A", max_tokens=1) for number in range(4)]
+    counted = counts_of_batches(served)
     batch = start(client, COMPLETIONS, quick + [line(number, COMPLETIONS, prompt="Pipes", **LONG) for number in range(4, 300)])
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 4, description="some lines are answered")
     assert client.batches.cancel(batch.id).status == "cancelling"
@@ -115,6 +116,10 @@ def test_a_cancelled_batch_keeps_what_it_has_and_answers_every_line_once(served:
     answers, errors = lines_of(client, batch.output_file_id), lines_of(client, batch.error_file_id)
     assert sorted(each["custom_id"] for each in answers + errors) == [f"line-{number:04}" for number in range(300)]
     assert len(answers) == batch.request_counts.completed >= 4 and {each["error"]["code"] for each in errors} == {"batch_cancelled"}
+    found = {name: value - counted[name] for name, value in counts_of_batches(served).items() if "lines" in name or "ended" in name}
+    assert found['penstock_batch_lines_total{outcome="completed"}'] == len(answers)
+    assert found['penstock_batch_lines_total{outcome="not_executed"}'] == len(errors) and found['penstock_batch_lines_total{outcome="failed"}'] == 0
+    assert found['penstock_batches_ended_total{status="cancelled"}'] == 1
     wait_until(lambda: not served.redis().exists(f"inflight:{MODEL}"), description="nothing of it is in the pipeline any more")
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
@@ -142,8 +147,13 @@ def computed_at_rest(served: Deployment) -> float:
     return seen[-1][1]
 
 
+def counts_of_batches(served: Deployment) -> dict[str, float]:
+    lines = served.get("/metrics").text.splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines) if name.startswith("penstock_batch") and "_total" in name}
+
+
 def test_a_killed_worker_loses_no_line_and_computes_none_twice(served: Deployment, client: openai.OpenAI) -> None:
-    before = computed_at_rest(served)
+    before, counted = computed_at_rest(served), counts_of_batches(served)
     batch = start(client, COMPLETIONS, [line(number, COMPLETIONS, prompt=f"Stage {number}", max_tokens=20, ignore_eos=True) for number in range(80)])
     wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 8, description="the batch is under way")
     served.kill(next(name for name in served.processes if name.startswith("jobs")))
@@ -154,6 +164,11 @@ def test_a_killed_worker_loses_no_line_and_computes_none_twice(served: Deploymen
     assert [each["custom_id"] for each in answers] == [f"line-{number:04}" for number in range(80)]
     assert batch.usage.output_tokens == 80 * 20 == sum(each["response"]["body"]["usage"]["completion_tokens"] for each in answers)
     assert computed_at_rest(served) - before == 80 * 20
+    found = {name: value - counted[name] for name, value in counts_of_batches(served).items() if value != counted[name]}
+    assert found == {
+        'penstock_batch_lines_total{outcome="completed"}': 80, "penstock_batch_generation_tokens_total": 80 * 20,
+        "penstock_batch_prompt_tokens_total": batch.usage.input_tokens, 'penstock_batches_ended_total{status="completed"}': 1,
+    }  # fmt: skip
 
 
 def test_files_are_kept_listed_and_deleted(served: Deployment, client: openai.OpenAI) -> None:

@@ -3,11 +3,13 @@
 import os
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import redis
 
+from services.gateway.batches.figures import queue_note
 from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
@@ -58,6 +60,35 @@ def test_a_batch_that_no_live_worker_has_gets_one_task(redis_url: str, client: "
     assert client.exists(batch_queued_key("batch_lost"), batch_queued_key("batch_of_a_dead_worker")) == 2
     assert not client.exists(batch_lease_key("batch_of_a_dead_worker"))
     assert client.smembers("batches-running") == {b"batch_lost", b"batch_of_a_dead_worker"}
+
+
+def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    def figures() -> dict[bytes, bytes]:
+        return dict(client.hgetall("batch-figures"))
+
+    async def create(office: Office) -> None:
+        await office.batches.create(replace(record("batch_old"), created_at=1000))
+        await office.batches.create(replace(record("batch_new"), created_at=2000))
+
+    async def begin(office: Office) -> None:
+        await office.batches.move("batch_old", ("validating",), "in_progress", total=10)
+        async with office.client.pipeline(transaction=False) as pipe:
+            for counts in ({"completed": 3, "failed": 1}, {"completed": 2, "failed": 0}, {"completed": 3, "failed": 2}):  # the second: by who begins again
+                queue_note(pipe, "batch_old", counts, is_closing=False)
+            queue_note(pipe, "batch_of_nobody", {"completed": 3}, is_closing=False)
+            await pipe.execute()
+
+    async def end(office: Office) -> None:
+        await office.batches.move("batch_old", ("in_progress",), "cancelled")
+        await office.batches.move("batch_new", ("validating",), "expired")
+
+    do(redis_url, tmp_path, create)
+    assert figures() == {b"oldest_at": b"1000", b"progressed_at": b"1000"}, "nobody has swept yet"
+    do(redis_url, tmp_path, begin, sweep)
+    assert figures() == {b"oldest_at": b"1000", b"progressed_at": b"2000", b"lines_waiting": b"5", b"completed": b"3", b"failed": b"2"}
+    do(redis_url, tmp_path, end, sweep)
+    assert figures() == {b"completed": b"3", b"failed": b"2", b"ended:cancelled": b"1", b"ended:expired": b"1"}
+    assert client.ttl("batch-figures") > 0 and not client.exists("batch:batch_of_nobody")
 
 
 def test_near_its_limit_redis_keeps_logs_of_ended_requests_for_a_minute(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""`make telemetry`: is what the pipeline tells of itself true? Real processes, a real Prometheus, an OTLP collector; some three minutes.
+"""`make telemetry`: is what the pipeline tells of itself true? Real processes, a real Prometheus, an OTLP collector; some four minutes.
 
-    python -m tests.telemetry [traces] [metrics]
+    python -m tests.telemetry [traces] [batches] [metrics]
 
-traces: a request whose compute replica is killed in the middle is one trace. metrics: a pipeline under load, two gateways, replicas killed, scraped by
-Prometheus (Debian's package): every expression of the dashboard and of the alerts is evaluated, and counts are compared with what clients counted.
+traces: a request whose compute replica is killed in the middle is one trace. batches: so is each line of a batch whose worker is killed. metrics: a pipeline
+under load, two gateways, replicas killed, scraped by Prometheus (Debian's package): every expression of the dashboard and of the alerts is evaluated, and
+counts are compared with what clients counted.
 """
 
 import sys
@@ -11,10 +12,11 @@ import tempfile
 from pathlib import Path
 
 from tests.conftest import running_redis
+from tests.telemetry.batches import follow_batch
 from tests.telemetry.metrics import scrape
 from tests.telemetry.traces import follow
 
-PARTS = {"traces": follow, "metrics": scrape}
+PARTS = {"traces": follow, "batches": follow_batch, "metrics": scrape}
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ import httpx
 import openai
 
 from tests.deployment import MODEL, Deployment, free_port
+from tests.telemetry import batches
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent / "deploy" / "observability"
@@ -117,9 +118,9 @@ class Client:
 def scrape(redis_url: str, folder: Path) -> None:
     deployment = Deployment(redis_url, folder)
     try:
-        deployment.start_all(gateways=2, computes=2, kv_cache_memory="4MiB", max_num_seqs=4)
+        deployment.start_all(gateways=2, computes=2, kv_cache_memory="4MiB", max_num_seqs=8)
         with scraping(deployment, folder) as prometheus:
-            client = asyncio.run(load(deployment))
+            client = asyncio.run(load(deployment, prometheus))
             time.sleep(3.0)  # the last scrape
             check_counts(prometheus, client)
             check_panels(prometheus)
@@ -143,17 +144,27 @@ def scraping(deployment: Deployment, folder: Path) -> Iterator[Prometheus]:
         prometheus.process.wait(20)
 
 
-async def load(deployment: Deployment) -> Client:
-    """Clients at both gateways; meanwhile one compute replica is killed, and comes back under the same name: its counters begin anew."""
+async def load(deployment: Deployment, prometheus: Prometheus) -> Client:
+    """Clients at both gateways, and a batch whose worker is killed; meanwhile one compute replica is, too, and comes back under the same name: its counters
+    begin anew."""
     client, deadline = Client(deployment), time.monotonic() + LOAD_S
     clients = [asyncio.create_task(client.ask_until(number, deadline)) for number in range(NUM_CLIENTS)]
+    batch = asyncio.create_task(asyncio.to_thread(batches.run, deployment, lambda: check_nobody_works(prometheus)))
     await asyncio.sleep(LOAD_S / 3)
     victim = next(each for each in deployment.processes if each.startswith("compute"))
     await asyncio.to_thread(deployment.kill, victim)
-    deployment.start("compute", victim, kv_cache_memory="4MiB", max_num_seqs=4)
-    await asyncio.gather(*clients)
+    deployment.start("compute", victim, kv_cache_memory="4MiB", max_num_seqs=8)
+    await asyncio.gather(*clients, batch)
     print(f"load: {client.num_answers} answers, {client.num_refused} refused, {client.num_left} left, {client.num_tokens} tokens; {victim} killed", flush=True)
     return client
+
+
+def check_nobody_works(prometheus: Prometheus) -> None:
+    """While a batch waits and no worker is alive, an alert is about to say so."""
+    alert = "PenstockNoBatchWorker"
+    wait_until(lambda: alert in {each["labels"]["alertname"] for each in prometheus.ask("alerts")["alerts"]}, description=f"{alert} is pending")
+    assert prometheus.value("min(penstock_batch_oldest_seconds)") > 0
+    print(f"no worker: {prometheus.value('max(penstock_batches_running)'):g} batch waits, {alert} is pending", flush=True)
 
 
 def check_counts(prometheus: Prometheus, client: Client) -> None:
@@ -175,8 +186,16 @@ def check_counts(prometheus: Prometheus, client: Client) -> None:
     assert tokens >= client.num_tokens
     window = f"{int(LOAD_S) + 30}s"
     computed = prometheus.value(f"sum(max by (replica, model_name) (increase(penstock_computed_generation_tokens_total[{window}])))")
-    print(f"tokens: {client.num_tokens} read by clients, {tokens:g} by gateways, {computed:g} decided at compute, over a death and a new beginning", flush=True)
-    assert LEAST_SEEN * client.num_tokens <= computed <= 1.25 * tokens
+    of_batch = prometheus.value("max(penstock_batch_generation_tokens_total)")
+    print(
+        f"tokens: {client.num_tokens} read by clients, {tokens:g} by gateways, {of_batch:g} in a batch; {computed:g} decided at compute, over a death",
+        flush=True,
+    )
+    assert LEAST_SEEN * (client.num_tokens + of_batch) <= computed <= 1.25 * (tokens + of_batch)
+    told = prometheus.query('penstock_batch_lines_total{outcome="completed"}')
+    assert [float(each["value"][1]) for each in told] == [batches.NUM_LINES] * 2, "each gateway tells every line once, though the worker was killed"
+    assert of_batch == batches.NUM_LINES * batches.NUM_TOKENS
+    assert prometheus.value('max(penstock_batches_ended_total{status="completed"})') == 1 and prometheus.value("max(penstock_batch_lines_waiting)") == 0
     begun_anew = prometheus.query(f"max by (replica) (resets(penstock_steps_total[{window}])) > 0")
     assert len(begun_anew) == 1, "only the one that was killed counts from 0 again"
     names = [name for name in prometheus.ask("label/__name__/values") if name.startswith("penstock_") and name.endswith(("_total", "_count", "_bucket"))]

@@ -3,14 +3,21 @@
 import io
 import json
 import logging
+import os
 import re
+import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import yaml
 
+from services.gateway.batches.figures import BatchFigures
 from services.gateway.metrics import Metrics
 from services.gateway.pipeline_state import PipelineState
 from services.gateway.timeline import Timeline
@@ -19,7 +26,9 @@ from shared.messages import Moments, Replica
 from shared.settings import StageSettings
 from shared.stage import Stage
 from shared.telemetry import JsonFormatter, get_logger
-from shared.tracing import open_tracer
+from shared.tracing import CLOSE_TIMEOUT_S, open_tracer
+from tests.collector import Collector
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 LOAD = ROOT / "deploy" / "observability"
@@ -105,12 +114,88 @@ def test_what_turns_traces_off_turns_them_off(variables: dict[str, str], monkeyp
     assert open_tracer("sampler", "sampler-1") is None
 
 
+SEND = """
+import sys, time
+from shared.telemetry import setup_logging
+from shared.tracing import open_tracer
+setup_logging("info")
+tracer = open_tracer("sampler", "sampler-1")
+began_at = time.monotonic()
+for number in range(6000):
+    assert tracer.record("sample", "00-" + "ab" * 16 + "-" + "cd" * 8 + "-01", 1.0, 2.0, {"penstock.num_tokens": number})
+    if not number % 1000:
+        time.sleep(0.05)  # for whoever sends
+print(time.monotonic() - began_at, time.time(), flush=True)
+"""
+
+
+def test_a_collector_that_is_away_costs_spans_and_nothing_else() -> None:
+    """Recording does not wait, what waits is bounded, the log has a line or two, and the process ends in its time."""
+    with away("refuses") as refusing, away("is silent") as silent, away("fails slowly") as failing:
+        senders = [
+            subprocess.Popen(
+                [sys.executable, "-c", SEND], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                env={**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{port}", "OTEL_BSP_SCHEDULE_DELAY": "50"},
+            )
+            for port in (refusing, silent, failing)
+        ]  # fmt: skip
+        for sender in senders:
+            out, errors = sender.communicate(timeout=60)
+            recording_s, recorded_at = map(float, out.split())
+            assert sender.returncode == 0 and recording_s < 10.0, "an export that times out takes as long"
+            assert time.time() - recorded_at < CLOSE_TIMEOUT_S + 10.0
+            lines = errors.splitlines()
+            assert "Queue full" in errors and len(lines) < 6 and all("penstock.tracing: trouble with spans" in line for line in lines), errors
+
+
+@contextmanager
+def away(answer: str) -> Iterator[int]:
+    """The port of a collector that is none. A connection waits in the kernel until somebody takes it: nobody does, or to fail after a second."""
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
+        port: int = server.getsockname()[1]
+        if answer == "refuses":
+            server.close()
+        elif answer == "fails slowly":
+            threading.Thread(target=fail_slowly, args=(server,), daemon=True).start()
+        yield port
+
+
+def fail_slowly(server: socket.socket) -> None:
+    with suppress(OSError):  # the test is over
+        while True:
+            with server.accept()[0] as connection:
+                time.sleep(1.0)
+                connection.sendall(b"HTTP/1.1 500 No\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+def test_a_root_is_the_same_span_whoever_records_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    collector = Collector().start()
+    try:
+        for name, value in collector.environment.items():
+            monkeypatch.setenv(name, value)
+        key, link = "0123456789abcdef" * 2, f"00-{'ab' * 16}-{'cd' * 8}-01"
+        for replica_id in ("jobs-1", "jobs-2"):
+            tracer = open_tracer("jobs", replica_id)
+            assert tracer is not None and tracer.trace_of(key) == f"00-{key}-{key[:16]}-01"
+            tracer.record("admission", tracer.trace_of(key), 1.0, 2.0, {})
+            tracer.record_root("batch line", tracer.trace_of(key), 1.0, 3.0, {"penstock.outcome": "completed"}, link=link)
+        wait_until(lambda: len(collector.of(key)) == 4, description="its spans")
+        roots = [span for span in collector.of(key) if span.name == "batch line"]
+        assert {(span.span_id, span.parent_id, span.links) for span in roots} == {(key[:16], "", (link[3:35],))}
+        assert {span.parent_id for span in collector.of(key) if span.name == "admission"} == {key[:16]}
+        monkeypatch.setenv("OTEL_TRACES_SAMPLER", "always_off")
+        unsampled = open_tracer("jobs", "jobs-3")
+        assert unsampled is not None and unsampled.trace_of(key) == ""
+    finally:
+        collector.stop()
+
+
 def shown() -> set[str]:
     """The names of all series of /metrics, with their suffixes."""
     names = set()
     for family in Metrics(Stage("gateway", StageSettings(redis_url="unix:///nowhere"))).registry.collect():
         names |= {family.name + suffix for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}[family.type]}
-    for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}).collect():
+    for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect():
         names |= {family.name + suffix for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}[family.type]}
     return names
 

@@ -12,6 +12,7 @@ from services.gateway.context import context_of
 from services.gateway.files.pages import page_of
 from services.gateway.generation import away
 from services.gateway.openai.docs import takes
+from services.gateway.traces import current_root
 from shared.errors import Invalid, Rejected
 from shared.streams import FILE_TTL_S
 from shared.telemetry import get_logger
@@ -42,7 +43,8 @@ async def create(request: Request) -> JSONResponse:
     record = BatchRecord(
         f"batch_{uuid.uuid4().hex}", context.tenant, body.endpoint, file.file_id, body.completion_window, now, now + window_s, body.metadata, ttl_s
     )
-    batch = await context.batches.create(record)
+    root = current_root()
+    batch = await context.batches.create(record, root.traceparent if root is not None else "")
     await context.jobs.send(record.batch_id)
     log.info("batch created", batch_id=record.batch_id, endpoint=record.endpoint, num_bytes=file.num_bytes, x_request_id=request.state.request_id)
     return JSONResponse(batch.describe())

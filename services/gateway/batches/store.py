@@ -11,21 +11,26 @@ import msgpack
 import orjson
 import redis.asyncio
 
+from services.gateway.batches.figures import ENDED, queue_created
 from services.gateway.batches.schemas import LONGEST_WINDOW_S
 from services.gateway.generation import away
 from shared.errors import Invalid
-from shared.streams import BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
+from shared.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
 from shared.tenants import Tenant
 
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 
-# ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by commas), the next, '1' if that is an end, the time, then
-# further fields and values. Returns the status that it has now.
-MOVE = """
+# ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by commas), the next, '1' if that is an end, the time, figures key,
+# their life in seconds, then further fields and values. Returns the status that it has now.
+MOVE = f"""
 local status = redis.call('HGET', ARGV[1], 'status')
 if not status or not string.find(',' .. ARGV[4] .. ',', ',' .. status .. ',', 1, true) then return status end
-redis.call('HSET', ARGV[1], 'status', ARGV[5], ARGV[5] .. '_at', ARGV[7], unpack(ARGV, 8))
-if ARGV[6] == '1' then redis.call('SREM', ARGV[2], ARGV[3]) end
+redis.call('HSET', ARGV[1], 'status', ARGV[5], ARGV[5] .. '_at', ARGV[7], unpack(ARGV, 10))
+if ARGV[6] == '1' then
+  redis.call('SREM', ARGV[2], ARGV[3])
+  redis.call('HINCRBY', ARGV[8], '{ENDED}' .. ARGV[5], 1)
+  redis.call('EXPIRE', ARGV[8], ARGV[9])
+end
 return ARGV[5]
 """
 
@@ -84,10 +89,16 @@ class Batch:
     output_file_id: str = ""
     error_file_id: str = ""
     errors: list[dict[str, Any]] | None = None
+    traceparent: str = ""  # of the request that made it; empty: it is not traced
 
     @property
     def is_running(self) -> bool:
         return self.status in RUNNING
+
+    @property
+    def progressed_at(self) -> int:
+        """When it last moved, or a line of it was answered."""
+        return max([self.record.created_at, *self.times.values()])
 
     def describe(self) -> dict[str, Any]:
         """The object of the API."""
@@ -123,16 +134,18 @@ class BatchStore:
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
 
-    async def create(self, record: BatchRecord) -> Batch:
+    async def create(self, record: BatchRecord, traceparent: str = "") -> Batch:
         """Make it known, to its owner and to the workers. It is kept as long as what it writes."""
+        values: Any = {"record": msgpack.packb(asdict(record)), "status": "validating", "traceparent": traceparent}
         with away():
             async with self.client.pipeline(transaction=True) as pipe:
-                pipe.hset(batch_key(record.batch_id), mapping={"record": msgpack.packb(asdict(record)), "status": "validating"})
+                pipe.hset(batch_key(record.batch_id), mapping=values)
                 pipe.expire(batch_key(record.batch_id), FILE_TTL_S + LONGEST_WINDOW_S)
                 pipe.zadd(batches_key(record.owner), {record.batch_id: time.time()})
                 pipe.expire(batches_key(record.owner), FILE_TTL_S + LONGEST_WINDOW_S)
                 pipe.sadd(BATCHES_RUNNING, record.batch_id)
                 pipe.expire(BATCHES_RUNNING, FILE_TTL_S)
+                queue_created(pipe, record.created_at)
                 await pipe.execute()
         return Batch(record, "validating", {})
 
@@ -162,7 +175,7 @@ class BatchStore:
         pairs = [each for name, value in values.items() for each in (name, value)]
         is_end = "0" if status in RUNNING else "1"
         found: Any = await self.client.eval(
-            MOVE, 0, batch_key(batch_id), BATCHES_RUNNING, batch_id, ",".join(allowed), status, is_end, int(time.time()), *pairs
+            MOVE, 0, batch_key(batch_id), BATCHES_RUNNING, batch_id, ",".join(allowed), status, is_end, int(time.time()), BATCH_FIGURES, FILE_TTL_S, *pairs
         )
         return found.decode() if found is not None else None
 
@@ -182,4 +195,5 @@ def read_batch(values: dict[bytes, bytes]) -> Batch | None:
         texts.get("output_file_id", b"").decode(),
         texts.get("error_file_id", b"").decode(),
         orjson.loads(texts["errors"]) if "errors" in texts else None,
+        texts.get("traceparent", b"").decode(),
     )

@@ -198,7 +198,8 @@ function escape() {
 
 async function connect() {
   try {
-    models = (await listModels()).map(each => each.id);
+    const found = (await listModels()).map(each => each.id);
+    if (found.length) models = found; // a model whose last replica was just killed will be back: until then the server says what is missing
     bar.showModels(models, modelOf(current));
   } catch (error) {
     if (!models.length) bar.showModels([], null);

@@ -93,9 +93,11 @@ export class PipelinePane {
   }
 
   async #burst(button) {
+    const model = this.getModel();
+    if (!model) return notify("No model is there yet", {isError: true});
     button.disabled = true;
     try {
-      await sendBurst(this.getModel());
+      await sendBurst(model);
     } catch (error) {
       notify(error.message, {isError: true});
     }

@@ -1,0 +1,61 @@
+"""A batch's part of traces. A run of it is a span in the trace of the request that made the batch, with what it checked and wrote under it. A line is a trace
+of its own, linked to that: its ids are those of the answer, so whoever goes on after a death goes on in the same trace.
+"""
+
+import time
+from dataclasses import replace
+
+from services.gateway.batches.store import Batch
+from services.jobs.asking import Asked
+from services.jobs.output import Answer
+from shared.tracing import Attributes, Tracer
+
+
+def spans_of(tracer: Tracer | None, batch: Batch) -> "BatchSpans | None":
+    """None: nobody wants them."""
+    return BatchSpans(tracer, batch) if tracer is not None and batch.traceparent else None
+
+
+class BatchSpans:
+    def __init__(self, tracer: Tracer, batch: Batch) -> None:
+        self.tracer = tracer
+        self.batch_id = batch.record.batch_id
+        self.traceparent = batch.traceparent
+        self._parts: list[tuple[str, float, float]] = []  # of this run, with their times
+
+    def part(self, name: str, started_at: float) -> None:
+        """A part of this run is over."""
+        self._parts.append((name, started_at, time.time()))
+
+    def run(self, started_at: float, num_completed: int, num_failed: int, *, is_over: bool) -> None:
+        """This run is over; the batch has so many lines that are answered. is_over: so is the batch."""
+        said: Attributes = {
+            "penstock.batch_id": self.batch_id, "penstock.num_completed": num_completed, "penstock.num_failed": num_failed,
+            "penstock.is_over": is_over,
+        }  # fmt: skip
+        own = self.tracer.record("batch run", self.traceparent, started_at, time.time(), said)
+        for name, began_at, ended_at in self._parts:
+            self.tracer.record(name, own, began_at, ended_at, {})
+
+    def joined(self, asked: Asked, key: str) -> Asked:
+        """A line that is about to enter the pipeline, with a trace. key: what its ids end with."""
+        traceparent = self.tracer.trace_of(key)
+        requests = [replace(each, traceparent=traceparent) for each in asked.requests]
+        return replace(asked, record=replace(asked.record, traceparent=traceparent), requests=requests, asked_at=time.time())
+
+    def admitted(self, asked: Asked, started_at: float) -> None:
+        """Redis has it; it had its place since then."""
+        if asked.record.traceparent:
+            self.tracer.record("admission", asked.record.traceparent, started_at, time.time(), {"penstock.num_sequences": len(asked.requests)})
+
+    def line(self, asked: Asked, custom_id: str, answer: Answer | None) -> None:
+        """What became of it; None: Redis has lost it."""
+        if not asked.record.traceparent:
+            return
+        outcome = "lost" if answer is None else "completed" if answer.is_completed else "failed"
+        said: Attributes = {
+            "penstock.batch_id": self.batch_id, "penstock.custom_id": custom_id, "gen_ai.request.model": asked.record.model,
+            "gen_ai.response.id": asked.record.response_id, "penstock.outcome": outcome,
+            "penstock.num_output_tokens": answer.totals.output_tokens if answer is not None else 0,
+        }  # fmt: skip
+        self.tracer.record_root("batch line", asked.record.traceparent, asked.asked_at, time.time(), said, link=self.traceparent)
