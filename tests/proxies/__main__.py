@@ -19,6 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from tests.deployment import MODEL, Deployment, free_port
 from tests.waiting import wait_until
 
 CONFIGURATIONS = Path(__file__).parent.parent.parent / "deploy/proxy"
+PROXIES = ("nginx", "caddy")
 NAME = "llm.example"
 STAGES = ("sampler", "tokenizer", "compute")
 GATEWAYS = ("gateway-1", "gateway-2")
@@ -144,6 +146,10 @@ def is_up(site: Site) -> bool:
         return False
 
 
+def is_ready(deployment: Deployment, gateway: str) -> bool:
+    return deployment.get("/ready", gateway).status_code == 200
+
+
 @asynccontextmanager
 async def streaming(client: httpx.AsyncClient, max_tokens: int) -> AsyncIterator[httpx.Response]:
     body = BODY | {"max_tokens": max_tokens, "stream": True, "stream_options": {"include_position": True}}
@@ -239,8 +245,7 @@ async def keys_and_limits_come_through(site: Site) -> None:
 async def bodies_are_bounded(site: Site) -> None:
     """Files are longer than other bodies may be; what is too long is refused in the API's shape."""
     async with site.client() as client, site.client("") as nobody:
-        files = {"file": ("lines.jsonl", b"{}\n" * (20 << 18)), "purpose": (None, "batch")}
-        stored = await client.post("/v1/files", files=files)
+        stored = await client.post("/v1/files", files={"file": ("lines.jsonl", b"{}\n" * (20 << 18))}, data={"purpose": "batch"})
         assert stored.status_code == 200, (stored.status_code, stored.text)
         await client.delete(f"/v1/files/{stored.json()['id']}")
         for what, sender, path, megabytes, status in (
@@ -335,10 +340,10 @@ def check(proxy: str, deployment: Deployment, keys: dict[str, str], slow_s: floa
             deployment.start("gateway", gateway, keys_file=deployment.folder / "keys.json", ping_interval_s=1)
     deployment.wait_live(*GATEWAYS)
     for gateway in GATEWAYS:
-        wait_until(lambda gateway=gateway: deployment.get("/ready", gateway).status_code == 200, description=f"{gateway} ready", timeout_s=60)
+        wait_until(partial(is_ready, deployment, gateway), description=f"{gateway} ready", timeout_s=60)
     steps: list[Callable[[Site], Any]] = [
         tokens_come_as_they_are_made, a_silent_stream_stays_open, keys_and_limits_come_through, bodies_are_bounded, who_leaves_is_cancelled,
-        kept_connections_are_not_stale, lambda site: a_slow_answer_is_waited_for(site, slow_s), a_gateway_dies, all_gateways_are_dead,
+        kept_connections_are_not_stale, partial(a_slow_answer_is_waited_for, seconds=slow_s), a_gateway_dies, all_gateways_are_dead,
     ]  # fmt: skip
     with running(proxy, deployment, keys, list(GATEWAYS)) as site:
         for step in steps:
@@ -350,9 +355,11 @@ def check(proxy: str, deployment: Deployment, keys: dict[str, str], slow_s: floa
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.proxies", description="Gateways behind nginx and Caddy.")
     parser.add_argument("--slow", type=float, default=65.0, metavar="SECONDS", help="for which an answer is awaited (default: %(default)g)")
+    parser.add_argument("--only", choices=PROXIES, help="with this one")
     args = parser.parse_args()
-    proxies = [name for name in ("nginx", "caddy") if shutil.which(name) is not None]
-    for name in {"nginx", "caddy"} - set(proxies):
+    wanted = [args.only] if args.only else PROXIES
+    proxies = [name for name in wanted if shutil.which(name) is not None]
+    for name in set(wanted) - set(proxies):
         print(f"left out: {name} is not installed (apt install {name})")
     if not proxies or shutil.which("openssl") is None:
         sys.exit("penstock: proxy-test needs nginx or caddy, and openssl: apt install nginx caddy openssl")

@@ -136,7 +136,7 @@ def other_passwords(deployment: Deployment, folder: Path, port: int) -> None:
             user = name.partition("-")[0]
             client.execute_command("ACL", "SETUSER", user, "resetpass", ">another")
             client.execute_command("CLIENT", "KILL", "USER", user)
-            wait_until(lambda process=process: process.poll() is not None, description=f"{name} ends", timeout_s=60)
+            process.wait(60)
             said = (deployment.folder / f"{name}.log").read_text()
             assert process.returncode == 1 and "Redis refuses" in said and "Traceback" not in said, (name, process.returncode, said[-2000:])
             client.execute_command("ACL", "SETUSER", user, "resetpass", f">{user}-secret")
