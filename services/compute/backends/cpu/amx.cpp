@@ -16,7 +16,6 @@ namespace {
 
 constexpr int64_t kBlockRows = 32;
 constexpr bool kCanContinue = true;
-constexpr int64_t kAhead = 4096;  // bytes of weights that are asked for before they are read
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -36,9 +35,8 @@ struct ThreadState {
   ~ThreadState() { _tile_release(); }
 };
 
-// What the loop will need: of this tile, and at its end of the one in its place in the next pair.
 inline void prefetch(const char* tile, int64_t at, int64_t tile_bytes) {
-  const char* later = tile + at + kAhead + (at + kAhead < tile_bytes ? 0 : tile_bytes);
+  const char* later = tile + at + ahead_of(at, tile_bytes);
   for (int line = 0; line < 16; ++line) _mm_prefetch(later + 64 * line, _MM_HINT_T0);
 }
 

@@ -22,13 +22,18 @@ struct ThreadState {
 };
 struct AttentionState {};
 
+// Whether a block asks for weights: one row alone is read as fast as the processor itself foresees.
+constexpr bool asks(bool is_first, int rows) { return is_first && rows > 1; }
+
 // The instruction multiplies unsigned by signed bytes: activations stand here shifted up by 128, and 128 times the weights' sum is taken off.
-template <int kRows>
+template <int kRows, bool kAsks>
 [[gnu::noinline]] void rows_int8(const char* a, const char* tile0, const char* tile1, int64_t bytes, const int32_t* sums, int32_t* c) {
   __m512i acc[kRows][2];
   for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_si512();
   for (int64_t chunk = 0; chunk < bytes; chunk += 64, a += 1024) {
+    const int64_t ahead = ahead_of(chunk * 16, bytes * 16);
     for (int64_t at = 0; at < 64; at += 4, tile0 += 64, tile1 += 64) {
+      if (kAsks) ask(tile0 + ahead), ask(tile1 + ahead);
       const __m512i b0 = _mm512_load_si512(tile0), b1 = _mm512_load_si512(tile1);
       for (int row = 0; row < kRows; ++row) {
         const __m512i x = everywhere(a + row * 64 + at);
@@ -44,12 +49,14 @@ template <int kRows>
   }
 }
 
-template <int kRows>
+template <int kRows, bool kAsks>
 [[gnu::noinline]] void rows_bf16(const char* a, const char* tile0, const char* tile1, int64_t bytes, float* c) {
   __m512 acc[kRows][2];
   for (int row = 0; row < kRows; ++row) acc[row][0] = acc[row][1] = _mm512_setzero_ps();
   for (int64_t chunk = 0; chunk < bytes; chunk += 64, a += 1024) {
+    const int64_t ahead = ahead_of(chunk * 16, bytes * 16);
     for (int64_t at = 0; at < 64; at += 4, tile0 += 64, tile1 += 64) {
+      if (kAsks) ask(tile0 + ahead), ask(tile1 + ahead);
       const __m512bh b0 = (__m512bh)_mm512_load_si512(tile0), b1 = (__m512bh)_mm512_load_si512(tile1);
       for (int row = 0; row < kRows; ++row) {
         const __m512bh x = (__m512bh)everywhere(a + row * 64 + at);
@@ -65,16 +72,16 @@ template <int kRows>
 }
 
 template <typename Between>
-inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool, bool,
+inline void block_int8(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, const int32_t* sums, int32_t* c, bool is_first, bool,
                        Between&&) {
-#define CALL(kRows) rows_int8<kRows>(a, tile0, tile1, bytes, sums, c)
+#define CALL(kRows) asks(is_first, kRows) ? rows_int8<kRows, true>(a, tile0, tile1, bytes, sums, c) : rows_int8<kRows, false>(a, tile0, tile1, bytes, sums, c)
   PENSTOCK_BY_ROWS(CALL)
 #undef CALL
 }
 
 template <typename Between>
-inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool, bool, Between&&) {
-#define CALL(kRows) rows_bf16<kRows>(a, tile0, tile1, bytes, c)
+inline void block_bf16(const char* a, int64_t, const char* tile0, const char* tile1, int64_t bytes, int64_t rows, float* c, bool is_first, bool, Between&&) {
+#define CALL(kRows) asks(is_first, kRows) ? rows_bf16<kRows, true>(a, tile0, tile1, bytes, c) : rows_bf16<kRows, false>(a, tile0, tile1, bytes, c)
   PENSTOCK_BY_ROWS(CALL)
 #undef CALL
 }
