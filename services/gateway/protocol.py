@@ -70,7 +70,13 @@ class PatientProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            self._header_timer.arm(self.keep_alive_timeout_s + self.header_timeout_s)
+            # The rest of a body that nobody wants has as long as headers: many clients read the answer only when they have sent all
+            self._header_timer.arm(self.header_timeout_s + (0 if self.cycle.more_body else self.keep_alive_timeout_s))
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._header_timer.arm(self.header_timeout_s + self.keep_alive_timeout_s)
 
     def pause_writing(self) -> None:
         super().pause_writing()

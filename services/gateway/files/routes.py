@@ -35,7 +35,7 @@ async def upload(request: Request) -> JSONResponse:
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Invalid("a file is uploaded as multipart/form-data", code="invalid_content_type")
     if uploads.locked():
-        raise Rejected("too many files are being uploaded here", status=503, retry_after_s=5)
+        raise Rejected("too many files are being uploaded here", status=503, retry_after_s=5, code="too_many_uploads")
     async with uploads:
         try:
             form = await receive(request)
@@ -48,7 +48,7 @@ async def upload(request: Request) -> JSONResponse:
                 await form.close()
         except OSError as error:
             log.error("a file can't be stored", error=error)
-            raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60) from None
+            raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60, code="storage_unavailable") from None
     return JSONResponse(record.describe())
 
 
