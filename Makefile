@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
+LONGEST := tests/pipeline tests/stages
+SERVING := $(LONGEST) $(filter-out $(COMPUTING) $(LONGEST),$(sort $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py)))))
 .PHONY: up test check chaos batch-chaos browser clients compose-test redis-test proxy-test telemetry cuda-kernels hostile audit lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
@@ -18,13 +20,14 @@ $(VENV)/dev: pyproject.toml
 up: $(BIN)/penstock
 	$(BIN)/penstock up $(ARGS)
 
-# What computes runs in one process a core; what starts processes of its own and waits for them, in three. With ARGS, those tests only.
+# What computes runs in one process a core; what starts processes of its own and waits for them, in three, a file at a time and in this order: by default
+# files of few tests, which are the long ones, would come last. With ARGS, those tests only.
 test: $(VENV)/dev
 ifdef ARGS
 	$(BIN)/python -m pytest $(ARGS)
 else
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(COMPUTING)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile $(addprefix --ignore=,$(COMPUTING))
+	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SERVING)
 endif
 
 check: $(VENV)/dev

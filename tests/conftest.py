@@ -52,18 +52,25 @@ def redis_url(tmp_path: Path, redis_binary: Path | None) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Deployment]:
-    """The demo model behind one replica of each stage, for the tests of a module; at the end, no key may be left without a TTL."""
+@pytest.fixture(scope="session")
+def demo_of_all(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Deployment]:
+    """The demo model behind one replica of each stage, started once: that takes seconds of every core."""
     folder = tmp_path_factory.mktemp("demo")
     with running_redis(folder / "redis", redis_binary) as url:
         deployment = Deployment(url, folder)
         try:
             yield deployment.start_all(dtype="float32")
-            wait_until(lambda: not unfinished(deployment), description="every request has ended")
         finally:
             deployment.stop()
         assert leaked_keys(url) == []
+
+
+@pytest.fixture(scope="module")
+def demo(demo_of_all: Deployment) -> Iterator[Deployment]:
+    """The demo, for a module that leaves one replica of each stage as it found them; at its end, no key may be left without a TTL."""
+    yield demo_of_all
+    wait_until(lambda: not unfinished(demo_of_all), description="every request has ended")
+    assert leaked_keys(demo_of_all.redis_url) == []
 
 
 def unfinished(deployment: Deployment) -> int:

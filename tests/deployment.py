@@ -20,11 +20,18 @@ from tests.waiting import wait_until
 MODEL = "penstock-demo"
 
 
+HELD: list[socket.socket] = []  # see free_port
+
+
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port for a server that a test starts, which nobody else gets in the meantime: the socket that has it stays open and never listens, and SO_REUSEADDR
+    lets the server, which sets it too, bind beside it."""
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    HELD.append(holder)
+    port: int = holder.getsockname()[1]
+    return port
 
 
 @dataclass
@@ -73,7 +80,7 @@ class Deployment:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.logs()}") from None
 
-    def terminate(self, replica_id: str, *, timeout_s: float = 20.0) -> int:
+    def terminate(self, replica_id: str, *, timeout_s: float = 60.0) -> int:
         """SIGTERM; returns the exit code."""
         process = self.processes.pop(replica_id)
         process.terminate()

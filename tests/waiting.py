@@ -7,7 +7,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def wait_until(condition: Callable[[], T], *, description: str, timeout_s: float = 30.0) -> T:
+def wait_until(condition: Callable[[], T], *, description: str, timeout_s: float = 60.0) -> T:
     """The first true value of condition()."""
     deadline = time.monotonic() + timeout_s
     while True:

@@ -61,7 +61,7 @@ class Backstage:
                 taken.append(decode(GenerateRequest, values[MESSAGE]))
             return len(taken) >= count
 
-        wait_until(read, description=f"{count} requests have come", timeout_s=10)
+        wait_until(read, description=f"{count} requests have come")
         assert len(taken) == count
         return taken
 

@@ -55,9 +55,9 @@ class Stream:
         return [line.removeprefix("id: ") for line in self.lines if line.startswith("id: ")][-1]
 
     def wait(self, text: str) -> None:
-        wait_until(lambda: self.text == text, description=f"the text is {text!r}, it is {self.text!r}", timeout_s=15)
+        wait_until(lambda: self.text == text, description=f"the text is {text!r}, it is {self.text!r}")
 
-    def wait_end(self, timeout_s: float = 15) -> None:
+    def wait_end(self, timeout_s: float = 60) -> None:
         wait_until(lambda: self.is_over, description=f"the stream ends: {self.lines[-3:]}", timeout_s=timeout_s)
 
 

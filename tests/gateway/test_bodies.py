@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -87,19 +88,16 @@ def test_lone_surrogates_and_other_broken_json_are_400(gateways: Deployment) -> 
 def test_parts_are_joined_and_long_prompts_arrive_whole(gateways: Deployment, backstage: Backstage) -> None:
     parts = [{"type": "text", "text": "é" * 50_000}, {"type": "text", "text": "b"}]
     ids = list(range(50_000))
-    with httpx.Client(base_url=gateways.url(), timeout=0.5, trust_env=False) as client:
-        for path, body in (
-            ("/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": parts, "name": "Ann"}]}),
-            ("/v1/completions", BODY | {"stream": False, "stream_options": None, "prompt": [ids, [7]]}),
-        ):
-            with pytest.raises(httpx.ReadTimeout):
-                client.post(path, json=body)
-    chat, first, second = backstage.take(3)
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(gateways.post, "/v1/chat/completions", CHAT | {"messages": [{"role": "user", "content": parts, "name": "Ann"}]})
+        [chat] = backstage.take()
+        pool.submit(gateways.post, "/v1/completions", BODY | {"stream": False, "stream_options": None, "prompt": [ids, [7]]})
+        first, second = backstage.take(2)
+        for request in (chat, first, second):
+            backstage.end(request)
     assert chat.messages is not None and (chat.messages[0].content, chat.messages[0].name) == ("é" * 50_000 + "b", "Ann")
     assert first.prompt_token_ids is not None and first.prompt_token_ids.tolist() == ids
     assert second.prompt_token_ids is not None and second.prompt_token_ids.tolist() == [7]
-    for request in (chat, first, second):
-        backstage.end(request)
 
 
 def helper(gateways: Deployment) -> list[psutil.Process]:
@@ -123,7 +121,7 @@ def test_no_shape_of_8_mib_keeps_others_waiting(gateways: Deployment) -> None:
     for name, path, body in shapes(8 * MIB):
         if name in ("token ids, all wrong", "a million lists", "unknown fields"):
             waited, _, took = asyncio.run(measure(gateways.url(), path, body, repeats=1))
-            assert waited < 500 and took < 20_000, (name, waited, took)
+            assert waited < 2000 and took < 20_000, (name, waited, took)
     assert time.monotonic() - started_at < 60
 
 

@@ -196,3 +196,15 @@ class Engine:
             assert run_step(self.scheduler, decide, is_over=is_over) is not None
         assert self.scheduler.block_manager.num_free_blocks == self.scheduler.block_manager.num_blocks
         return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
+
+
+@torch.inference_mode()
+def assert_greedy(engine: Engine, reference: PreTrainedModel, prompts: list[list[int]], num_tokens: int) -> None:
+    """The engine's tokens, of a batch, are those of the reference's greedy generation, and its logits are near.
+
+    One pass of the reference over a whole sequence says both: where every token has the largest of the logits before it, one by one gives the same tokens.
+    """
+    for number, (prompt, tokens) in enumerate(zip(prompts, engine.generate(prompts, num_tokens), strict=True)):
+        logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
+        assert tokens == logits.argmax(-1).tolist()
+        torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from services.compute.backends.backend import LargestStep
+from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu import library as library_module
 from services.compute.backends.matrix import Dense
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache import kv_cache
 from services.compute.cache.kv_cache import choose_num_blocks
 from services.compute.engine import build_engine
@@ -19,7 +21,7 @@ from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, open_model
 from shared.settings import ComputeSettings
-from tests.kernels.backends import FLOAT32, native_backend
+from tests.kernels.backends import CPU, FLOAT32, native_backend
 from tests.kernels.families import Engine
 
 PROMPTS = [[5, 6, 7], list(range(40, 90)), list(range(100, 117))]
@@ -128,3 +130,16 @@ def test_an_engine_counts_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> 
         engine = build_engine(ComputeSettings(max_batched_tokens=max_batched_tokens, num_threads=1, dtype="bfloat16"), open_model("demo"))
         tokens[max_batched_tokens] = engine.runner.kv_cache.num_blocks
     assert tokens[8192] < tokens[256]
+
+
+def test_what_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library_module.VARIABLE, "torch")
+    assert isinstance(choose_backend(torch.bfloat16, CPU), TorchBackend)
+    monkeypatch.setenv(library_module.VARIABLE, "mmx")
+    with pytest.raises(StartupError, match="PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx2, torch"):
+        choose_backend(torch.bfloat16, CPU)
+
+
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library_module, "source_id", lambda: "0" * 16)
+    assert library_module.open_context() is None

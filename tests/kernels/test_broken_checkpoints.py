@@ -16,10 +16,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from services.cli import main
+from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.weights.formats.options import Options
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
+from shared.model_files import open_model
+from shared.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
 from tests.kernels.mutations import change_one
@@ -30,6 +33,7 @@ from tests.kernels.test_models import prompts
 Tensors = dict[str, torch.Tensor]
 ROOT = Path(__file__).parent.parent.parent
 LAYER = "model.layers.1.mlp.down_proj."
+NOWHERE = "redis://127.0.0.1:1/0"
 
 
 def load(folder: Path, **options: Any) -> None:
@@ -205,11 +209,27 @@ def test_a_quantized_checkpoint_keeps_its_form(tmp_path: Path, capsys: pytest.Ca
     assert "--quantization w4" in lines[-1] and not any("Traceback" in line for line in lines)
 
 
-@pytest.mark.parametrize("broken", ["truncated", "header", "pickle", "outside"])
-def test_compute_refuses_files_with_one_line_and_exit_code_2(broken: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("broken", "message"),
+    [
+        ("truncated", "can't be read"),
+        ("header", "can't be read"),
+        ("pickle", "pytorch_model.bin is a pickle"),
+        ("outside", "not a safetensors file in the folder"),
+    ],
+)
+def test_files_that_can_not_be_loaded_are_refused_with_one_line(broken: str, message: str, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, layers_only(awq(64)), awq_config(64))
     (tmp_path / "tokenizer.json").write_text("{}")
-    file = tmp_path / "model.safetensors"
+    break_file(tmp_path, broken)
+    settings = ComputeSettings(model=str(tmp_path), redis_url=NOWHERE)
+    with pytest.raises(StartupError, match=message) as raised:
+        build_engine(settings, open_model(settings.model, weights=True))
+    assert one_line(raised.value)
+
+
+def break_file(folder: Path, broken: str) -> None:
+    file = folder / "model.safetensors"
     content = file.read_bytes()
     if broken == "truncated":
         file.write_bytes(content[: len(content) // 2])
@@ -217,20 +237,20 @@ def test_compute_refuses_files_with_one_line_and_exit_code_2(broken: str, tmp_pa
         file.write_bytes((2**62).to_bytes(8, "little") + content[8:])
     elif broken == "pickle":
         file.unlink()
-        (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": 1}))
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"weight": 1}))
     else:
-        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd.safetensors"}}))
-    command = [sys.executable, "-m", "services.compute", "--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0"]
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"model.embed_tokens.weight": "../../etc/passwd.safetensors"}}))
+
+
+def test_compute_ends_with_that_line_and_exit_code_2(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, layers_only(awq(64)), awq_config(64))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    break_file(tmp_path, "truncated")
+    command = [sys.executable, "-m", "services.compute", "--model", str(tmp_path), "--redis-url", NOWHERE]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2
-    expected = {
-        "truncated": "can't be read",
-        "header": "can't be read",
-        "pickle": "pytorch_model.bin is a pickle",
-        "outside": "not a safetensors file in the folder",
-    }
     lines = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
-    assert len(lines) == 1 and expected[broken] in lines[0]
+    assert len(lines) == 1 and "can't be read" in lines[0]
     assert "Traceback" not in done.stderr
 
 

@@ -24,9 +24,9 @@ from shared.errors import StartupError
 from shared.gguf.reader import BLOCKS
 from shared.model_files import open_model
 from tests.kernels.backends import FLOAT32, native_backend
-from tests.kernels.families import CONFIGS, SIZES, Engine
+from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy
 from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks
-from tests.kernels.test_models import expected_tokens, prompts
+from tests.kernels.test_models import prompts
 
 CPU = torch.device("cpu")
 WIDE = SIZES | {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2}  # rows that blocks of 256 fill
@@ -63,13 +63,7 @@ def random_model(config: PretrainedConfig, seed: int = 0) -> PreTrainedModel:
 
 
 def check_against(reference: PreTrainedModel, path: Path, *, num_prompts: int = 3) -> None:
-    some = prompts(num_prompts, SIZES["vocab_size"])
-    engine = Engine(open_model(str(path)))
-    for number, (prompt, tokens) in enumerate(zip(some, engine.generate(some, NUM_TOKENS), strict=True)):
-        assert tokens == expected_tokens(reference, prompt)
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
+    assert_greedy(Engine(open_model(str(path))), reference, prompts(num_prompts, SIZES["vocab_size"]), NUM_TOKENS)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)

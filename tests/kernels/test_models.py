@@ -20,7 +20,7 @@ from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, open_model, text_config
 from shared.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
-from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, Engine, reference_model
+from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, Engine, assert_greedy, reference_model
 
 NUM_TOKENS = 40
 GEMMA3_4B = {  # its text_config as it was published
@@ -37,28 +37,11 @@ def prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
     return [[rng.randrange(2, vocab_size) for _ in range(length)] for length in lengths]
 
 
-@torch.inference_mode()
-def expected_tokens(model: torch.nn.Module, prompt: list[int]) -> list[int]:
-    output = model.generate(torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, attention_mask=torch.ones(1, len(prompt)))
-    tokens: list[int] = output[0, len(prompt) :].tolist()
-    return tokens
-
-
-def compare(engine: Engine, reference: torch.nn.Module, some: list[list[int]]) -> None:
-    """Greedy tokens and their logits, of a batch here and one by one there."""
-    generated = engine.generate(some, NUM_TOKENS)
-    for number, (prompt, tokens) in enumerate(zip(some, generated, strict=True)):
-        assert tokens == expected_tokens(reference, prompt)
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", [*(name for name in CONFIGS if name != "phi3-longrope"), "demo"])
 def test_greedy_output_and_logits_equal_transformers(name: str, tmp_path: Path) -> None:
     """Some prompts are longer than the windows of those that have one."""
     reference = reference_model(name, tmp_path)
-    compare(Engine(DEMO_MODEL if name == "demo" else tmp_path), reference, prompts(5, SIZES["vocab_size"]))
+    assert_greedy(Engine(DEMO_MODEL if name == "demo" else tmp_path), reference, prompts(5, SIZES["vocab_size"]), NUM_TOKENS)
 
 
 @pytest.mark.parametrize(("max_model_len", "lengths"), [(None, (65, 90, 130)), (64, (1, 17, 24))])
@@ -67,7 +50,7 @@ def test_longrope_has_the_factors_of_the_longest_sequence(max_model_len: int | N
     reference = reference_model("phi3-longrope", tmp_path)
     rng = random.Random(4)
     some = [[rng.randrange(2, SIZES["vocab_size"]) for _ in range(length)] for length in lengths]
-    compare(Engine(tmp_path, max_model_len=max_model_len), reference, some)
+    assert_greedy(Engine(tmp_path, max_model_len=max_model_len), reference, some, NUM_TOKENS)
 
 
 def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
@@ -83,7 +66,7 @@ def test_the_text_part_of_a_multimodal_checkpoint(tmp_path: Path) -> None:
         named = {name.replace("model.", prefix, 1): tensor for name, tensor in tensors.items()} | {"vision_tower.patch.weight": torch.zeros(8)}
         save_file(named, folder / "model.safetensors")
         (folder / "config.json").write_text(json.dumps(whole))
-        compare(Engine(folder), reference, prompts(4, SIZES["vocab_size"])[2:])
+        assert_greedy(Engine(folder), reference, prompts(4, SIZES["vocab_size"])[2:], NUM_TOKENS)
     defaults = read_config(text_config({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": GEMMA3_4B}))
     assert (defaults.vocab_size, defaults.num_heads, defaults.num_kv_heads, defaults.head_dim) == (262_208, 8, 4, 256)
     assert [layer for layer, window in enumerate(defaults.sliding_windows) if window is None] == [5, 11, 17, 23, 29]

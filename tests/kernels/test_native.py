@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.cli import main
-from services.compute.backends.cpu import library as library_module
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.matrix import Dense
@@ -222,28 +221,11 @@ def test_attention(heads: Heads, block_size: int, window: int | None, contexts: 
             assert torch.equal(alone[0], found[row])
 
 
-@pytest.mark.parametrize("group", [0, 8])
-def test_threads_of_another_level_are_not_counted(group: int) -> None:
+def test_threads_of_another_level_are_not_counted() -> None:
     """OMP_NUM_THREADS=2,8: two threads a region, and eight in a region within one. The number is read when the process begins."""
-    code = f"""
-from tests.kernels.test_native import attend_and_multiply
-attend_and_multiply({group})
-"""
-    found = subprocess.run([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "2,8"}, capture_output=True, text=True)
+    command = [sys.executable, "-m", "tests.kernels.nested_threads"]
+    found = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2,8"}, capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
-
-
-def attend_and_multiply(group: int) -> None:
-    """A step of many sequences, and a layer of four bits."""
-    backend, heads, count = native_backend(), Heads(8, 4, 64), 24
-    attention = backend.make_attention(heads)
-    kv = backend.make_kv_layer(count, 16, heads.num_kv_heads, heads.head_dim, group=group)
-    inputs = AttentionInputs(
-        [1] * count, [10] * count, [(each,) for each in range(count)], torch.arange(count) * 16 + 9, ((torch.ones(count, 32), torch.zeros(count, 32)),)
-    )
-    found = attention(randn(count, 16 * 64), kv, attention.plan(inputs, 16), window=None, norms=(None, None), eps=EPS)
-    layer = backend.make_linear(Dense(randn(64, 512)), quantization="w4")
-    assert torch.isfinite(found.float()).all() and torch.isfinite(layer(found).float()).all()
 
 
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4", "nf4"])
@@ -320,18 +302,6 @@ def test_the_modes_agree_with_float32(tmp_path: Path) -> None:
     expected = Engine(DEMO_MODEL).generate(prompts, 40, eos=1)
     for quantization in MODES:
         assert Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate(prompts, 40, eos=1) == expected
-
-
-def test_what_is_not_there_is_named() -> None:
-    for value, message in (("mmx", "PENSTOCK_KERNELS=mmx: expected one of auto, amx, avx512, avx2, torch"), ("torch", "")):
-        code = "from services.compute.backends.choose import choose_backend; import torch; print(choose_backend(torch.bfloat16, torch.device('cpu')))"
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PENSTOCK_KERNELS": value, "PATH": "/usr/bin:/bin"})
-        assert (message in done.stderr) if message else "TorchBackend" in done.stdout
-
-
-def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library_module, "source_id", lambda: "0" * 16)
-    assert library_module.open_context() is None
 
 
 @pytest.mark.parametrize(("quantization", "options"), [("w8a8", {}), ("w4", {}), ("nf4", {"attention_output": True, "lm_head": True})])

@@ -20,8 +20,8 @@ from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, open_model
 from shared.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
-from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
-from tests.kernels.test_models import NUM_TOKENS, expected_tokens, prompts
+from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy, reference_model
+from tests.kernels.test_models import NUM_TOKENS, prompts
 
 GPT: dict[str, Any] = {"vocab_size": 512, "n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 512, "eos_token_id": 1, "bos_token_id": 1}
 HEADS: dict[str, Any] = SIZES | {"num_key_value_heads": 4}
@@ -77,11 +77,7 @@ def test_greedy_output_and_logits_equal_the_library(name: str, tmp_path: Path) -
     some = prompts(5, SIZES["vocab_size"])
     engine = run_on_library(tmp_path)
     assert engine.runner.model.implementation == f"transformers ({'ragged' if name in RAGGED else 'one by one'})"
-    for number, (prompt, tokens) in enumerate(zip(some, engine.generate(some, NUM_TOKENS), strict=True)):
-        assert tokens == expected_tokens(reference, prompt)
-        with torch.inference_mode():
-            logits = reference(torch.tensor([prompt + tokens[:-1]])).logits[0, len(prompt) - 1 :]
-        torch.testing.assert_close(torch.stack(engine.logits[number]), logits, atol=1e-4, rtol=1e-4)
+    assert_greedy(engine, reference, some, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,4 +1,4 @@
-"""Many streams at once, for tests that disturb them."""
+"""Many streams at once, for tests that disturb them, and what compute says of its load."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -29,3 +29,9 @@ async def stream_all(deployment: Deployment, count: int, *, max_tokens: int, dis
             assert not any(task.done() for task in tasks), "the streams were over before they could be disturbed"
             await disturb()
         return await asyncio.gather(*tasks)
+
+
+def compute_load(deployment: Deployment) -> dict[str, float]:
+    """What the one compute replica announced last; it does every second."""
+    [compute] = deployment.registry().of("compute")
+    return compute.load

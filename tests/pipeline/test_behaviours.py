@@ -223,7 +223,7 @@ def test_a_client_that_leaves_frees_its_place(demo: Deployment, http: httpx.Clie
             threading.Event().wait(0.5 if stream else 0)
             raise httpx.ReadTimeout("enough of it", request=reply.request)
     with demo.redis() as redis:
-        wait_until(lambda: redis.hlen(inflight_key(MODEL)) <= 1, description="its place is free", timeout_s=5)
+        wait_until(lambda: redis.hlen(inflight_key(MODEL)) <= 1, description="its place is free")
 
 
 def test_tokens_become_the_text_again(http: httpx.Client) -> None:

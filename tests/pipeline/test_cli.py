@@ -91,7 +91,7 @@ def test_any_process_that_dies_is_replaced(up: Up) -> None:
 def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
     children = up.children()
     os.killpg(up.process.pid, signal.SIGINT)
-    assert up.process.wait(30) == 0
+    assert up.process.wait(60) == 0
     wait_until(lambda: not any(child.is_running() for child in children), description="no process is left")
     assert "Traceback" not in up.log.read_text().split("stopping")[-1]
 

@@ -12,10 +12,10 @@ import httpx
 
 from shared.stage import LIFELINE
 from tests.deployment import free_port
-from tests.pipeline.up import Up, run
+from tests.pipeline.up import Up
 from tests.waiting import wait_until
 
-BODY = {"model": "penstock-demo", "prompt": "The", "max_tokens": 900, "temperature": 0.9, "seed": 7, "ignore_eos": True, "stream": True}
+BODY = {"model": "penstock-demo", "prompt": "The", "max_tokens": 400, "temperature": 0.9, "seed": 7, "ignore_eos": True, "stream": True}
 BODY["stream_options"] = {"include_position": True}
 FLAGS = ("--dtype", "float32")
 
@@ -77,7 +77,9 @@ def test_a_redis_that_does_not_end_is_named_and_no_second_one_starts(tmp_path: P
         redis.send_signal(signal.SIGSTOP)
         up.process.kill()
         up.process.wait()
-        second = run("up", "--model", "demo", "--port", str(free_port()), "--data-dir", str(up.data_dir), "--log-level", "error")
+        code = "import sys; from services import cli, lifeline; lifeline.REST_TIMEOUT_S = 1.0; sys.exit(cli.main())"
+        arguments = ["up", "--model", "demo", "--port", str(free_port()), "--data-dir", str(up.data_dir), "--log-level", "error"]
+        second = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
         assert second.returncode == 2
         assert f"redis (process {redis.pid})" in second.stderr and len(second.stderr.splitlines()) == 1, second.stderr
     finally:

@@ -18,20 +18,17 @@ def test_a_sampler_and_a_tokenizer_leave_and_others_join_in_the_middle_of_32_str
     assert len(set(undisturbed)) > NUM_STREAMS // 2
     exit_codes = []
 
-    async def disturb() -> None:
+    async def replace() -> None:
         ids = [next(each for each in deployment.processes if each.startswith(stage)) for stage in ("sampler", "tokenizer")]
-        exit_codes.extend(await asyncio.gather(*(asyncio.to_thread(deployment.terminate, replica_id) for replica_id in ids)))
-
-    assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS, disturb=disturb)) == undisturbed
-    assert exit_codes == [0, 0]
-
-    async def join() -> None:
         deployment.start("sampler", "sampler-new")
         deployment.start("tokenizer", "tokenizer-new")
+        exit_codes.extend(await asyncio.gather(*(asyncio.to_thread(deployment.terminate, replica_id) for replica_id in ids)))
 
-    assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS, disturb=join)) == undisturbed
+    assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS, disturb=replace)) == undisturbed
+    assert exit_codes == [0, 0]
     deployment.wait_live("sampler-new", "tokenizer-new")
-    assert asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS)) == undisturbed
+    texts = asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=20))
+    assert all(text and whole.startswith(text) for text, whole in zip(texts, undisturbed, strict=True))
     assert_shared(deployment)
 
 

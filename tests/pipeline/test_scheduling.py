@@ -1,14 +1,18 @@
 """Priorities, deadlines, shared prompts and a cramped KV cache, through the API."""
 
 import asyncio
-import time
+from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
 import pytest
 
+from shared.streams import prompts
+from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
-from tests.pipeline.streams import stream_all
+from tests.pipeline.streams import compute_load, stream_all
+from tests.waiting import wait_until
 
 LONG = {"model": MODEL, "prompt": "The", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
 LONG["stream_options"] = {"include_position": True}
@@ -23,8 +27,27 @@ async def occupy(deployment: Deployment, client: httpx.AsyncClient, started: asy
                 started.set()
 
 
-def test_a_deadline_ends_what_waits_and_nothing_else(deployment: Deployment) -> None:
-    deployment.start_all(dtype="float32", max_num_seqs=1)
+def num_taken(deployment: Deployment) -> int:
+    """Requests that compute has read and not ended."""
+    stream = prompts(MODEL)
+    with deployment.redis() as client:
+        return int(client.xpending(stream.key, stream.group)["pending"])
+
+
+@pytest.fixture(scope="module")
+def one_at_a_time(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Deployment]:
+    """A pipeline that computes one sequence at a time, the most urgent first."""
+    folder = tmp_path_factory.mktemp("one")
+    with running_redis(folder / "redis", redis_binary) as url:
+        deployment = Deployment(url, folder)
+        try:
+            yield deployment.start_all(dtype="float32", max_num_seqs=1, aging_s=1000, min_priority=-100)
+        finally:
+            deployment.stop()
+
+
+def test_a_deadline_ends_what_waits_and_nothing_else(one_at_a_time: Deployment) -> None:
+    deployment = one_at_a_time
 
     async def run() -> None:
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client, deployment.async_client() as api:
@@ -47,8 +70,8 @@ def test_a_deadline_ends_what_waits_and_nothing_else(deployment: Deployment) -> 
     asyncio.run(run())
 
 
-def test_the_urgent_pass_those_that_wait(deployment: Deployment) -> None:
-    deployment.start_all(dtype="float32", max_num_seqs=1, aging_s=1000, min_priority=-100)
+def test_the_urgent_pass_those_that_wait(one_at_a_time: Deployment) -> None:
+    deployment = one_at_a_time
     ended: list[str] = []
 
     async def one(api: openai.AsyncOpenAI, name: str, priority: int) -> None:
@@ -60,11 +83,9 @@ def test_the_urgent_pass_those_that_wait(deployment: Deployment) -> None:
             started = asyncio.Event()
             holder = asyncio.create_task(occupy(deployment, client, started))
             await started.wait()
-            waiting = []
-            for name, priority in (("batch", 5), ("normal", 0), ("urgent", -5)):
-                waiting.append(asyncio.create_task(one(api, name, priority)))
-                await asyncio.sleep(0.3)
-            assert not ended
+            waiting = [asyncio.create_task(one(api, name, priority)) for name, priority in (("batch", 5), ("normal", 0), ("urgent", -5))]
+            await asyncio.to_thread(wait_until, lambda: num_taken(deployment) == 4, description="compute has taken up all of them")
+            assert not ended and not holder.done()
             holder.cancel()
             await asyncio.gather(*waiting)
 
@@ -104,5 +125,4 @@ def test_a_full_cache_changes_no_answer(demo: Deployment, deployment: Deployment
     expected = asyncio.run(stream_all(demo, 8, max_tokens=200))
     deployment.start_all(dtype="float32", admission="paged", kv_cache_memory="4MiB", max_model_len=512)
     assert asyncio.run(stream_all(deployment, 8, max_tokens=200)) == expected
-    time.sleep(1.2)  # until the next announcement
-    assert deployment.registry().of("compute")[0].load["preemptions"] > 0
+    wait_until(lambda: compute_load(deployment)["preemptions"] > 0, description="compute announces that it preempted some")

@@ -21,7 +21,7 @@ def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.Comp
 class Up:
     """Started, and ready. Its output goes to a file in `folder`, its data to a folder there, which a second one can take over."""
 
-    def __init__(self, folder: Path, *arguments: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, folder: Path, *arguments: str, timeout_s: float = 180.0) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.data_dir = folder / "data"

@@ -163,7 +163,7 @@ class LineOfStages:
         found: list[Any] = [self.client.xpending(each.key, each.group) for each in (requests(MODEL), prompts(MODEL))]
         return sum(int(each["pending"]) for each in found)
 
-    def answer(self, *asked: GenerateRequest, timeout_s: float = 30.0) -> dict[str, Any]:
+    def answer(self, *asked: GenerateRequest, timeout_s: float = 60.0) -> dict[str, Any]:
         """The logs of these requests once all have ended and nothing moves any more."""
         self.submit(*asked)
 

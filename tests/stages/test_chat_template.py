@@ -14,6 +14,7 @@ from shared.errors import Invalid, StartupError
 from shared.messages import ChatMessage
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
+SOON_S = 60.0  # a few seconds, on a machine that is busy; the loop takes days
 # What the user says chooses what the template does.
 TEMPLATE = (
     "{% set word = messages[0].content %}{% set n = word|length %}"  # n: what Jinja can't compute while it compiles
@@ -48,7 +49,7 @@ def test_what_a_template_does_fails_one_request(word: str, reason: str) -> None:
     before, failed, after = template.render([say("before"), say(word), say("after \ud83d")])
     assert (before, after) == ("<s>before", "<s>after \ud83d")
     assert isinstance(failed, Invalid) and reason in str(failed) and failed.code == "chat_template_error"
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < SOON_S
 
 
 def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
@@ -57,7 +58,7 @@ def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
     template.render([say("warm")])
     began = time.monotonic()
     found = template.render([say("loop")] * 64)
-    assert all(isinstance(each, Invalid) for each in found) and time.monotonic() - began < 40
+    assert all(isinstance(each, Invalid) for each in found) and time.monotonic() - began < SOON_S
     assert template.render([say("again")]) == ["<s>again"]
     del template
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
