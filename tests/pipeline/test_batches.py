@@ -215,7 +215,7 @@ def test_a_full_disk_is_said_and_waited_for(served: Deployment, client: openai.O
     with full_disk(served, "jobs", 1 << 16):
         batches = [start(client, COMPLETIONS, [line(number, COMPLETIONS, prompt="A", **each) for number in range(30)]) for each in (long_lines, long_answers)]
         for batch, status in zip(batches, ("validating", "in_progress"), strict=True):
-            wait_until(lambda batch=batch: f"left for later batch_id={batch.id}" in log_of_workers(served), description="the worker says so", timeout_s=60)
+            wait_until(lambda batch=batch: f"left for later batch_id={batch.id}" in log_of_workers(served), description="the worker says so", timeout_s=120)
             assert client.batches.retrieve(batch.id).status == status
     for each in batches:
         batch = ended(client, each.id)
