@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
 LONGEST := tests/pipeline tests/stages
 SERVING := $(LONGEST) $(filter-out $(COMPUTING) $(LONGEST),$(sort $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py)))))
-.PHONY: up test check chaos batch-chaos browser clients compose-test redis-test telemetry cuda-kernels hostile audit lm-eval bench
+.PHONY: up test check chaos batch-chaos browser clients compose-test redis-test proxy-test telemetry cuda-kernels hostile audit lm-eval bench
 
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -73,6 +73,10 @@ cuda-kernels: $(VENV)/dev
 # A Redis that speaks TLS only, with a user for each stage. Needs redis-server 7 or newer with TLS, and openssl.
 redis-test: $(VENV)/dev
 	$(BIN)/python -m tests.secure_redis
+
+# Gateways behind nginx and Caddy, by the configurations of deploy/proxy: apt install nginx caddy. Some four minutes.
+proxy-test: $(VENV)/dev
+	$(BIN)/python -m tests.proxies $(ARGS)
 
 # 10,000 malformed and hostile requests, to every route.
 hostile: $(VENV)/dev

@@ -8,6 +8,7 @@ import sys
 
 import redis
 
+from shared.errors import StartupError
 from shared.registry import look
 from shared.settings import StageSettings, load_settings
 from shared.transport import connect
@@ -16,7 +17,7 @@ from shared.transport import connect
 def main(stage: str) -> int:
     try:
         replicas = look(connect(load_settings(StageSettings, []).redis_url)).of(stage)
-    except redis.RedisError as error:
+    except (redis.RedisError, StartupError) as error:
         sys.stderr.write(f"redis: {error}\n")
         return 1
     if not any(replica.host == socket.gethostname() for replica in replicas):

@@ -1,6 +1,7 @@
 """`penstock keys`: API keys in a file, which running gateways read again within a second."""
 
 import argparse
+import os
 import time
 from pathlib import Path
 
@@ -26,8 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rotate.add_argument("name")
     revoke = actions.add_parser("revoke", help="make a key worthless; what its requests have begun runs to its end")
     revoke.add_argument("name")
+    default = Path(os.environ.get("PENSTOCK_KEYS_FILE") or DEFAULT_KEYS_FILE)
     for each in (add, listing, rotate, revoke):
-        each.add_argument("--keys-file", type=Path, default=DEFAULT_KEYS_FILE, metavar="FILE", help="default: %(default)s")
+        each.add_argument("--keys-file", type=Path, default=default, metavar="FILE", help="default: PENSTOCK_KEYS_FILE, else %(default)s")
 
 
 def keys(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ import ipaddress
 import os
 import secrets
 import socket
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,9 +59,12 @@ def digest_of(key: str) -> bytes:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Raises StartupError for a file that can't be read or is none of ours, FileNotFoundError for none."""
+    """Raises StartupError for a file that can't be read, is not to be trusted, or is none of ours, FileNotFoundError for none."""
     try:
-        keys = KeyFile.model_validate_json(path.read_bytes()).keys
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
+                raise StartupError(f"everybody on this machine may write to {path}, and so make himself a key: chmod 600 it")
+            keys = KeyFile.model_validate_json(file.read()).keys
     except FileNotFoundError:
         raise
     except OSError as error:

@@ -17,6 +17,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 
 Pipeline = Any  # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
 
+DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)  # an operator's to mend, no mistake of ours
 LONGEST_REPLY_S = 30.0  # standing reads end after a second: beyond, the connection is dead and nobody said so
 
 
@@ -90,6 +91,12 @@ class Line:
         self._connection.disconnect()
         self._awaited.clear()
         self._scripts.clear()
+
+
+def reason_of(error: BaseException) -> str:
+    """What Redis said, without the command that redis-py puts before it: its arguments may be a message, with what somebody asked."""
+    _, mark, reason = str(error).rpartition(" of pipeline caused error: ")
+    return reason.strip("(),'\"") if mark else reason
 
 
 @cache

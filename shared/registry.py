@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from redis.exceptions import RedisError
 
 from shared.errors import Invalid
+from shared.line import DENIED, reason_of
 from shared.messages import Control, Replica, decode, encode
 from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
 from shared.telemetry import get_logger
@@ -133,7 +134,10 @@ class Heartbeat(threading.Thread):
 
     def _give_up(self, error: Exception) -> NoReturn:
         """End the process: whoever watches it starts another."""
-        log.exception("the heartbeat failed, ending the process", error=error)
+        if isinstance(error, DENIED):
+            log.error("Redis refuses, ending the process", error=reason_of(error))
+        else:
+            log.exception("the heartbeat failed, ending the process", error=error)
         os._exit(1)
 
     def beat(self) -> None:

@@ -85,6 +85,7 @@ class GatewaySettings(RequestSettings):
     max_body_memory: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bodies that are received and read at once; beyond: 503")
     max_connections: int = Field(4096, gt=0, description="open connections; beyond: 503")
     header_timeout_s: float = Field(10.0, gt=0, description="for a request's headers to come; then the connection is closed")
+    keep_alive_timeout_s: int = Field(130, gt=0, description="an idle connection is closed after this: later than a proxy closes its own")
     body_timeout_s: float = Field(60.0, gt=0, description="for a request's body to come; then: 408")
     write_timeout_s: float = Field(60.0, gt=0, description="a client that has not read for this long loses its connection")
     ping_interval_s: float = Field(5.0, gt=0, description="between the comments that keep a waiting stream open, and between looks at silent logs")

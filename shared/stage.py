@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from shared.errors import Recoverable, StartupError
+from shared.line import DENIED, reason_of
 from shared.messages import Replica
 from shared.registry import Heartbeat, Registry
 from shared.settings import StageSettings
@@ -118,6 +119,9 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
     except StartupError as error:
         sys.stderr.write(f"penstock: {error}\n")
         sys.exit(2)
+    except DENIED as error:
+        sys.stderr.write(f"penstock: Redis refuses: {reason_of(error)}\n")
+        sys.exit(1)
     except (Recoverable, KeyboardInterrupt):
         log.warning("stopped in the middle of something; its work will be claimed by another")
         sys.exit(0)

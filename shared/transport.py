@@ -22,7 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from shared.errors import Invalid, Recoverable, StartupError
-from shared.line import Line
+from shared.line import Line, reason_of
 from shared.line import Pipeline as Pipeline
 from shared.messages import decode, encode
 from shared.streams import DEAD_LETTER, GATEWAY_ID, MAX_DEAD_LETTERS, MESSAGE, REPLICA_STREAM_TTL_S, REQUEST_ID, DirectStream, GroupStream
@@ -50,7 +50,7 @@ def is_temporary(error: BaseException) -> bool:
         return False
     if isinstance(error, redis.ConnectionError | redis.TimeoutError | OSError | REFUSALS):  # loading its data, after a restart, is a ConnectionError
         return True
-    return isinstance(error, redis.RedisError) and TEMPORARY.search(str(error)) is not None
+    return isinstance(error, redis.RedisError) and TEMPORARY.search(reason_of(error)) is not None
 
 
 def connect(url: str) -> "redis.Redis":
@@ -91,7 +91,7 @@ class Backoff:
 
     def failed(self, error: BaseException) -> float:
         """Seconds to wait before the next try."""
-        self.problem = f"{type(error).__name__}: {error}"[:200]
+        self.problem = f"{type(error).__name__}: {reason_of(error)}"[:200]
         delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, LONGEST_RETRY_S)
         if time.monotonic() - self._warned_at > WARN_EVERY_S:
             self._warned_at = time.monotonic()
@@ -135,7 +135,7 @@ class Transport:
             raise error
         if self.stopping.wait(self.backoff.failed(error)):
             raise Recoverable("stopped while Redis could not serve") from error
-        if NO_GROUP.search(str(error)):
+        if NO_GROUP.search(reason_of(error)):
             for reader in self.groups:
                 try:
                     reader.create_group()

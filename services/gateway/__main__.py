@@ -71,6 +71,7 @@ def main() -> None:
         log_config=None,  # our own
         access_log=False,
         lifespan="on",
+        timeout_keep_alive=settings.keep_alive_timeout_s,
         timeout_graceful_shutdown=int(DRAIN_S + LAST_WORDS_S) + 2,
     )
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them once more when it is done: that is to be no failure

@@ -12,6 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from services.gateway.anthropic.errors import error_of
 from shared.errors import Invalid, Recoverable, Rejected
+from shared.line import reason_of
 from shared.messages import RequestError
 from shared.telemetry import get_logger
 from shared.transport import is_temporary
@@ -93,7 +94,7 @@ async def on_failed(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_away(request: Request, error: Exception) -> JSONResponse:
-    log.warning("redis can't serve", error=error)
+    log.warning("redis can't serve", error=reason_of(error))
     return error_response(request.url.path, 503, "the pipeline is not reachable at the moment", None, "redis_away", headers={"Retry-After": "1"})
 
 

@@ -21,6 +21,7 @@ from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from services.gateway.traces import admission_span, current_root
 from shared.errors import Invalid, Recoverable, Rejected
+from shared.line import reason_of
 from shared.messages import GenerateRequest, SchedulingParams, TokenEvent
 from shared.streams import response_key
 from shared.tenants import Tenant
@@ -35,7 +36,7 @@ def away() -> Iterator[None]:
     except (redis.RedisError, OSError) as error:
         if not is_temporary(error):
             raise
-        raise Recoverable(str(error)) from error
+        raise Recoverable(reason_of(error)) from error
 
 
 def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> tuple[ResponseRecord, list[GenerateRequest]]:

@@ -70,11 +70,14 @@ class BodyLimit:
                 raise BodyTooLong
             return message
 
-        length = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
         try:
             if length.isdigit() and int(length) > most:
                 raise BodyTooLong
             await self.app(scope, receive_bounded, send)
         except BodyTooLong:
             message = f"the body is longer than {most} bytes"
-            await error_response(scope["path"], 413, message, headers={"Connection": "close"})(scope, receive, send)
+            # Who has asked whether to send the body does not; who has not asked is let send it, or he would not read the answer
+            closing = {"Connection": "close"} if "expect" in headers else None
+            await error_response(scope["path"], 413, message, headers=closing)(scope, receive, send)

@@ -24,22 +24,26 @@ TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with three bounds: on the time for headers, on the time without reading, and on connections."""
+    """uvicorn's protocol with three bounds: on the time for headers, on the time without reading, and on connections.
+
+    An idle connection is closed by uvicorn itself, in order; bytes that begin no request must not keep it open for longer.
+    """
 
     header_timeout_s: float
+    keep_alive_timeout_s: float
     write_timeout_s: float
     max_connections: int
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_one_too_many = False
-        self._header_timer = Timer(self.loop, self.header_timeout_s, lambda: self.cut("its headers did not come"))
-        self._write_timer = Timer(self.loop, self.write_timeout_s, lambda: self.cut("it does not read"))
+        self._header_timer = Timer(self.loop, lambda: self.cut("its headers did not come"))
+        self._write_timer = Timer(self.loop, lambda: self.cut("it does not read"))
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._is_one_too_many = len(self.connections) > self.max_connections
-        self._header_timer.arm()
+        self._header_timer.arm(self.header_timeout_s)
         if len(self.connections) > 2 * self.max_connections:
             self.cut("there are far too many")
 
@@ -55,18 +59,28 @@ class PatientProtocol(HttpToolsProtocol):
         elif not self.transport.is_closing():
             super().data_received(data)
 
+    def on_message_begin(self) -> None:
+        self._header_timer.arm(self.header_timeout_s)
+        super().on_message_begin()
+
     def on_headers_complete(self) -> None:
         self._header_timer.disarm()
         super().on_headers_complete()
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self.cycle.response_complete and not self.transport.is_closing():  # the connection's next request has its own time
-            self._header_timer.arm()
+        if self.cycle.response_complete and not self.transport.is_closing():
+            # The rest of a body that nobody wants has as long as headers: many clients read the answer only when they have sent all
+            self._header_timer.arm(self.header_timeout_s + (0 if self.cycle.more_body else self.keep_alive_timeout_s))
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self.cycle.response_complete:
+            self._header_timer.arm(self.header_timeout_s + self.keep_alive_timeout_s)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._write_timer.arm()
+        self._write_timer.arm(self.write_timeout_s)
 
     def resume_writing(self) -> None:
         self._write_timer.disarm()
@@ -79,17 +93,16 @@ class PatientProtocol(HttpToolsProtocol):
 
 
 class Timer:
-    """Calls `action` when it was armed and not disarmed for delay_s."""
+    """Calls `action` when it was armed, and neither disarmed nor armed again for delay_s."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, delay_s: float, action: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, action: Callable[[], None]) -> None:
         self.loop = loop
-        self.delay_s = delay_s
         self.action = action
         self._handle: asyncio.TimerHandle | None = None
 
-    def arm(self) -> None:
+    def arm(self, delay_s: float) -> None:
         self.disarm()
-        self._handle = self.loop.call_later(self.delay_s, self.action)
+        self._handle = self.loop.call_later(delay_s, self.action)
 
     def disarm(self) -> None:
         if self._handle is not None:
@@ -99,5 +112,5 @@ class Timer:
 
 def patient(settings: GatewaySettings) -> type[PatientProtocol]:
     """The protocol with these bounds: what uvicorn's `http=` takes."""
-    names = ("header_timeout_s", "write_timeout_s", "max_connections")
+    names = ("header_timeout_s", "keep_alive_timeout_s", "write_timeout_s", "max_connections")
     return type("Patient", (PatientProtocol,), {name: getattr(settings, name) for name in names})

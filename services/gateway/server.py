@@ -4,6 +4,8 @@ import asyncio
 import resource
 import socket
 import ssl
+from contextlib import suppress
+from pathlib import Path
 
 import uvicorn
 
@@ -18,6 +20,9 @@ log = get_logger("penstock.gateway")
 DRAIN_S = 5.0  # after SIGTERM, for running responses; then they are told to resume at another gateway
 LAST_WORDS_S = 2.0  # to get that told
 BACKLOG = 2048
+NOT_PEM = "one of them is not PEM, or the key has a password, which must be taken off"
+OTHER_KEY = "the key is not this certificate's"
+TLS_REASONS = {"KEY_VALUES_MISMATCH": OTHER_KEY, "NO_CERTIFICATE_ASSIGNED": OTHER_KEY, "EE_KEY_TOO_SMALL": "the key is too short", "NO_START_LINE": NOT_PEM}
 
 
 def listen(host: str, port: int) -> list[socket.socket]:
@@ -45,11 +50,38 @@ def check_tls(settings: GatewaySettings) -> None:
         if settings.tls_key is not None:
             raise StartupError("--tls-key needs --tls-certificate")
         return
+    key = settings.tls_key or settings.tls_certificate
+    for flag, path in (("--tls-certificate", settings.tls_certificate), ("--tls-key", key)):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise StartupError(f"{flag} {path}: {error.strerror}") from None
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_certificate, settings.tls_key, password="")  # uvicorn would ask at the terminal
-    except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
-        reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-        raise StartupError(f"--tls-certificate {settings.tls_certificate} can't serve, with its key: {reason}") from None
+        server.load_cert_chain(settings.tls_certificate, key, password="")  # uvicorn would ask at the terminal
+    except (ssl.SSLError, ValueError) as error:
+        reason = getattr(error, "reason", None) or ""
+        found = TLS_REASONS.get(reason, reason or NOT_PEM)
+        raise StartupError(f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {found}") from None
+    if problem := refusal_of(server, settings.tls_certificate):
+        log.warning("clients will refuse the certificate", path=str(settings.tls_certificate), reason=problem)
+
+
+def refusal_of(server: ssl.SSLContext, certificate: Path) -> str:
+    """Why a client that trusts this very certificate still refuses it, as when its time is over; empty: it does not. By a handshake in memory."""
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(certificate)
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    asking, serving = client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True)
+    try:
+        for end in (asking, serving, asking):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
+    except ssl.SSLError as error:
+        return getattr(error, "verify_message", None) or error.reason or str(error)
+    return ""
 
 
 def raise_file_limit() -> None:

@@ -7,6 +7,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Coroutine
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from services.gateway.admission import Admission
@@ -20,6 +21,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.responses.stored import Store
 from services.jobs.places import Places
 from shared.job_queue import make_queue, send_batch
+from shared.line import DENIED, reason_of
 from shared.settings import JobsSettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
@@ -59,6 +61,10 @@ class Office:
     def call(self, work: Coroutine[Any, Any, T]) -> T:
         """Have the work done in the loop; from another thread."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
+        """Have work done in the loop that ends when it is cancelled; from another thread."""
+        return asyncio.run_coroutine_threadsafe(or_end(work), self._loop)
 
     def ask_to_stop(self) -> None:
         """Have every batch left as it is, soon."""
@@ -101,6 +107,9 @@ async def or_end(work: Coroutine[Any, Any, None]) -> None:
     """A worker without this would wait for ever: whoever watches the process starts another."""
     try:
         await work
+    except DENIED as error:
+        log.error("Redis refuses, ending the process", error=reason_of(error))
+        os._exit(1)
     except Exception as error:
         log.exception("a worker can't go on, ending the process", error=error)
         os._exit(1)

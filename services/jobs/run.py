@@ -238,7 +238,13 @@ class BatchRun:
         await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))
 
     async def _answer_all(self, batch: Batch, index: list[int], missing: list[int]) -> None:
-        """Answer the blocks that are missing, line by line, as places in the pipeline allow."""
+        """Answer the blocks that are missing, line by line, as places in the pipeline allow. Raises what the first line does that can't go on."""
+        try:
+            await self._answer_each(batch, index, missing)
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _answer_each(self, batch: Batch, index: list[int], missing: list[int]) -> None:
         async with asyncio.TaskGroup() as group:
             for number in missing:
                 await self.room.acquire()

@@ -1,18 +1,23 @@
-"""Upkeep: what Celery's beat has a worker do now and then. Every worker has a beat, so that none is the one that must not die; a key in Redis says that a
-part of the upkeep has just been done, by whichever worker.
+"""Upkeep: what a worker does now and then, most of it when Celery's beat says so. Every worker has a beat, so that none is the one that must not die; a key
+in Redis says that a part of the upkeep has just been done, by whichever worker.
 
 What the stages do by themselves is not done here: logs and records expire, dead replicas' names, streams and consumers go (docs/protocol.md).
 """
 
 import asyncio
 import time
+from contextlib import suppress
+from functools import partial
 from typing import Any
+
+import redis
 
 from services.gateway.batches.figures import Backlog, queue_backlog
 from services.gateway.batches.store import Batch, read_batch
 from services.gateway.files.store import CONTENTS
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
+from services.jobs.patience import persist
 from services.jobs.run import RENEW
 from shared.registry import look
 from shared.streams import BATCHES_RUNNING, LOG_TTL_S, batch_key, batch_lease_key, log_key, prompts, requests, upkeep_key
@@ -29,8 +34,11 @@ UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that no
 
 
 async def claim(office: Office, name: str, every_s: int) -> bool:
-    """Whether this worker is to do this part now."""
-    return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
+    """Whether this worker is to do this part now. A full Redis can't note who does: then it is every worker."""
+    try:
+        return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
+    except redis.OutOfMemoryError:
+        return True
 
 
 async def sweep(office: Office) -> None:
@@ -72,6 +80,13 @@ async def running_batches(office: Office) -> list[str]:
     return [name.decode() for name in members]
 
 
+async def look_after_memory(office: Office) -> None:
+    """Until cancelled. Not a task of Celery's: a full Redis takes none, and it is then that this must be done."""
+    while True:
+        await persist(partial(check_memory, office))
+        await asyncio.sleep(MEMORY_EVERY_S)
+
+
 async def check_memory(office: Office) -> None:
     """Redis near its limit: logs of ended requests go sooner than they would, and batches add nothing until there is room again."""
     if not await claim(office, "memory", MEMORY_EVERY_S):
@@ -84,7 +99,8 @@ async def check_memory(office: Office) -> None:
     num_logs = await shorten_logs(office)
     log.warning("Redis is nearly full: token logs of ended requests are dropped early", used_share=share, num_logs=num_logs, max_memory=limit)
     if share > FULL:
-        await office.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
+        with suppress(redis.OutOfMemoryError):  # then batches can add nothing anyway
+            await office.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
 
 
 async def shorten_logs(office: Office) -> int:

@@ -13,8 +13,9 @@ from kombu.exceptions import OperationalError
 
 from services.jobs.office import Office
 from services.jobs.run import BatchRun
-from services.jobs.upkeep import MEMORY_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, check_memory, sweep, tidy
+from services.jobs.upkeep import SWEEP_EVERY_S, TIDY_EVERY_S, look_after_memory, sweep, tidy
 from shared.job_queue import RUN_BATCH
+from shared.line import reason_of
 from shared.streams import batch_queued_key
 from shared.telemetry import get_logger
 from shared.transport import is_temporary
@@ -24,7 +25,6 @@ log = get_logger("penstock.jobs")
 CONCURRENCY = 4  # batches that one worker has under way; the upkeep has its turn among them
 UPKEEP: dict[str, tuple[Callable[[Office], Awaitable[None]], int]] = {
     "penstock.sweep": (sweep, SWEEP_EVERY_S),
-    "penstock.check_memory": (check_memory, MEMORY_EVERY_S),
     "penstock.tidy": (tidy, TIDY_EVERY_S),
 }
 
@@ -39,7 +39,7 @@ def add_tasks(queue: Celery, office: Office) -> None:
         except (redis.RedisError, OSError, OperationalError) as error:
             if isinstance(error, redis.RedisError) and not is_temporary(error):
                 raise
-            log.warning("a batch is left for later", batch_id=batch_id, error=error)
+            log.warning("a batch is left for later", batch_id=batch_id, error=reason_of(error))
 
     queue.task(name=RUN_BATCH)(run_batch)
     for name, (work, every_s) in UPKEEP.items():
@@ -63,7 +63,7 @@ def upkeep_task(office: Office, name: str, work: Callable[[Office], Awaitable[No
         except (redis.RedisError, OSError, OperationalError) as error:
             if isinstance(error, redis.RedisError) and not is_temporary(error):
                 raise
-            log.warning("the upkeep is left for later", part=name, error=error)
+            log.warning("the upkeep is left for later", part=name, error=reason_of(error))
 
     return task
 
@@ -84,9 +84,11 @@ def work(office: Office) -> None:
     signals.worker_ready.connect(lambda **_: office.stage.join(), weak=False)
     worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
     beat.start()
+    memory = office.begin(look_after_memory(office))
     try:
         worker.start()
     finally:
+        memory.cancel()
         beat.stop()
 
 

@@ -4,6 +4,7 @@ import json
 import ssl
 import time
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from pydantic import SecretStr
 from services import cli
 from services.gateway.auth import KeyRing
 from services.gateway.server import check_tls
-from shared.api_keys import add_key, check_exposure, read_keys, revoke_key, rotate_key
+from shared.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.errors import StartupError
 from shared.settings import GatewaySettings
 from shared.streams import running_key
@@ -140,12 +141,22 @@ def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -
             site.path.write_text(content)
             time.sleep(1.1)
             assert (site.get("/v1/models", key).status_code, site.get("/v1/models", "x").status_code) == (200, 401)
+        site.path.write_text(KeyFile().model_dump_json())
+        site.path.chmod(0o666)
+        time.sleep(1.1)
+        assert site.get("/v1/models", key).status_code == 200, "what everybody may write was read"
         site.path.unlink()
         time.sleep(1.1)
         assert (site.get("/v1/models", key).status_code, site.get("/v1/models").status_code) == (200, 401)
     finally:
         site.path.write_text(good)
-    assert "no good" in site.deployment.logs() and key not in site.deployment.logs() and key not in good
+        site.path.chmod(0o600)
+    assert (
+        "everybody on this machine may write" in site.deployment.logs()
+        and "no good" in site.deployment.logs()
+        and key not in site.deployment.logs()
+        and key not in good
+    )
 
 
 def test_a_tenant_sees_and_uses_its_models_only(site: Site) -> None:
@@ -288,7 +299,7 @@ def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
     assert len(salts) == 8
 
 
-def test_keys_are_made_and_shown_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_keys_are_made_and_shown_at_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "deep" / "keys.json"
     file = ["--keys-file", str(path)]
     assert cli.main(["keys", "add", "team", "--rpm", "60", "--models", "a,b", "--admin", *file]) == 0
@@ -303,7 +314,8 @@ def test_keys_are_made_and_shown_at_the_command_line(tmp_path: Path, capsys: pyt
     assert cli.main(["keys", "list", *file]) == 0
     listed = capsys.readouterr().out
     assert "team" in listed and "60" in listed and "a,b" in listed and "other" not in listed
-    assert cli.main(["keys", "revoke", "team", *file]) == 0 and read_keys(path) == ()
+    monkeypatch.setenv("PENSTOCK_KEYS_FILE", str(path))  # as gateways have it
+    assert cli.main(["keys", "revoke", "team"]) == 0 and read_keys(path) == ()
     path.write_text('{"keys": 1}')
     assert cli.main(["keys", "list", *file]) == 2
 
@@ -349,14 +361,33 @@ def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment
     assert deployment.get("/v1/models").status_code == 401
 
 
+def test_a_certificate_that_clients_will_refuse_is_said_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    authority = trustme.CA()
+    for number, (not_after, said) in enumerate(((datetime.now(UTC) - timedelta(days=1), "certificate has expired"), (None, ""))):
+        path = tmp_path / f"{number}.pem"
+        authority.issue_cert("localhost", not_after=not_after).private_key_and_cert_chain_pem.write_to_path(path)
+        caplog.clear()
+        check_tls(GatewaySettings(tls_certificate=path))
+        assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
 def test_a_gateway_with_a_certificate_speaks_https_only(deployment: Deployment, tmp_path: Path, own: Backstage) -> None:
     certificate, key = tmp_path / "gateway.crt", tmp_path / "gateway.key"
     authority = trustme.CA()
     made = authority.issue_cert("localhost")
     made.private_key_pem.write_to_path(key)
     made.cert_chain_pems[0].write_to_path(certificate)
-    for wrong in ({"tls_certificate": tmp_path / "none.crt"}, {"tls_certificate": certificate}, {"tls_certificate": key, "tls_key": key}, {"tls_key": key}):
-        with pytest.raises(StartupError, match="tls-certificate"):
+    other = tmp_path / "other.key"
+    authority.issue_cert("localhost").private_key_pem.write_to_path(other)
+    for wrong, said in (
+        ({"tls_certificate": tmp_path / "none.crt"}, "No such file"),
+        ({"tls_certificate": certificate}, "not PEM"),
+        ({"tls_certificate": key, "tls_key": key}, "not PEM"),
+        ({"tls_key": key}, "needs --tls-certificate"),
+        ({"tls_certificate": certificate, "tls_key": other}, "not this certificate's"),
+        ({"tls_certificate": certificate, "tls_key": tmp_path / "none.key"}, "--tls-key .*No such file"),
+    ):
+        with pytest.raises(StartupError, match=said):
             check_tls(GatewaySettings(**wrong))
     gateway = deployment.start("gateway", tls_certificate=certificate, tls_key=key)
     deployment.wait_live(gateway)

@@ -31,6 +31,15 @@ def refused(reply: httpx.Response) -> tuple[str | None, str]:
     return error["param"], error["message"]
 
 
+def test_who_sends_too_much_is_told_so_and_not_cut_off(gateways: Deployment) -> None:
+    async def send() -> list[httpx.Response]:
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as client:  # which sends all before it reads
+            return [await client.post(gateways.url() + "/v1/completions", content=b"x" * (num_mib * MIB)) for num_mib in (9, 20)]
+
+    for reply in asyncio.run(send()):
+        assert reply.status_code == 413 and "longer than" in reply.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("padding", ["", LONG])
 def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways: Deployment, padding: str) -> None:
     cases: list[tuple[str, Any, str]] = [

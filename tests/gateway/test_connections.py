@@ -4,7 +4,7 @@ import json
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -28,7 +28,9 @@ def impatient(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | Non
     with running_redis(folder / "redis", redis_binary) as url:
         deployment, backstage = Deployment(url, folder), Backstage(url)
         try:
-            start_gateways(deployment, header_timeout_s=0.8, write_timeout_s=0.8, body_timeout_s=2.0, max_connections=8, max_body_memory=1 << 20)
+            start_gateways(
+                deployment, header_timeout_s=0.8, keep_alive_timeout_s=4, write_timeout_s=0.8, body_timeout_s=2.0, max_connections=8, max_body_memory=1 << 20
+            )
             yield deployment, backstage
         finally:
             deployment.stop()
@@ -81,6 +83,22 @@ def test_headers_that_trickle_or_never_come_are_not_waited_for(impatient: tuple[
         assert silent.recv(1) == b""
         second.settimeout(10)
         assert trickle_until_closed(second, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < CLOSED_WITHIN_S  # a request after one that was answered
+
+
+def test_an_idle_connection_outlives_headers_patience_and_is_closed_in_its_own_time(impatient: tuple[Deployment, Backstage]) -> None:
+    deployment, _ = impatient
+    with connection(deployment) as idle, connection(deployment) as teasing:
+        for each in (idle, teasing):
+            each.sendall(GET)
+            assert read_response(each).startswith(b"HTTP/1.1 200")
+        time.sleep(1.2)
+        idle.sendall(GET)
+        assert read_response(idle).startswith(b"HTTP/1.1 200")
+        started_at = time.monotonic()
+        teasing.sendall(b"\r\n")  # begins no request
+        assert idle.recv(1) == b"" and time.monotonic() - started_at > 3
+        with suppress(ConnectionResetError):
+            assert teasing.recv(1) == b""
 
 
 def test_a_body_that_does_not_come_is_408(impatient: tuple[Deployment, Backstage]) -> None:

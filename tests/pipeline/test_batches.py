@@ -1,11 +1,13 @@
 """Files and batches, through real workers: every line is answered once, whatever becomes of whoever answers it."""
 
 import json
+import resource
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -205,6 +207,40 @@ def test_a_file_beyond_the_bound_is_refused_before_it_is_sent(served: Deployment
     with socket.create_connection(("127.0.0.1", next(iter(served.ports.values()))), timeout=20) as connection:
         connection.sendall(b"POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\nContent-Length: 999999999\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+
+
+@contextmanager
+def full_disk(served: Deployment, stage: str, num_bytes: int) -> Iterator[None]:
+    """No file of the stage's processes grows beyond this: what a full disk does, without one."""
+    processes = [process.pid for name, process in served.processes.items() if name.startswith(stage)]
+    before = [resource.prlimit(pid, resource.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY)) for pid in processes]
+    try:
+        yield
+    finally:
+        for pid, limits in zip(processes, before, strict=True):
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_full_disk_is_said_and_waited_for(served: Deployment, client: openai.OpenAI) -> None:
+    with full_disk(served, "gateway", 1 << 20), pytest.raises(openai.InternalServerError, match="files can't be stored here") as refused:
+        client.files.create(file=("long.jsonl", b"{}\n" * (1 << 20)), purpose="batch")
+    assert refused.value.status_code == 503 and int(refused.value.response.headers["Retry-After"]) > 0
+    long_lines = {"max_tokens": 1, "metadata": {str(number): "x" * 200 for number in range(16)}}
+    long_answers = {"max_tokens": 10, "logprobs": 20, "ignore_eos": True}
+    with full_disk(served, "jobs", 1 << 16):
+        batches = [start(client, COMPLETIONS, [line(number, COMPLETIONS, prompt="A", **each) for number in range(30)]) for each in (long_lines, long_answers)]
+        for batch, status in zip(batches, ("validating", "in_progress"), strict=True):
+            wait_until(lambda batch=batch: f"left for later batch_id={batch.id}" in log_of_workers(served), description="the worker says so", timeout_s=120)
+            assert client.batches.retrieve(batch.id).status == status
+    for each in batches:
+        batch = ended(client, each.id)
+        assert batch.request_counts is not None and (batch.status, batch.request_counts.completed) == ("completed", 30)
+        assert len(lines_of(client, batch.output_file_id)) == 30
+    assert "Traceback" not in log_of_workers(served)
+
+
+def log_of_workers(served: Deployment) -> str:
+    return "".join((served.folder / f"{name}.log").read_text() for name in served.processes if name.startswith("jobs"))
 
 
 def test_the_command_writes_the_answers_beside_the_file(served: Deployment, tmp_path: Path) -> None:

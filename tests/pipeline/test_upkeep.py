@@ -108,6 +108,9 @@ def test_near_its_limit_redis_keeps_logs_of_ended_requests_for_a_minute(redis_ur
     assert client.ttl("log:ended") <= 60 < 80_000 < client.ttl("log:running") and not client.exists(upkeep_key("full"))
     use(0.95)
     assert client.exists(upkeep_key("full"))
+    client.expire("log:ended", LOG_TTL_S)
+    use(1.1)  # nothing can be written any more
+    assert client.ttl("log:ended") <= 60
 
 
 def test_what_nobody_needs_goes_and_the_rest_stays(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:

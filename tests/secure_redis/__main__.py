@@ -129,6 +129,20 @@ def works(deployment: Deployment) -> None:
     assert deployment.post("/tokenize", {"prompt": "a b"}).json()["count"] > 0
 
 
+def other_passwords(deployment: Deployment, folder: Path, port: int) -> None:
+    """While the stages run, each gets another password: it says so and ends, for whoever watches it to start it with the new one."""
+    with redis.Redis.from_url(url_of(folder, port, "operator")) as client:
+        for name, process in deployment.processes.items():
+            user = name.partition("-")[0]
+            client.execute_command("ACL", "SETUSER", user, "resetpass", ">another")
+            client.execute_command("CLIENT", "KILL", "USER", user)
+            process.wait(60)
+            said = (deployment.folder / f"{name}.log").read_text()
+            assert process.returncode == 1 and "Redis refuses" in said and "Traceback" not in said, (name, process.returncode, said[-2000:])
+            client.execute_command("ACL", "SETUSER", user, "resetpass", f">{user}-secret")
+    print("ok: a stage whose password is changed says so in a line, and ends")
+
+
 def refusals(folder: Path, port: int) -> None:
     """What each user can't do."""
     for user, command in FORBIDDEN:
@@ -180,6 +194,7 @@ def main() -> None:
                 refused = client.execute_command("ACL", "LOG")
                 assert not refused, f"the stages were refused commands: {refused}"
             print("ok: no command of a stage was refused")
+            other_passwords(deployment, folder, port)
         except BaseException:
             print(deployment.logs())
             raise

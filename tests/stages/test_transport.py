@@ -16,7 +16,7 @@ from shared import transport as transport_module
 from shared.errors import Recoverable
 from shared.messages import Control, GenerateRequest, encode
 from shared.streams import CONTROL, DEAD_LETTER, GATEWAY_ID, MESSAGE, REQUEST_ID, GroupStream, requests
-from shared.transport import DirectReader, GroupReader, Transport, append_to_group, is_temporary
+from shared.transport import Backoff, DirectReader, GroupReader, Transport, append_to_group, is_temporary
 from tests.conftest import running_redis
 from tests.faulty_redis import ERRORS, FaultyRedis
 from tests.stages.line_of_stages import MODEL, ask
@@ -138,7 +138,7 @@ def error_of(attempt: Callable[[], Any]) -> Exception | None:
     [
         lambda client: client.lpush("text", "x"),  # WRONGTYPE
         lambda client: client.eval("return redis.call('LPUSH', 'text', 'x')", 0),
-        lambda client: client.pipeline(transaction=True).lpush("text", "x").execute(),
+        lambda client: client.pipeline(transaction=True).lpush("text", "BUSY, somebody asks, or LOADING").execute(),
         lambda client: client.execute_command("NOSUCHCOMMAND"),
         lambda client: client.eval("this is no Lua", 0),
         lambda client: client.execute_command("SET", "key"),
@@ -150,6 +150,16 @@ def test_a_mistake_is_raised_at_once(mistake: Callable[["redis.Redis"], Any], cl
     with pytest.raises(redis.RedisError) as found:
         transport.persist(lambda: mistake(transport.client))
     assert not is_temporary(found.value)
+
+
+def test_a_refusal_is_told_without_what_was_sent(client: "redis.Redis", transport: Transport) -> None:
+    with configured(client, "maxmemory", "1"):
+        with pytest.raises(redis.OutOfMemoryError) as found:
+            transport.client.pipeline().set("key", "what somebody asked").execute()
+        assert "asked" in str(found.value), "redis-py tells it"
+        backoff = Backoff()
+        backoff.failed(found.value)
+    assert "asked" not in backoff.problem and "maxmemory" in backoff.problem
 
 
 def test_a_password_that_is_missing_or_wrong_is_not_waited_for(client: "redis.Redis", url: str) -> None:

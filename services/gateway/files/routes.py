@@ -35,24 +35,30 @@ async def upload(request: Request) -> JSONResponse:
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Invalid("a file is uploaded as multipart/form-data", code="invalid_content_type")
     if uploads.locked():
-        raise Rejected("too many files are being uploaded here", status=503, retry_after_s=5)
+        raise Rejected("too many files are being uploaded here", status=503, retry_after_s=5, code="too_many_uploads")
     async with uploads:
         try:
-            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
-                form = await request.form(max_files=1, max_fields=len(FIELDS))
-        except TimeoutError:
-            raise Invalid(f"the file did not come within {UPLOAD_TIMEOUT_S:g} s", code="body_timeout", status=408) from None
-        try:
-            file, ttl_s = read_form(form)
-            filename = (file.filename or "upload.jsonl")[:MAX_FILENAME]
-            limit = context.settings.max_files_size
-            record = await context.files.add(file.file, context.tenant.tenant_id, filename, "batch", ttl_s, max_size=limit)
+            form = await receive(request)
+            try:
+                file, ttl_s = read_form(form)
+                filename = (file.filename or "upload.jsonl")[:MAX_FILENAME]
+                limit = context.settings.max_files_size
+                record = await context.files.add(file.file, context.tenant.tenant_id, filename, "batch", ttl_s, max_size=limit)
+            finally:
+                await form.close()
         except OSError as error:
             log.error("a file can't be stored", error=error)
-            raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60) from None
-        finally:
-            await form.close()
+            raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60, code="storage_unavailable") from None
     return JSONResponse(record.describe())
+
+
+async def receive(request: Request) -> FormData:
+    """The form, with its file in the temporary folder. Raises Invalid (408) for one that takes too long, OSError without room for it."""
+    try:
+        async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+            return await request.form(max_files=1, max_fields=len(FIELDS))
+    except TimeoutError:
+        raise Invalid(f"the file did not come within {UPLOAD_TIMEOUT_S:g} s", code="body_timeout", status=408) from None
 
 
 def read_form(form: FormData) -> tuple[UploadFile, int]:
