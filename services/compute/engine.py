@@ -114,6 +114,8 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, engine: Engine) ->
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     """Load the model. Raises StartupError."""
     device = choose_device(settings.device)
+    if device.type == "cpu" and settings.quantization == "fp8":
+        raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
     backend = choose_backend(choose_dtype(settings.dtype, files), device, allow_batch_variance=settings.allow_batch_variance)

@@ -115,9 +115,10 @@ class ComputeService:
         reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masking.result() if masking is not None else NO_MASKS)
         self.flight = take_off(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
-        if self.flight.drawn is None or batch.embedded:
+        is_embedding = any(not row.is_sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
+        if self.flight.drawn is None or is_embedding:
             self.land()
-        if batch.embedded:
+        if is_embedding:
             failures |= self.embed(batch, hidden)
         self.fail(failures | reduction.failures)
 

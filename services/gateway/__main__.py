@@ -65,6 +65,7 @@ def main() -> None:
     config = uvicorn.Config(
         build_app(context),
         http=patient(settings),
+        ws="none",
         ssl_certfile=settings.tls_certificate,
         ssl_keyfile=settings.tls_key,
         log_level="warning",

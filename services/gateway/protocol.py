@@ -60,7 +60,8 @@ class PatientProtocol(HttpToolsProtocol):
             super().data_received(data)
 
     def on_message_begin(self) -> None:
-        self._header_timer.arm(self.header_timeout_s)
+        if self.cycle is None or self.cycle.response_complete:  # else the next request has time until this one is answered
+            self._header_timer.arm(self.header_timeout_s)
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:

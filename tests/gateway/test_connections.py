@@ -1,14 +1,19 @@
 """Connections that trickle, do not read, or are too many: each has its bound, and none costs the others anything."""
 
+import asyncio
 import json
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn
 
+from services.gateway.protocol import patient
+from shared.settings import GatewaySettings
 from shared.streams import tombstone_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
@@ -149,3 +154,33 @@ def test_one_connection_too_many_is_told_so(impatient: tuple[Deployment, Backsta
         for sock in sockets:
             sock.close()
     wait_until(lambda: deployment.get("/v1/models").status_code == 200, description="there is room again")
+
+
+def test_the_beginning_of_the_next_request_does_not_cut_an_answer() -> None:
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(6):
+            await send({"type": "http.response.body", "body": b"tick", "more_body": True})
+            await asyncio.sleep(0.2)
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async def answered() -> bytes:
+        settings = GatewaySettings(header_timeout_s=0.4)
+        config = uvicorn.Config(app, http=patient(settings), ws="none", lifespan="off", log_config=None)
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = uvicorn.Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        reader, writer = await asyncio.open_connection(*listener.getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.write(b"GET / HTTP/1.1\r\n")
+        found = b""
+        while b"end" not in found and (some := await asyncio.wait_for(reader.read(1000), 10)):
+            found += some
+        writer.close()
+        server.should_exit = True
+        await serving
+        return found
+
+    found = asyncio.run(answered())
+    assert (found.count(b"tick"), found.count(b"end")) == (6, 1)

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -102,20 +103,37 @@ def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> No
     assert chat.process.exitstatus == 0
 
 
-def test_ctrl_c_stops_an_answer_and_a_full_context_loses_its_oldest_turn(demo: Deployment, tmp_path: Path) -> None:
-    compute = next(process for name, process in demo.processes.items() if name.startswith("compute"))
-    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300")  # whatever token: no answer ends before
+def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
+    [compute] = [process for name, process in demo.processes.items() if name.startswith("compute")]
+    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300")  # it goes on for long, whatever it says
+
+    def some_of_an_answer() -> bool:
+        """A few tokens at a time: left alone, compute would end it before this screen shows as much."""
+        compute.send_signal(signal.SIGCONT)
+        time.sleep(0.02)
+        compute.send_signal(signal.SIGSTOP)
+        time.sleep(0.2)
+        return len("".join(chat.lines())) > 150
+
     try:
         chat.wait_for_prompt()
         chat.send("Go.\r")
-        wait_until(lambda: len("".join(chat.lines())) > 150, description="some of an answer")
-        compute.send_signal(signal.SIGSTOP)  # a fast one would have ended it before this screen shows as much
+        wait_until(some_of_an_answer, description="some of an answer")
         chat.send("typed meanwhile" + CTRL_C)
         chat.wait_for(r"^\[stopped\]$")
         compute.send_signal(signal.SIGCONT)
         chat.send("/reset\r")
         chat.wait_for("^forgotten$")
-        chat.send("\x1b[200~" + "What is a turbine? " * 90 + "\x1b[201~\r")  # with its answer, most of the context of 1,024 tokens
+    finally:
+        compute.send_signal(signal.SIGCONT)
+        chat.process.close(force=True)
+
+
+def test_a_full_context_loses_its_oldest_turn(demo: Deployment, tmp_path: Path) -> None:
+    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "10")  # few: a random token may be the end
+    try:
+        chat.wait_for_prompt()
+        chat.send("\x1b[200~" + "What is a turbine? " * 165 + "\x1b[201~\r")  # most of the context of 1,024 tokens
         chat.wait_for(r"cut off: the answer has reached --max-tokens, or the end")
         chat.wait_for_prompt()
         chat.send("Go on, please, and on. " * 10 + "\r")
@@ -123,5 +141,4 @@ def test_ctrl_c_stops_an_answer_and_a_full_context_loses_its_oldest_turn(demo: D
         chat.send(CTRL_C)
         chat.wait_for_prompt()
     finally:
-        compute.send_signal(signal.SIGCONT)
         chat.process.close(force=True)

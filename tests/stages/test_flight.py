@@ -69,7 +69,10 @@ def test_logs_are_the_same_with_a_step_in_flight(line: LineOfStages, expected: d
 def test_who_is_cancelled_in_flight_leaves_the_others_as_they_are(line: LineOfStages, expected: dict[str, Any]) -> None:
     compute = line.compute
     line.forget_logs()
-    others = [replace(each, request_id=f"other{number}.0", params=replace(each.params, max_tokens=200)) for number, each in enumerate(REQUESTS[:1] * 3)]
+    others = [
+        replace(each, request_id=f"other{number}.0", params=replace(each.params, max_tokens=900, ignore_eos=True))
+        for number, each in enumerate(REQUESTS[:1] * 3)
+    ]
     line.submit(*others)
     wait_until(lambda: compute.flight is not None and len(compute.scheduler.running) == len(others), description="a step of all is in flight")
     line.submit(*REQUESTS)

@@ -28,6 +28,7 @@ if not status or not string.find(',' .. ARGV[4] .. ',', ',' .. status .. ',', 1,
 redis.call('HSET', ARGV[1], 'status', ARGV[5], ARGV[5] .. '_at', ARGV[7], unpack(ARGV, 10))
 if ARGV[6] == '1' then
   redis.call('SREM', ARGV[2], ARGV[3])
+  if redis.call('SCARD', ARGV[2]) == 0 then redis.call('HDEL', ARGV[8], 'lines_waiting', 'oldest_at', 'progressed_at') end
   redis.call('HINCRBY', ARGV[8], '{ENDED}' .. ARGV[5], 1)
   redis.call('EXPIRE', ARGV[8], ARGV[9])
 end

@@ -104,7 +104,8 @@ class CudaLinear:
             if matrix.table is not None:
                 self.first, self.words = read_table(matrix.table)
         unit = VENDOR_UNIT.get(self.weight.dtype, 1)
-        has_vendor = self.form in (Form.DENSE, Form.COLUMNS, Form.FLOAT8) and n % unit == 0 and self.k % unit == 0
+        is_scaled_in_bf16 = self.form is Form.FLOAT8 and dtype == torch.bfloat16  # what _scaled_mm takes with scales by row and column
+        has_vendor = (self.form in (Form.DENSE, Form.COLUMNS) or is_scaled_in_bf16) and n % unit == 0 and self.k % unit == 0
         self.vendor_from = vendor_from if has_vendor else None
 
     @property

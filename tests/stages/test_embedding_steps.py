@@ -1,0 +1,51 @@
+"""Embeddings in steps of their own and beside others."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from services.compute.batch import ScheduledBatch
+from shared.messages import EmbeddingParams
+from shared.token_log import parse_log
+from tests.conftest import running_redis
+from tests.stages.line_of_stages import LineOfStages, ask, hurried
+
+
+@pytest.fixture
+def line(tmp_path: Path) -> Iterator[LineOfStages]:
+    with running_redis(tmp_path / "redis", None) as url, hurried():
+        yield LineOfStages(url)
+
+
+def reason(line: LineOfStages, request_id: str) -> str:
+    return str(parse_log(line.log(request_id))[-1].finish_reason)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "last", "cls"])
+def test_an_embedding_of_several_steps_ends(pooling: str, line: LineOfStages) -> None:
+    line.compute.scheduler.max_batched_tokens = 64
+    with line.running():
+        line.answer(replace(ask("vector.0", "A river runs to the sea. " * 20, max_tokens=0), embedding=EmbeddingParams(pooling)))
+        assert reason(line, "vector.0") == "stop"
+
+
+def test_a_row_that_fails_beside_an_embedding_fails_alone(line: LineOfStages) -> None:
+    real = line.compute.runner.logits
+
+    def logits(batch: ScheduledBatch, hidden: torch.Tensor, handles: object = None) -> torch.Tensor:
+        found = real(batch, hidden, handles)
+        if batch.embedded and len(found):
+            with torch.inference_mode():
+                found[0] = torch.nan
+        return found
+
+    line.compute.runner.logits = logits  # type: ignore[method-assign]
+    with line.running():
+        line.answer(
+            ask("text.0", "The quick brown fox", max_tokens=24, temperature=0.0, ignore_eos=True),
+            replace(ask("vector.0", "A river", max_tokens=0), embedding=EmbeddingParams("mean")),
+        )
+        assert (reason(line, "text.0"), reason(line, "vector.0")) == ("error", "stop")

@@ -1,0 +1,37 @@
+"""What is told of batches as a whole, against a real Redis."""
+
+import asyncio
+import time
+from pathlib import Path
+
+import redis.asyncio
+
+from services.gateway.batches.figures import BatchFigures, queue_backlog
+from services.gateway.batches.store import BatchRecord, BatchStore
+from services.jobs.upkeep import backlog_of
+from shared.streams import BATCH_FIGURES, BATCHES_RUNNING
+from shared.tenants import EVERYBODY
+from tests.conftest import running_redis
+
+
+def test_a_new_batch_does_not_have_the_age_of_one_that_ended(tmp_path: Path) -> None:
+    async def ages(url: str) -> dict[str, float]:
+        client, now = redis.asyncio.Redis.from_url(url), int(time.time())
+        store = BatchStore(client)
+
+        def record(batch_id: str, created_at: int) -> BatchRecord:
+            return BatchRecord(batch_id, EVERYBODY, "/v1/completions", "file-x", "24h", created_at, created_at + 86400)
+
+        old = await store.create(record("batch_a", now - 7200))
+        async with client.pipeline() as pipe:  # a worker sweeps, and is stopped
+            queue_backlog(pipe, backlog_of([old]))
+            await pipe.execute()
+        await store.move("batch_a", ("validating",), "cancelled")
+        await store.create(record("batch_b", now))
+        figures = BatchFigures.read(await client.scard(BATCHES_RUNNING), await client.hgetall(BATCH_FIGURES))  # type: ignore[arg-type]
+        await client.aclose()
+        return {sample.name: sample.value for family in figures.families() for sample in family.samples}
+
+    with running_redis(tmp_path / "redis", None) as url:
+        found = asyncio.run(ages(url))
+    assert found["penstock_batch_oldest_seconds"] < 60 and found["penstock_batch_longest_pause_seconds"] < 60
