@@ -48,6 +48,13 @@ def expected(line: LineOfStages) -> dict[str, Any]:
     return found
 
 
+def draw_in_flight(line: LineOfStages) -> DrawingSearch:
+    """From now on steps are in flight, and one draw of ten is wrong."""
+    found = line.compute.row_search
+    line.compute.row_search = search = found if isinstance(found, DrawingSearch) else DrawingSearch(found, random.Random(1), share_wrong=0.1)
+    return search
+
+
 def test_the_requests_end_in_all_ways(expected: dict[str, Any]) -> None:
     greedy, _, once, *_ = events = [parse_log(log) for log in expected.values()]
     assert len(greedy) == 24 and len(once) == 1
@@ -58,7 +65,7 @@ def test_the_requests_end_in_all_ways(expected: dict[str, Any]) -> None:
 
 def test_logs_are_the_same_with_a_step_in_flight(line: LineOfStages, expected: dict[str, Any]) -> None:
     compute = line.compute
-    compute.row_search = search = DrawingSearch(compute.row_search, random.Random(1), share_wrong=0.1)
+    search = draw_in_flight(line)
     line.forget_logs()
     num_surplus = compute.num_surplus_tokens
     assert line.answer(*REQUESTS) == expected
@@ -68,6 +75,7 @@ def test_logs_are_the_same_with_a_step_in_flight(line: LineOfStages, expected: d
 
 def test_who_is_cancelled_in_flight_leaves_the_others_as_they_are(line: LineOfStages, expected: dict[str, Any]) -> None:
     compute = line.compute
+    draw_in_flight(line)
     line.forget_logs()
     others = [
         replace(each, request_id=f"other{number}.0", params=replace(each.params, max_tokens=900, ignore_eos=True))
