@@ -21,7 +21,7 @@ import httpx
 import numpy as np
 import uvloop
 
-from bench.served import ask_all, first_model, prose, show, summarize
+from bench.served import ask_all, prose, server_of, show, summarize
 from services.compute.simulation.trace import TraceRequest, with_rate
 
 URL = "/v1/completions"
@@ -99,11 +99,10 @@ def main() -> None:
     parser.add_argument("--beside", type=int, default=20_000, help="lines of the batch beside them (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    url = args.url.rstrip("/").removesuffix("/v1")
+    url, model = server_of(args.url, None)
     figures: dict[str, Any] = {}
     unshared = httpx.Limits(max_keepalive_connections=0)  # a connection that was idle while others were measured may just be closed
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, httpx.Client(base_url=url, timeout=120, trust_env=False, limits=unshared) as client:
-        model = first_model(url)
         requests = lengths_of(args.num_lines, args.seed)
         prompts = prose(requests)
         num_http = min(args.num_http or 1000, args.num_lines)

@@ -15,7 +15,7 @@ import math
 
 import uvloop
 
-from bench.served import Answer, ask_all, first_model, prose
+from bench.served import Answer, ask_all, prose, server_of
 from services.compute.simulation.trace import TraceRequest
 
 
@@ -54,11 +54,7 @@ def main() -> None:
     parser.add_argument("--output-tokens", type=int, default=192, help="of each stream (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3, help="the best of them counts (default: %(default)s)")
     args = parser.parse_args()
-    url = args.url.rstrip("/").removesuffix("/v1")
-    try:
-        model = args.model or first_model(url)
-    except (OSError, ValueError, LookupError) as error:
-        raise SystemExit(f"{url}: no list of models: {error}") from None
+    url, model = server_of(args.url, args.model)
     # Each request of the whole run has a prompt of its own.
     prompts = iter(prose([TraceRequest(args.prompt_tokens, 1)] * (args.rounds * (1 + sum(args.streams)) + 1)))
 

@@ -76,6 +76,15 @@ def first_model(url: str) -> str:
         return str(json.load(reply)["data"][0]["id"])
 
 
+def server_of(url: str, model: str | None) -> tuple[str, str]:
+    """The server's address, without /v1, and the model to ask: its first, unless one is named. Raises SystemExit if it lists none."""
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        return url, model or first_model(url)
+    except (OSError, ValueError, LookupError) as error:
+        raise SystemExit(f"{url}: no list of models: {error}") from None
+
+
 async def ask(url: str, model: str, prompt: str, request: TraceRequest) -> Answer:
     """Send it when its time has come, and read what came of it."""
     await asyncio.sleep(request.arrived_at)
@@ -218,11 +227,7 @@ def main() -> None:
     parser.add_argument("--invariance", action="store_true", help="send each again, alone, and count the texts that differ")
     parser.add_argument("--plot", type=Path, help="a picture's file")
     args = parser.parse_args()
-    url = args.url.rstrip("/").removesuffix("/v1")
-    try:
-        model = args.model or first_model(url)
-    except (OSError, ValueError, LookupError) as error:
-        raise SystemExit(f"{url}: no list of models: {error}") from None
+    url, model = server_of(args.url, args.model)
     requests = lengths_of(args.lengths, args.num_requests, args.seed)
     if args.rate:
         requests = with_rate(requests, args.rate, seed=args.seed)

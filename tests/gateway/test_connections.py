@@ -90,6 +90,15 @@ def test_headers_that_trickle_or_never_come_are_not_waited_for(impatient: tuple[
         assert trickle_until_closed(second, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < CLOSED_WITHIN_S  # a request after one that was answered
 
 
+def test_an_upgrade_to_websockets_is_answered_as_what_it_is_without(impatient: tuple[Deployment, Backstage]) -> None:
+    asked = GET.replace(
+        b"\r\n\r\n", b"\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\n\r\n"
+    )
+    with connection(impatient[0]) as client:
+        client.sendall(asked)
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 def test_an_idle_connection_outlives_headers_patience_and_is_closed_in_its_own_time(impatient: tuple[Deployment, Backstage]) -> None:
     deployment, _ = impatient
     with connection(deployment) as idle, connection(deployment) as teasing:
