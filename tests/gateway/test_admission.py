@@ -1,7 +1,10 @@
 """Places: bounded per model over all gateways, held by sequences, given back when those end, whoever is gone by then. And the names that are served."""
 
+import asyncio
 from functools import partial
 from pathlib import Path
+
+import httpx
 
 from services.redis_server import start_server
 from shared.messages import Control, RequestError
@@ -47,6 +50,20 @@ def test_tokens_are_bounded_too_and_an_answer_of_nobody_gives_its_place_back(dep
     assert own.held() == 1  # until whoever runs it ends it
     own.end(request)
     assert own.held() == 0
+
+
+def test_a_burst_waits_for_connections_to_redis(gateways: Deployment, backstage: Backstage) -> None:
+    count = 300  # all submitted at once, on more connections than a gateway opens
+
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            url = gateways.url("gateway-1") + "/v1/completions"
+            asked = asyncio.gather(*(client.post(url, json=WHOLE) for _ in range(count)))
+            for request in await asyncio.to_thread(backstage.take, count):
+                backstage.write(request, 1, finish=1)
+            return await asked
+
+    assert {reply.status_code for reply in asyncio.run(ask())} == {200}
 
 
 def test_every_name_is_served_and_echoed_and_a_missing_stage_is_said_of_its_model(deployment: Deployment, own: Backstage) -> None:
