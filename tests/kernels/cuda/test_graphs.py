@@ -75,3 +75,16 @@ def test_what_was_filled_before_the_buffers_grew_is_there_too() -> None:
     large = buffers.fill("large", list(range(100_000)))
     buffers.upload()
     assert first.tolist() == [1, 2, 3] and large.tolist() == list(range(100_000)) and buffers.generation > generation
+
+
+def test_a_step_recorded_while_the_buffers_grow_is_not_run_again_where_they_were() -> None:
+    """What is filled before a step's largest name makes all move is read where it was then, by that step's recording too."""
+    buffers, recorder = CudaBuffers(CPU), Recorder()
+    recordings = Recordings(recorder)
+    found = []
+    for number in range(1, 4):
+        slots, tables = buffers.fill("slots", [number]), buffers.fill("tables", [10 * number] * 100_000)
+        buffers.upload()
+        found.append(recordings.run("step", lambda slots=slots, tables=tables: slots + tables[:1], lambda: buffers.generation).tolist())
+    assert found == [[11], [22], [33]]
+    assert (recorder.num_recorded, recorder.num_replayed) == (2, 1), "dropped once, when the first name had its new place"

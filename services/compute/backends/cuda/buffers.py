@@ -21,6 +21,7 @@ class CudaBuffers(Buffers):
         self._is_pinned = device.type == "cuda"
         self._copied: torch.cuda.Event | None = None  # after the last upload: until then the host's side must stay as it is
         self._places: dict[str, tuple[int, int]] = {}  # first, size
+        self._names: set[str] = set()  # that have had a place, perhaps in memory that was too small: a recording may read there
         self._first, self._last = 0, 0  # of what is filled and not uploaded
         self._hold(1 << 12)
 
@@ -53,7 +54,8 @@ class CudaBuffers(Buffers):
         first, held = self._places.get(name, (-1, 0))
         if size <= held:
             return first
-        self.generation += name in self._places
+        self.generation += name in self._names
+        self._names.add(name)
         wanted = max(SMALLEST, 1 << (size - 1).bit_length())
         if self._used + wanted > len(self._host):
             self.upload()  # who was given a part of what is left here reads it there
