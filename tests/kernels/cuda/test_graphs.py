@@ -3,7 +3,7 @@
 import torch
 
 from services.compute.backends.cuda.buffers import CudaBuffers
-from services.compute.backends.cuda.graphs import Forward, Recordings, pad_to_bucket
+from services.compute.backends.cuda.graphs import MAX_RECORDINGS, Forward, Recordings, pad_to_bucket
 from tests.kernels.backends import CPU
 
 
@@ -31,7 +31,7 @@ class Recorder:
 
 def test_a_recording_reads_what_the_buffers_hold_now() -> None:
     buffers, recorder = CudaBuffers(CPU), Recorder()
-    recordings = Recordings(recorder)
+    recordings = Recordings(lambda: recorder)
     found = []
     for values in ([1, 2, 3], [4, 5, 6], [7, 8, 9]):
         held = buffers.fill("numbers", values)
@@ -43,7 +43,7 @@ def test_a_recording_reads_what_the_buffers_hold_now() -> None:
 
 def test_recordings_are_dropped_when_memory_moves() -> None:
     buffers, recorder = CudaBuffers(CPU), Recorder()
-    recordings = Recordings(recorder)
+    recordings = Recordings(lambda: recorder)
 
     def step(key: str, size: int) -> list[int]:
         held = buffers.take("x", (size,), torch.int64).fill_(size)
@@ -53,6 +53,29 @@ def test_recordings_are_dropped_when_memory_moves() -> None:
     assert step("one", 1) == [2] and recorder.num_replayed == 1
     assert step("large", 9) == [10] * 9 and len(recordings) == 1, "the others read memory that is gone"
     assert step("one", 1) == [2] and recorder.num_replayed == 1 and recorder.num_recorded == 4
+
+
+def test_recordings_have_another_recorder_when_all_are_dropped() -> None:
+    """A CUDA graph's pool of memory ends with the last graph in it, and can't be recorded into again."""
+    buffers = CudaBuffers(CPU)
+    recorders: list[Recorder] = []
+    recordings = Recordings(lambda: recorders.append(Recorder()) or recorders[-1])  # type: ignore[func-returns-value]
+    for size in (1, 1, 9, 9):
+        held = buffers.take("x", (size,), torch.int64)
+        recordings.run("step", lambda held=held: held + 1, lambda: buffers.generation)
+    assert [(each.num_recorded, each.num_replayed) for each in recorders] == [(1, 1), (1, 1)]
+
+
+def test_recordings_are_bounded_and_the_least_used_goes() -> None:
+    buffers, recorder = CudaBuffers(CPU), Recorder()
+    recordings = Recordings(lambda: recorder)
+    for key in (*range(MAX_RECORDINGS), 0, MAX_RECORDINGS):
+        recordings.run(key, lambda: torch.zeros(1), lambda: buffers.generation)
+    assert len(recordings) == MAX_RECORDINGS and recorder.num_replayed == 1
+    recordings.run(0, lambda: torch.zeros(1), lambda: buffers.generation)
+    assert recorder.num_replayed == 2, "the first was used again, and stayed"
+    recordings.run(1, lambda: torch.zeros(1), lambda: buffers.generation)
+    assert recorder.num_recorded == MAX_RECORDINGS + 2, "the second had to go"
 
 
 def test_numbers_are_there_after_the_upload_in_one_piece_and_stay_where_they_are() -> None:
@@ -80,7 +103,7 @@ def test_what_was_filled_before_the_buffers_grew_is_there_too() -> None:
 def test_a_step_recorded_while_the_buffers_grow_is_not_run_again_where_they_were() -> None:
     """What is filled before a step's largest name makes all move is read where it was then, by that step's recording too."""
     buffers, recorder = CudaBuffers(CPU), Recorder()
-    recordings = Recordings(recorder)
+    recordings = Recordings(lambda: recorder)
     found = []
     for number in range(1, 4):
         slots, tables = buffers.fill("slots", [number]), buffers.fill("tables", [10 * number] * 100_000)

@@ -37,7 +37,7 @@ class CudaBackend:
         self.buffers = CudaBuffers(device)
         self.row_math = CudaRowMath()
         self.row_search = CudaRowSearch()
-        self.record = cuda_recorder() if device.type == "cuda" else run_again
+        self.make_recorder = cuda_recorder if device.type == "cuda" else lambda: run_again
 
     def is_kept(self, matrix: Matrix) -> bool:
         has_products = self.has_float8 or not isinstance(matrix, Float8)
@@ -78,7 +78,7 @@ class CudaBackend:
         assert isinstance(attention, CudaAttention)
         if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
             return None
-        return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.record)
+        return CudaStack(self.buffers, self.row_math, layers, attention, wiring, self.make_recorder)
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
         return 2 * num_kv_heads * (kv_row_size(head_dim, group) if group else head_dim * self.dtype.itemsize)

@@ -4,6 +4,7 @@ A recording reads and writes the memory that it saw. So a step is padded to one 
 recordings are dropped when one of these has moved.
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import torch
@@ -12,6 +13,8 @@ Tensor = torch.Tensor
 
 Forward = Callable[[], Tensor]
 Record = Callable[[Forward], Forward]
+
+MAX_RECORDINGS = 128  # each keeps its result, and what the driver needs for its launches; the one that was used least recently goes
 
 
 def pad_to_bucket(count: int) -> int:
@@ -23,7 +26,8 @@ def pad_to_bucket(count: int) -> int:
 
 
 def cuda_recorder() -> Record:
-    """Records into CUDA graphs. They share one pool of memory: of what each leaves there, only the last one's result is read."""
+    """Records into CUDA graphs. They share one pool of memory: of what each leaves there, only the last one's result is read. When all of them are dropped
+    the pool goes with them, and torch takes none that has gone: the next ones need another recorder."""
     pool = torch.cuda.graph_pool_handle()
 
     def record(forward: Forward) -> Forward:
@@ -48,20 +52,26 @@ def run_again(forward: Forward) -> Forward:
 class Recordings:
     """Recorded steps, by what their shape depends on."""
 
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self._held: dict[Hashable, Forward] = {}
+    def __init__(self, make_recorder: Callable[[], Record]) -> None:
+        """make_recorder: called at first, and whenever all recordings have been dropped."""
+        self.make_recorder = make_recorder
+        self.record = make_recorder()
+        self._held: OrderedDict[Hashable, Forward] = OrderedDict()  # the last used last
         self._generation = -1
 
     def run(self, key: Hashable, forward: Forward, generation: Callable[[], int]) -> Tensor:
         """The result of `forward`, or of its recording under this key. generation: which changes when memory that it reads has moved."""
         if generation() == self._generation and (replay := self._held.get(key)) is not None:
+            self._held.move_to_end(key)
             return replay()
         result = forward()  # compiles what it needs, and may take more memory; a recording can't
-        if generation() != self._generation:
+        if generation() != self._generation and self._held:
             self._held.clear()
+            self.record = self.make_recorder()
         self._generation = generation()
         self._held[key] = self.record(forward)
+        if len(self._held) > MAX_RECORDINGS:
+            self._held.popitem(last=False)
         return result
 
     def __len__(self) -> int:

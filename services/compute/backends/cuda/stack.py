@@ -1,6 +1,6 @@
 """A decoder's layers, and the recordings of their steps."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -16,13 +16,16 @@ Tensor = torch.Tensor
 class CudaStack:
     """See backend.py's Stack. Steps of single tokens are recorded; those with chunks are launched kernel by kernel."""
 
-    def __init__(self, buffers: Buffers, row_math: RowMath, layers: Sequence[LayerWeights], attention: CudaAttention, wiring: Wiring, record: Record) -> None:
+    def __init__(
+        self, buffers: Buffers, row_math: RowMath, layers: Sequence[LayerWeights], attention: CudaAttention, wiring: Wiring,
+        make_recorder: Callable[[], Record],
+    ) -> None:  # fmt: skip
         self.buffers = buffers
         self.row_math = row_math
         self.layers = layers
         self.attention = attention
         self.wiring = wiring
-        self.recordings = Recordings(record)
+        self.recordings = Recordings(make_recorder)
 
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan) -> Tensor:
         if not plan.is_recordable:
