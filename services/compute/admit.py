@@ -119,8 +119,8 @@ class Admitter:
         if self.engine.is_encoder and request.embedding is None:
             self._refuse(delivery, RequestError("this model makes embeddings, and no text", 400, "model", "model_not_supported"))
             return None
-        if int(request.prompt_token_ids.max()) >= self.vocab_size:
-            self._refuse(delivery, RequestError(f"the prompt holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, "prompt"))
+        if (name := strange_ids(request, self.vocab_size)) is not None:
+            self._refuse(delivery, RequestError(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, name))
             return None
         sequence = self._sequence(request, logged)
         return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
@@ -197,3 +197,14 @@ class Admitter:
     def _end(self, request_id: str, gateway_id: str | None, entry_id: bytes, error: RequestError | None) -> None:
         self.stage.transport.run(lambda pipe: end_request(pipe, self.model, request_id, gateway_id, error=error))
         self.exchange.acknowledge(entry_id, request_id)
+
+
+def strange_ids(request: TokenizedRequest, vocab_size: int) -> str | None:
+    """Which field names a token that this model has not. A GPU that is given such an index is lost, with all that it computes."""
+    params, prompt = request.params, request.prompt_token_ids  # of which none is negative: see TokenizedRequest
+    named = {
+        "prompt": (int(prompt.max()),), "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids, "bad_words": itertools.chain.from_iterable(params.bad_words_token_ids),
+        "eos_token_ids": request.eos_token_ids,
+    }  # fmt: skip
+    return next((name for name, token_ids in named.items() if any(not 0 <= token_id < vocab_size for token_id in token_ids)), None)

@@ -11,8 +11,10 @@ import torch
 from scipy import stats
 
 from services.compute.backends.backend import RowSearch
+from services.compute.backends.buffers import ensure_works
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.torch.row_search import CHUNK, TorchRowSearch, largest_on_device
+from services.compute.candidates import reduction as reduction_module
 from services.compute.candidates.reduction import NOT_FINITE, CandidateRows, reduce
 from services.compute.candidates.sorted_head import SortedHead
 from services.compute.sequence import Sequence
@@ -225,6 +227,35 @@ def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str], search: RowS
     for at, row in enumerate(good):
         assert message_of(together, at) == message_of(alone[row], 0)
         assert together.chosen[at] == alone[row].chosen[0]
+
+
+def test_a_device_that_fails_is_no_rows_mistake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a row's edits fail the device is asked; and what it says, or that its memory is full, ends the step."""
+    bad = Sequence(0, "r", [7, 8], 2, SamplingParams(logit_bias={VOCAB: 1.0}))
+    assert reduce(make_logits(1.0)[None], [bad], SEARCH).failures
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: pytest.fail("a CPU has no CUDA"))
+    ensure_works(torch.device("cpu"))
+
+    def broken(_: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", broken)
+    with pytest.raises(torch.AcceleratorError):
+        ensure_works(torch.device("cuda"))
+    nan = torch.full((1, VOCAB), torch.nan)
+    with monkeypatch.context() as patch:
+        patch.setattr(reduction_module, "ensure_works", broken)
+        for logits, sequence in ((make_logits(1.0)[None], bad), (nan, Sequence(0, "r", [7, 8], 2, SamplingParams()))):
+            with pytest.raises(torch.AcceleratorError):
+                reduce(logits, [sequence], SEARCH)
+    for name in ("edit", "reduce_found"):
+        with monkeypatch.context() as patch:
+            patch.setattr(reduction_module, name, full)
+            with pytest.raises(torch.OutOfMemoryError):
+                reduce(make_logits(1.0)[None], [bad], SEARCH)
 
 
 def test_greedy_lists_one_candidate_and_the_first_of_equal_ones() -> None:

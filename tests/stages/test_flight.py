@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from shared.constraint import Constraint
-from shared.messages import Control, encode
-from shared.sampling_params import ChainParams, DryParams
-from shared.streams import CONTROL, MESSAGE
+from shared.messages import Control, TokenizedRequest, encode
+from shared.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.streams import CONTROL, MESSAGE, inflight_key, prompts
 from shared.token_log import parse_log
+from shared.transport import append_to_group
 from tests.conftest import running_redis
 from tests.kernels.drawing import DrawingSearch
-from tests.stages.line_of_stages import LineOfStages, ask, hurried
+from tests.stages.line_of_stages import MODEL, LineOfStages, ask, hurried, ids
 from tests.waiting import wait_until
 
 GRAMMAR = r"([a-z]{1,5} ){3,9}end"
@@ -88,3 +89,23 @@ def test_who_is_cancelled_in_flight_leaves_the_others_as_they_are(line: LineOfSt
     line.answer()
     assert [parse_log(line.log(each.request_id))[-1].finish_reason for each in others] == ["cancelled"] * len(others)
     assert {each.request_id: line.log(each.request_id) for each in REQUESTS} == expected
+
+
+@pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words", "eos_token_ids", "prompt"])
+def test_tokens_that_the_model_has_not_are_refused_before_the_device_sees_them(line: LineOfStages, field: str) -> None:
+    """As of a tokenizer with more tokens than the model: a GPU that is given an index beyond its tensor fails for good, and all that it computes with it."""
+    beyond = line.compute.runner.vocab_size
+    params = {
+        "logit_bias": {"logit_bias": {beyond: 1.0}}, "bad_words": {"bad_words_token_ids": ((7, beyond),)}, "stop_token_ids": {"stop_token_ids": (5, beyond)},
+        "allowed_token_ids": {"allowed_token_ids": (beyond,)},
+    }.get(field, {})  # fmt: skip
+    prompt, eos_token_ids = ids(30, beyond if field == "prompt" else 40), (beyond,) if field == "eos_token_ids" else ()
+    asked = TokenizedRequest(f"strange-{field}.0", None, MODEL, SamplingParams(max_tokens=4, **params), prompt, eos_token_ids)
+    line.client.hset(inflight_key(MODEL), asked.request_id, "4")
+    with line.client.pipeline() as pipe:
+        append_to_group(pipe, prompts(MODEL), asked)
+        pipe.execute()
+    wait_until(lambda: line.has_ended(asked.request_id), description="it is refused")
+    (event,) = parse_log(line.log(asked.request_id))
+    assert event.error is not None and event.error.status == 400 and event.error.param == field
+    assert event.error.message == f"{field} holds token ids outside the vocabulary, [0, {beyond})"

@@ -17,6 +17,12 @@ def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
+def ensure_works(device: torch.device) -> None:
+    """Raises what has gone wrong on a GPU, if anything has. It computes nothing from then on, and its error comes up wherever the host asks it next."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Buffers:
     """Tensors by name, which grow to the largest step. What a step gets is good until the next step takes the same name."""
 

@@ -5,7 +5,8 @@ order, and for rows that are drawn at random, the mass W of all tokens that top-
 falls if it falls beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. The header of
 shared/decision.py shows that this is exact. The list's length follows from the request's own parameters alone, never from the batch.
 
-A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own request; the others go on.
+A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own request; the others go on. A device that fails is no row's
+mistake: compute ends with it, and another takes its requests over.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from services.compute.backends.backend import FoundRows, MassesWanted, RowSearch, Search, Wanted
-from services.compute.backends.buffers import to_device
+from services.compute.backends.buffers import ensure_works, to_device
 from services.compute.candidates.chain import NOT_FINITE, truncate
 from services.compute.candidates.constraints import Masks
 from services.compute.candidates.dry import dry_penalties
@@ -115,11 +116,15 @@ class Reduction:
             if is_finite(rows).all():
                 rows.failures.update(self.failures)
                 return rows
+        except torch.OutOfMemoryError:
+            raise
         except Exception as error:  # some row's mistake: find it
+            ensure_works(self.logits.device)
             log.warning("a step can't be reduced as a whole", error=repr(error))
         failures, good = dict(self.failures), []
         for row, each in enumerate(self.edited):
-            if failure := failure_of(lambda: check(reduce_edited(self.logits[row : row + 1], [each], self.search))):  # noqa: B023
+            alone = self.logits[row : row + 1]
+            if failure := failure_of(lambda: check(reduce_edited(alone, [each], self.search)), alone.device):  # noqa: B023
                 failures[each.handle] = failure
             else:
                 good.append(row)
@@ -168,7 +173,8 @@ def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: Row
     good: list[int] = []
     for row, sequence in enumerate(sequences):
         mask = masks.by_handle.get(sequence.handle)
-        if failure := masks.failures.get(sequence.handle) or failure_of(lambda: edited.append(edit(logits[row], sequence, search, mask))):  # noqa: B023
+        failure = masks.failures.get(sequence.handle)
+        if failure := failure or failure_of(lambda: edited.append(edit(logits[row], sequence, search, mask)), logits.device):  # noqa: B023
             failures[sequence.handle] = failure
         else:
             good.append(row)
@@ -178,11 +184,14 @@ def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: Row
     return Reduction(logits, edited, wanted, search.start(logits, wanted), search, failures)
 
 
-def failure_of(attempt: Callable[[], None]) -> RequestError | None:
-    """What goes wrong, if anything does."""
+def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestError | None:
+    """What goes wrong, if anything does. Raises where that is the device."""
     try:
         attempt()
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # whatever it is, it is this row's alone
+        ensure_works(device)
         return error_of(error)
     return None
 
