@@ -1,34 +1,68 @@
 """`python -m tests.stages.fragile_compute`: a compute replica that dies of a prompt that has a certain token among its first four, when it is computed.
 
 FRAGILE_TOKEN: the token id. FRAGILE_STEP_S: how much longer a step takes, so that there is time to disturb it. Its leases are short.
+
+FRAGILE_DRAWS: steps are in flight, as on a device that draws, and one draw of so many is wrong. On SIGUSR1 the process then dies like on SIGKILL when it has
+launched a step upon one that nobody has read; on SIGUSR2 the device fails there, and computes nothing more.
 """
 
 import os
+import random
+import signal
 import time
+from dataclasses import replace
+from typing import NoReturn
 
 import torch
 
+from services.compute import __main__ as compute
 from services.compute import admit
-from services.compute.__main__ import main
 from services.compute.batch import ScheduledBatch
+from services.compute.candidates import reduction
+from services.compute.engine import Engine, build_engine
 from services.compute.model_runner import DrawnTokens, ModelRunner
 from shared import registry
+from shared.model_files import ModelFiles
+from shared.settings import ComputeSettings
 from shared.stage import run_stage
+from tests.kernels.drawing import DrawingSearch
 
 TOKEN = int(os.environ.get("FRAGILE_TOKEN", "-1"))
 STEP_S = float(os.environ.get("FRAGILE_STEP_S", "0"))
+DRAWS = int(os.environ.get("FRAGILE_DRAWS", "0"))
 run = ModelRunner.run
+told: set[int] = set()  # signals
 
 
 def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
     if any(row.num_computed_tokens == 0 and TOKEN in row.token_ids[:4] for row in batch.rows):
         os._exit(9)
     time.sleep(STEP_S)
-    return run(runner, batch, drawn)
+    hidden = run(runner, batch, drawn)
+    if drawn is not None and signal.SIGUSR1 in told:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if drawn is not None and signal.SIGUSR2 in told:
+        for name in ("edit", "reduce_found", "ensure_works"):
+            setattr(reduction, name, fail)
+    return hidden
+
+
+def fail(*_: object) -> NoReturn:
+    """As whatever is asked of a GPU after one of its kernels has failed."""
+    raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+def build_drawing(settings: ComputeSettings, files: ModelFiles) -> Engine:
+    engine = build_engine(settings, files)
+    return replace(engine, row_search=DrawingSearch(engine.row_search, random.Random(1), 1 / DRAWS))
 
 
 if __name__ == "__main__":
     setattr(ModelRunner, "run", fragile)  # noqa: B010 - a method of a class, in the types' eyes not to be set
     registry.RENEW_EVERY_S = 0.25
     admit.CLAIM_IDLE_MS = 1250
-    run_stage(main)
+    if DRAWS:
+        setattr(compute, "build_engine", build_drawing)  # noqa: B010
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, _: told.add(number))
+    run_stage(compute.main)

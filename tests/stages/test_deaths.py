@@ -1,6 +1,7 @@
 """Compute processes that die, again and again: what they were computing goes on elsewhere, and one request's poison is its own."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,16 +27,18 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parent.parent.parent
 POISON_TOKEN = 1999
 NUM_KILLS = 5
+NUM_IN_FLIGHT = 3  # of the processes, the first ones, have steps in flight
 
 
 @pytest.fixture
 def pool(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
-    """A sampler, and as many compute processes as will die, and one."""
+    """A sampler, and as many compute processes as will die, and one; some as on a device that draws, where steps are in flight."""
     with running_redis(tmp_path / "redis", redis_binary) as url:
         deployment = Deployment(url, tmp_path)
         try:
             deployment.start("sampler", "sampler-1")
-            names = [start_fragile(deployment, f"compute-{number}") for number in range(NUM_KILLS + 1)]
+            draws = [{"FRAGILE_DRAWS": "10"}] * NUM_IN_FLIGHT + [{}] * (NUM_KILLS + 1 - NUM_IN_FLIGHT)
+            names = [start_fragile(deployment, f"compute-{number}", **each) for number, each in enumerate(draws)]
             deployment.wait_live("sampler-1", *names)
             yield deployment
         finally:
@@ -141,15 +144,23 @@ def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -
 
 
 def test_five_deaths_in_a_row_cost_no_sequence_a_token(pool: Deployment) -> None:
-    """Each time the successor has begun: what makes progress is nobody's poison, however often its replica dies."""
+    """Each time the successor has begun: what makes progress is nobody's poison, however often its replica dies. Who has steps in flight dies, by SIGKILL or
+    of its device, when one was launched upon another that nobody has read. Whoever survives says what all should have come to."""
     client, asked = pool.redis(), [request("kill", number, 160) for number in range(80)]
+    in_flight = [(signal.SIGUSR1, -signal.SIGKILL), (signal.SIGUSR2, 1)]  # what it is told, and how it then ends
     submit(client, asked)
     for _ in range(NUM_KILLS):
         before = num_tokens(client, asked)
         wait_until(lambda before=before: num_tokens(client, asked) >= before + len(asked), description="the successor has begun", timeout_s=60)
         owners = client.xpending(prompts(MODEL).key, prompts(MODEL).group)["consumers"]
         owner = max((each for each in owners if each["name"].decode() in pool.processes), key=lambda each: each["pending"])["name"].decode()
-        pool.kill(owner)
+        if int(owner.removeprefix("compute-")) < NUM_IN_FLIGHT and in_flight:
+            process, (told, ends_with) = pool.processes.pop(owner), in_flight.pop(0)
+            process.send_signal(told)
+            assert process.wait(20) == ends_with, pool.logs()
+        else:
+            pool.kill(owner)
+    assert not in_flight
     assert not any(events(client, each)[-1].finish_reason for each in asked), "they were over before they could be disturbed"
     wait_for_all(pool, asked)
     assert answers(client, asked) == undisturbed(pool, asked)
