@@ -22,6 +22,7 @@ from services.compute.models.config import ARCHITECTURES, architecture_of, read_
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
+from services.compute.warm_up import first_kernels, warm_up
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
 from shared.grammar import Vocabulary, load_vocabulary
@@ -113,6 +114,14 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, engine: Engine) ->
 
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     """Load the model. Raises StartupError."""
+    try:
+        return load_engine(settings, files)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
+
+
+def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
+    """Raises StartupError, or torch's error where memory is too small."""
     device = choose_device(settings.device)
     if device.type == "cpu" and settings.quantization == "fp8":
         raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
@@ -125,12 +134,10 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         log.warning(
             "--max-model-len is more than the model was made for, and what that is holds", asked=settings.max_model_len, max_model_len=files.max_model_len
         )
-    try:
-        with logging_redirect_tqdm():  # lines of log go above the bar
-            model = load_model(settings, files, backend, asked)
+    with logging_redirect_tqdm():  # lines of log go above the bar
+        model = load_model(settings, files, backend, asked)
+    with first_kernels(device):
         workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
-    except torch.OutOfMemoryError as error:
-        raise StartupError(f"--device cuda: {files.name} does not fit into the GPU's memory: {str(error).splitlines()[0]}") from None
     config = model.config
     whole = model.longest_text if not model.splits_prompts else None  # of a model whose texts are computed whole
     asked = min((limit for limit in (asked, whole) if limit is not None), default=None)
@@ -140,6 +147,10 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         num_blocks = settings.max_num_seqs * -(-(asked or settings.max_batched_tokens) // settings.block_size)
     longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
     kv_cache = KVCache(config, model.backend, num_blocks=num_blocks, block_size=settings.block_size, group=choose_group(settings, config))
+    runner = ModelRunner(model, kv_cache)
+    if device.type == "cuda" and model.splits_prompts:
+        with first_kernels(device):
+            warm_up(runner, backend.row_search, settings.max_num_seqs)
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and model.splits_prompts)
     scheduler = Scheduler(
         block_manager,
@@ -156,7 +167,7 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         threads=torch.get_num_threads(), kv_tokens=num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20, max_model_len=longest,
     )  # fmt: skip
     return Engine(
-        scheduler, ModelRunner(model, kv_cache), backend.row_search,
+        scheduler, runner, backend.row_search,
         load_vocabulary=partial(load_vocabulary, files.folder, config.vocab_size, files.eos_token_ids), max_model_len=longest,
         pooling=files.pooling or ("last" if model.splits_prompts else "mean"), is_encoder=not model.splits_prompts,
         publish_interval_s=choose_publish_interval(settings, device),

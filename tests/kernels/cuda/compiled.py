@@ -1,8 +1,8 @@
 """Does every kernel compile for the GPUs that we name, and does it fit? No GPU is needed: Triton's wheel brings NVIDIA's assembler.
 
 Each launch of the backend is compiled instead of run. Prints shared memory, registers, spilled bytes, and the matrix instruction. Fails where one does not
-compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; and where FP8 is not refused on a
-device that lacks it.
+compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; where sums of floats are not left to the
+same instruction by every tile; where FP8 is not refused on a device that lacks it; and where a step compiles what a server's first steps have not.
 
     python -m tests.kernels.cuda.compiled [80 89 90]
 """
@@ -12,8 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -22,17 +24,31 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from bench.gpu.models import LoadedModel
 from services.compute.backends.backend import MassesWanted, Wanted
 from services.compute.backends.cuda.backend import CudaBackend
-from services.compute.backends.cuda.linear import GROUPS, CudaLinear
+from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form
 from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.candidates.reduction import Reduction, begin_reduction
+from services.compute.sequence import Sequence
+from services.compute.tools.make_model import make_model
+from services.compute.warm_up import warm_up
 from shared.errors import StartupError
 from shared.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")
-SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # of a block: CUDA's programming guide, compute capabilities
+SHARED_BYTES = {
+    80: 163 << 10,
+    86: 99 << 10,
+    89: 99 << 10,
+    90: 227 << 10,
+    100: 227 << 10,
+    120: 99 << 10,
+}  # of a block: CUDA's programming guide, compute capabilities
 SHOWN = ("FORM", "FIRST", "GROUP", "ACTIVATION", "BLOCK_M", "BLOCK_N", "BLOCK_K", "DIM", "KEYS", "IS_SPLIT", "KEPT")
+FLOAT_FORMS = (Form.DENSE, Form.FLOAT8, Form.FLOAT8_BLOCKS)
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
@@ -64,6 +80,7 @@ class Compiler:
     def __init__(self, capability: int) -> None:
         self.capability = capability
         self.seen: set[str] = set()
+        self.instructions: dict[tuple[Any, ...], set[str]] = defaultdict(set)  # by what must be computed alike
         self.num_wrong = 0
         self.launch = JITFunction.run
 
@@ -78,6 +95,8 @@ class Compiler:
             usage = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
         registers, spilled = (re.findall(rf"{name}:(\d+)", usage)[-1] for name in ("REG", "STACK"))
         instruction = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in compiled.asm["ptx"]), "-")
+        if kernel.__name__ == "attend" or (kernel.__name__ == "multiply" and options["FORM"] in FLOAT_FORMS):
+            self.instructions[kernel.__name__, args[0].dtype, options.get("FORM"), options.get("DIM")].add(instruction)
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
         keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
         self.num_wrong += not (fits and keeps_sums_short)
@@ -150,6 +169,37 @@ def launch_all(capability: int) -> None:
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)
 
 
+def launch_server(compiler: Compiler) -> None:
+    """A server's first steps compile all that later ones launch, of any number of sequences, tokens and blocks. Nothing is computed: there are any numbers."""
+    for quantization, group in (("none", 0), ("w8a8", 8)):
+        with tempfile.TemporaryDirectory() as folder:
+            make_model(Path(folder), shape="tiny", dtype="bfloat16", seed=1)
+            backend = CudaBackend(torch.bfloat16, CPU)
+            backend.capability = (compiler.capability // 10, compiler.capability % 10)
+            runner = LoadedModel(Path(folder), backend, quantization=quantization, kv_group=group).make_runner(256)
+        with patch.object(Reduction, "finish"):
+            warm_up(runner, backend.row_search, 256)
+        known = len(compiler.seen)
+        for lens in (
+            *([1] * count for count in (2, 8, 9, 16, 31, 33, 64, 66, 100, 128, 200)),
+            [1, 1, 1, 5],
+            [1] * 16 + [40],
+            [2, 3],
+            [300],
+            [1] * 7 + [99, 64],
+        ):
+            for num_computed in (0, 400, 3000):
+                table = tuple(range(256))
+                rows = [BatchRow(handle, (0,) * length, num_computed, table, is_sampled=True) for handle, length in enumerate(lens)]
+                batch = ScheduledBatch(tuple(rows), lens.count(1))
+                logits = runner.logits(batch, runner.run(batch))
+                for params in (SamplingParams(temperature=0.0, logprobs=5), SamplingParams(top_k=20), SamplingParams(top_k=100), SamplingParams(min_p=0.1)):
+                    begin_reduction(logits, [Sequence(row.handle, "", [0], 1, params) for row in rows], backend.row_search)
+        if (late := len(compiler.seen) - known) > 0:
+            compiler.num_wrong += late
+            print(f"sm_{compiler.capability}: {late} kernels were not compiled when the server began")
+
+
 def main() -> int:
     num_wrong = 0
     for capability in map(int, sys.argv[1:] or ("80", "89", "90")):
@@ -157,7 +207,12 @@ def main() -> int:
         compiler = Compiler(capability)
         JITFunction.run = lambda kernel, *args, compiler=compiler, **options: compiler.run(kernel, *args, **options)
         launch_all(capability)
+        launch_server(compiler)
         JITFunction.run = compiler.launch
+        for kind, instructions in compiler.instructions.items():
+            if len(instructions) > 1:
+                compiler.num_wrong += 1
+                print(f"sm_{capability}: {kind} by {sorted(instructions)}")
         num_wrong += compiler.num_wrong
         print(f"sm_{capability}: {len(compiler.seen)} compiled, {compiler.num_wrong} wrong")
     return 1 if num_wrong else 0

@@ -11,6 +11,10 @@ from services.compute.backends import choose
 from services.compute.backends.cuda import device
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.torch.attention import Heads
+from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.cache.kv_cache import KVCache
+from services.compute.model_runner import ModelRunner
+from services.compute.warm_up import first_kernels, warm_up
 from shared.errors import StartupError
 from shared.model_files import open_model
 from shared.settings import ComputeSettings
@@ -28,12 +32,16 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
     def no_driver() -> None:
         raise RuntimeError("Found no NVIDIA driver on your system.\nPlease check")
 
+    def is_busy() -> None:
+        raise torch.AcceleratorError("CUDA error: CUDA-capable device(s) is/are busy or unavailable\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1")
+
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.cuda, "init", no_driver)
     with pytest.raises(StartupError, match=r"^--device cuda: Found no NVIDIA driver on your system\.$"):
         choose.choose_device("cuda")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 34, 1 << 34))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     with pytest.raises(StartupError, match=r"^--device cuda: Tesla T4 has compute capability 7.5, the kernels need 8.0 \(Ampere\) or newer$"):
@@ -41,15 +49,66 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
     assert choose.choose_device("auto").type == "cpu"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert device.why_unusable() is None and choose.choose_device("auto").type == "cuda"
+    monkeypatch.setattr(torch.cuda, "mem_get_info", is_busy)
+    with pytest.raises(StartupError, match=r"^--device cuda: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"):
+        choose.choose_device("cuda")
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(StartupError, match=r"^--device cuda: Triton needs a C compiler, gcc or clang, for what launches its kernels \(docs/gpu.md\)$"):
+        choose.choose_device("cuda")
 
 
 def test_too_little_memory_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def too_large(*_: object) -> None:
+    def too_large(*_: object, **__: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
-    monkeypatch.setattr(engine_module, "load_model", too_large)
-    with pytest.raises(StartupError, match=r"^--device cuda: .* does not fit into the GPU's memory: CUDA out of memory. Tried to allocate 2.00 GiB.$"):
-        engine_module.build_engine(ComputeSettings(model="demo", device="cpu"), open_model("demo"))
+    for name in ("KVCache", "load_model"):
+        monkeypatch.setattr(engine_module, name, too_large)
+        with pytest.raises(StartupError, match=r"^--device cuda: .* does not fit into the GPU's memory: CUDA out of memory. Tried to allocate 2.00 GiB.$"):
+            engine_module.build_engine(ComputeSettings(model="demo", device="cpu", kv_cache_memory="16MiB"), open_model("demo"))
+
+
+def test_a_kernel_that_can_not_run_is_one_line_before_anything_is_served() -> None:
+    fault = RuntimeError("out of resource: shared memory, Required: 139264,\n  Hardware limit: 101376.")
+    wanted = "^--device cuda: this GPU can't run a step: out of resource: shared memory, Required: 139264, Hardware limit: 101376.$"
+    with pytest.raises(StartupError, match=wanted), first_kernels(torch.device("cuda")):
+        raise fault
+    with pytest.raises(RuntimeError, match="out of resource"), first_kernels(CPU):  # which is a mistake of ours, with all that can be said of it
+        raise fault
+    for known in (StartupError("--quantization"), torch.OutOfMemoryError("CUDA out of memory")):
+        with pytest.raises(type(known), match=str(known)), first_kernels(torch.device("cuda")):
+            raise known
+
+
+def test_a_server_on_a_gpu_begins_with_steps_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here on the CPU's kernels. In as many blocks as there are; what they leave there is nobody's."""
+    settings, files = ComputeSettings(model="demo", kv_cache_memory="16MiB", num_threads=1, max_num_seqs=20), open_model("demo")
+    begun: list[list[int]] = []
+    run = ModelRunner.run
+
+    def run_noted(runner: ModelRunner, batch: ScheduledBatch) -> torch.Tensor:
+        begun.append([row.num_tokens for row in batch.rows])
+        return run(runner, batch)
+
+    plain = engine_module.build_engine(settings, files)
+    monkeypatch.setattr(engine_module, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(engine_module, "choose_backend", lambda *_, **__: plain.runner.model.backend)
+    monkeypatch.setattr(ModelRunner, "run", run_noted)
+    engine = engine_module.build_engine(settings, files)
+    assert begun == [[1]] * 2 + [[1] * 17] * 2 + [[1, 70]] * 2
+    prompt = ScheduledBatch((BatchRow(0, (5, 6, 7), 0, (0,), is_sampled=True),), 0)
+    assert torch.equal(engine.runner.forward(prompt).clone(), plain.runner.forward(prompt))
+    small = ModelRunner(plain.runner.model, KVCache(plain.runner.model.config, plain.runner.model.backend, num_blocks=1, block_size=16))
+    begun.clear()
+    warm_up(small, plain.row_search, 1)
+    assert begun == [[1], [1], [1, 16], [1, 16]]
+    monkeypatch.setattr(engine_module, "warm_up", no_kernel)
+    with pytest.raises(StartupError, match="^--device cuda: this GPU can't run a step: no kernel$"):
+        engine_module.build_engine(settings, files)
+
+
+def no_kernel(*_: object) -> None:
+    raise RuntimeError("no\n  kernel")
 
 
 def test_heads_that_do_not_fit_are_named() -> None:

@@ -71,6 +71,7 @@ def test_adding_to_the_residual(dtype: torch.dtype, has_norm: bool) -> None:
 def test_the_search_for_candidates(vocab_size: int, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one chunk and in several."""
     monkeypatch.setattr(search_module, "CHUNK", 32)
+    monkeypatch.setattr(search_module, "KEPT", (2,))
     assert has_held(check_search(CudaBackend(BFLOAT16, CPU), 2, vocab_size, k))
 
 

@@ -123,7 +123,7 @@ class CudaAttention:
         kernels.rotate_and_write[(len(qkv),)](
             qkv, kv, scales, cos, sin, plan.slots, plan.num_tokens, q_norm, k_norm, eps, *strides,
             **shape, NUM_HEADS=heads.num_heads, ROTARY_DIM=heads.rotary_dim or heads.head_dim, HEADS=num_rows, DIM=self.dim,
-            num_warps=warps_of(num_rows * self.dim),
+            num_warps=warps_of(num_rows * self.dim), enable_fp_fusion=True,
         )  # fmt: skip
         num_tiles, num_ranges, window = plan.tiles.shape[1], plan.parts.shape[2], window or EVERYTHING
         keys = 64 if self.dim <= 128 and self.dtype.itemsize == 2 else 32

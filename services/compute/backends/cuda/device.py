@@ -1,6 +1,8 @@
 """Whether the GPU of this machine can be used; and if not, why, in a few words. It is asked before anything of Triton is loaded."""
 
 import importlib.util
+import os
+import shutil
 
 import torch
 
@@ -18,6 +20,12 @@ def why_unusable() -> str | None:
         return _why_unavailable()
     if importlib.util.find_spec("triton") is None:
         return "the kernels need the package triton, which torch's CUDA builds bring (docs/gpu.md)"
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        return "Triton needs a C compiler, gcc or clang, for what launches its kernels (docs/gpu.md)"
+    try:
+        torch.cuda.mem_get_info()  # the first that needs the device itself
+    except RuntimeError as error:
+        return first_line(error)
     if (capability := torch.cuda.get_device_capability()) < OLDEST:
         return f"{torch.cuda.get_device_name()} has compute capability {version_of(capability)}, the kernels need {version_of(OLDEST)} (Ampere) or newer"
     return None
@@ -37,5 +45,9 @@ def _why_unavailable() -> str:
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:
-        return str(error).strip().splitlines()[0]
+        return first_line(error)
     return "there is no CUDA device"
+
+
+def first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -141,6 +141,7 @@ class CudaLinear:
             *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k, self.weight.stride(0), self.height,
             *self.words, FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
             ACTIVATION=self.activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
+            enable_fp_fusion=True,
         )  # fmt: skip
         return out
 
@@ -161,7 +162,8 @@ class CudaLinear:
         out = torch.empty((num_rows, n), dtype=self.dtype, device=product.device)
         grid = (triton.cdiv(num_rows, FINISHED_ROWS), triton.cdiv(n, FINISHED_COLUMNS))
         kernels.finish_product[grid](
-            product, *scales, self.bias, residual, out, num_rows, n, ACTIVATION=self.activation, BLOCK_M=FINISHED_ROWS, BLOCK_N=FINISHED_COLUMNS
+            product, *scales, self.bias, residual, out, num_rows, n, ACTIVATION=self.activation, BLOCK_M=FINISHED_ROWS, BLOCK_N=FINISHED_COLUMNS,
+            enable_fp_fusion=True,
         )  # fmt: skip
         return out
 

@@ -28,7 +28,8 @@ def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tenso
     k = h.shape[1]
     block = triton.next_power_of_2(k)
     kernels.prepare_rows[(len(h),)](
-        h, x, norm, out, None, None, None, h.stride(0), k, eps, multiplier, 0, GROUP=0, BLOCK=block, num_warps=warps_of(block)
+        h, x, norm, out, None, None, None, h.stride(0), k, eps, multiplier, 0, GROUP=0, BLOCK=block, num_warps=warps_of(block),
+        enable_fp_fusion=True,
     )  # fmt: skip
     return out
 
@@ -43,7 +44,7 @@ def quantize(h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None =
     block = max(block, group) if num_groups > 1 else block
     kernels.prepare_rows[(num_rows,)](
         h, None, norm, None, codes, scales, sums, h.stride(0), k, eps, 1.0, num_groups, GROUP=group if num_groups > 1 else block, BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=warps_of(block), enable_fp_fusion=True,
     )  # fmt: skip
     return QuantizedRows(codes, scales, sums)
 
@@ -64,5 +65,7 @@ class CudaRowMath:
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
         size = logits.numel()
-        kernels.finish_logits[(triton.cdiv(size, FINISHED_AT_ONCE),)](logits, size, multiplier, cap, HAS_CAP=cap != 0.0, BLOCK=FINISHED_AT_ONCE)
+        kernels.finish_logits[(triton.cdiv(size, FINISHED_AT_ONCE),)](
+            logits, size, multiplier, cap, HAS_CAP=cap != 0.0, BLOCK=FINISHED_AT_ONCE, enable_fp_fusion=True
+        )  # fmt: skip
         return logits

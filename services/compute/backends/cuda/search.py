@@ -15,6 +15,7 @@ Array = np.ndarray[Any, Any]
 Tensor = torch.Tensor
 
 CHUNK = 1024  # logits, or keys, of a program: no more than there are, no less than four times what it keeps
+KEPT = (2, 64, 256)  # of a chunk: few numbers, for each is compiled by itself
 PART, BLOCK = 8192, 1024  # of the vocabulary, whose masses are summed apart; and at a time
 
 
@@ -77,20 +78,20 @@ class CudaRowSearch:
 
 
 def largest_keys(logits: Tensor, k: int) -> Tensor:
-    """The keys of each row's largest logits, [R, a power of two from k on] int64, falling: chunk by chunk, and then among those that were found, until one
-    chunk is left."""
+    """The keys of each row's largest logits, [R, one of KEPT, or a power of two beyond] int64, falling: chunk by chunk, and then among those that were found,
+    until one chunk is left."""
     num_rows, vocab_size = logits.shape
-    kept = max(triton.next_power_of_2(k), 2)
+    kept = next((size for size in KEPT if size >= k), triton.next_power_of_2(k))
     chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
     num_chunks = triton.cdiv(vocab_size, chunk)
     keys = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
     if num_rows:
-        kernels.largest_logits[(num_rows, num_chunks)](logits.contiguous(), keys, vocab_size, num_chunks, CHUNK=chunk, KEPT=kept)
+        kernels.largest_logits[(num_rows, num_chunks)](logits.contiguous(), keys, vocab_size, num_chunks, CHUNK=chunk, KEPT=kept, enable_fp_fusion=True)
     while num_chunks > 1:
         num_keys, num_chunks = keys.shape[1], triton.cdiv(keys.shape[1], chunk)
         out = torch.empty((num_rows, num_chunks * kept), dtype=torch.int64, device=logits.device)
         if num_rows:
-            kernels.largest_keys[(num_rows, num_chunks)](keys, out, num_keys, num_chunks, CHUNK=chunk, KEPT=kept)
+            kernels.largest_keys[(num_rows, num_chunks)](keys, out, num_keys, num_chunks, CHUNK=chunk, KEPT=kept, enable_fp_fusion=True)
         keys = out
     return keys
 
@@ -100,7 +101,9 @@ def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: 
     num_parts = triton.cdiv(logits.shape[1], PART)
     out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
     if len(rows):
-        kernels.sum_masses[(len(rows), num_parts)](logits.contiguous(), rows, largest, temperatures, out, logits.shape[1], num_parts, PART=PART, BLOCK=BLOCK)
+        kernels.sum_masses[(len(rows), num_parts)](
+            logits.contiguous(), rows, largest, temperatures, out, logits.shape[1], num_parts, PART=PART, BLOCK=BLOCK, enable_fp_fusion=True
+        )  # fmt: skip
     return out
 
 

@@ -6,6 +6,8 @@ own, so it does not matter in which chunks a prompt came, or who else is in the 
 
 A layer's cache is [2, blocks, kv_heads * block_size * row] of keys and values: of each block [kv_heads, block_size, head_dim] numbers, and, where they are
 int8, [kv_heads, block_size, head_dim / group] float16 scales after them.
+
+What differs from step to step is not specialized upon: no step has a kernel of its own to be compiled while others wait.
 """
 
 import triton
@@ -148,7 +150,7 @@ def merge(largest, mass, total, other_largest, other_mass, other_total):
     return new_largest, mass, total * shrink[:, None] + other_total * other_shrink[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "table_width", "max_ranges"], do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr", "tables_ptr"])
 def attend(
     qkv_ptr, kv_ptr, kv_scales_ptr, tiles_ptr, contexts_ptr, tables_ptr, out_ptr, parts_ptr, stats_ptr,
     num_tiles, table_width, max_ranges, kv_stride, block_stride, window, scale, cap,
@@ -205,7 +207,7 @@ def attend(
             tl.store(out_ptr + (token * NUM_HEADS * HEAD_DIM + head * HEAD_DIM)[:, None] + at[None, :], rounded(out, out_ptr.dtype.element_ty), mask=is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tiles", "max_ranges"], do_not_specialize_on_alignment=["tiles_ptr", "contexts_ptr"])
 def merge_ranges(
     tiles_ptr, contexts_ptr, parts_ptr, stats_ptr, out_ptr, num_tiles, max_ranges, window,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,

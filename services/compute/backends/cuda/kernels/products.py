@@ -1,7 +1,8 @@
 """Linear layers: x @ weight.T, with weights dense, in int8 by output column, in groups of inputs, or in FP8; bias, gate and residual in the epilogue.
 
 A program makes one tile of the result. Each sum goes over the inputs from first to last, and no program divides it: what a row gets does not depend on how
-many rows there are. Sums of int8 products are exact in int32, a group's result is then added in float32, group after group.
+many rows there are, and nothing is compiled for their number. Sums of int8 products are exact in int32, a group's result is then added in float32, group after
+group.
 """
 
 import triton
@@ -143,7 +144,7 @@ def multiply_tile(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def multiply(
     x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n, k, w_stride, height,
     low_values, high_values,
@@ -172,7 +173,7 @@ def multiply(
     store_tile(total, residual_ptr, out_ptr, all_rows, all_columns, num_rows, n)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def finish_product(
     product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -49,7 +49,7 @@ def prepare_rows(
             tl.store(sums_ptr + row * num_groups + group, tl.sum(codes, 1), mask=group < num_groups)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])
 def finish_logits(logits_ptr, size, multiplier, cap, HAS_CAP: tl.constexpr, BLOCK: tl.constexpr):
     """cap * tanh(multiplier * logit / cap), in place. logits: [size] float32."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,0 +1,52 @@
+"""Steps of every kind before a GPU's server says that it is ready: so no request waits for a kernel to be compiled, and what can't run there is said at once,
+instead of ending one server after the other with the first requests.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from services.compute.backends.backend import RowSearch
+from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.candidates.reduction import begin_reduction
+from services.compute.model_runner import ModelRunner
+from services.compute.sequence import Sequence
+from shared.errors import StartupError
+from shared.sampling_params import SamplingParams
+
+SINGLES = (1, 17, 65)  # tokens of a step: products have one tile up to 16 rows, one up to 64, and one for more
+CHUNK = 70  # tokens, beside a single one
+DRAWS = (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, top_p=0.9, logprobs=2), SamplingParams(max_tokens=1, top_k=256))
+
+
+def warm_up(runner: ModelRunner, search: RowSearch, max_num_seqs: int) -> None:
+    """Run them, of so many sequences at most. What they write lies in blocks that nobody holds yet."""
+    longest = min(CHUNK, runner.kv_cache.num_blocks * runner.kv_cache.block_size)
+    for lens in (*([1] * count for count in SINGLES if count <= max_num_seqs), [1, longest]):
+        for _ in range(2):  # a recording is made, and used
+            run_step(runner, search, lens)
+
+
+def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
+    """One step of sequences of so many tokens each, and all draws from it."""
+    table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
+    rows = tuple(BatchRow(handle, (0,) * length, 0, table, is_sampled=True) for handle, length in enumerate(lens))
+    batch = ScheduledBatch(rows, lens.count(1))
+    hidden = runner.run(batch)
+    for params in DRAWS:
+        sequences = [Sequence(row.handle, "", list(row.token_ids), row.num_tokens, params) for row in rows]
+        begin_reduction(runner.logits(batch, hidden), sequences, search).finish()
+
+
+@contextmanager
+def first_kernels(device: torch.device) -> Iterator[None]:
+    """On a GPU raises StartupError, in one line, for whatever keeps a kernel from running: of the compiler, of the driver, of the kernel itself."""
+    try:
+        yield
+    except (StartupError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if device.type != "cuda":
+            raise
+        raise StartupError(f"--device cuda: this GPU can't run a step: {' '.join(str(error).split()) or repr(error)}") from error
