@@ -103,7 +103,7 @@ def test_the_largest_step_works_in_what_was_counted(quantization: str) -> None:
 
 def test_torch_counts_its_rows() -> None:
     layers = [FLOAT32.make_linear(Dense(torch.zeros(n, 100))) for n in (300, 900)]
-    step = LargestStep(layers[:1], layers[1], None, None, num_tokens=50, num_logits=10, max_model_len=100)
+    step = LargestStep(layers[:1], [], layers[1], None, None, num_tokens=50, num_logits=10, max_model_len=100)
     assert FLOAT32.workspace_bytes(step) == 50 * 400 * 8
 
 

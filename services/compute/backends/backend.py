@@ -194,6 +194,7 @@ class LargestStep:
     """What working memory follows from."""
 
     linears: list[Linear]  # that get all of its tokens
+    mlps: list[Mlp]  # which they are parts of, in part
     head: Linear  # that gets num_logits of them
     attention: Attention
     stack: Stack | None

@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen2MoeConfig
 
 from bench.gpu.models import LoadedModel, check_flight, check_model, make_prompts
+from services.compute.backends.backend import LargestStep
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
+from services.compute.models.moe import MoeMlp
 from shared.sampling_params import SamplingParams
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import reference_model
@@ -54,3 +56,24 @@ def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(m
     assert len(stack.recordings) == 1 and len(runs) == 2
     expected = LoadedModel(model, FLOAT32).answer(make_prompts(64, (3, 4, 5)), 4)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
+
+
+def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU it says how much memory is left for the KV cache. What a mixture of experts takes between them is measured too."""
+    config = Qwen2MoeConfig(
+        **SIZES | {"num_hidden_layers": 1}, num_experts=2, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16
+    )
+    reference_model("qwen2-moe", tmp_path, config=config)
+    backend, run_experts = CudaBackend(torch.bfloat16, CPU), MoeMlp._run_experts
+    steps: list[LargestStep] = []
+    mixed: list[int] = []
+
+    def run_noted(mlp: MoeMlp, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        mixed.append(len(x))
+        return run_experts(mlp, x, chosen)
+
+    monkeypatch.setattr(backend, "workspace_bytes", steps.append)
+    monkeypatch.setattr(MoeMlp, "_run_experts", run_noted)
+    LoadedModel(tmp_path, backend).model.workspace_bytes(3, 1, 64)
+    backend._run_largest(steps[0])
+    assert mixed == [3, 1]

@@ -111,16 +111,21 @@ class CudaBackend:
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:
-        """Each shape of layer with all tokens and with one, attention, the head and the search."""
+        """Each shape of layer and of MLP with all tokens and with one, attention, the head and the search."""
         shapes = {}
         for linear in step.linears:
             assert isinstance(linear, CudaLinear)
             shapes[linear.form, linear.num_outputs, linear.k, linear.activation] = linear
+        assert isinstance(step.head, CudaLinear)
+        hidden, mlps = step.head.k, {tuple(mlp.linears): mlp for mlp in step.mlps}  # of a mixture each token goes to several experts
         for num_tokens in (step.num_tokens, 1):
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
-                linear(x, norm=torch.ones_like(x[0]))
-        assert isinstance(step.attention, CudaAttention) and isinstance(step.head, CudaLinear)
+                linear(x, norm=torch.ones_like(x[0]), eps=1e-6)
+            for mlp in mlps.values():
+                x = torch.zeros((num_tokens, hidden), dtype=self.dtype, device=self.device)
+                mlp(x, norm=torch.ones_like(x[0]), eps=1e-6)
+        assert isinstance(step.attention, CudaAttention)
         heads = step.attention.heads
         num_blocks = -(-step.num_tokens // RESERVED_BLOCK)
         kv = self.make_kv_layer(num_blocks, RESERVED_BLOCK, heads.num_kv_heads, heads.head_dim, group=0)
