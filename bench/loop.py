@@ -1,7 +1,8 @@
 """The compute loop alone, in a process of its own: what bench.pipeline compares the pipeline with.
 
 Scheduler, runner and reduction are the service's, built from the same flags; decisions are taken at once. The process has the threads and the
-niceness that `penstock up` gives compute. It answers each line on its standard input, {"streams": 8, "num_in": 128, "num_out": 128}, with one of JSON.
+niceness that `penstock up` gives compute. Where the device draws, a step is in flight. It answers each line on its standard input,
+{"streams": 8, "num_in": 128, "num_out": 128}, with one of JSON.
 """
 
 import contextlib
@@ -56,6 +57,7 @@ class Loop:
 def main() -> None:
     import torch
 
+    from bench.gpu.steps import Steps
     from services.compute.batch import ScheduledBatch
     from services.compute.candidates.reduction import reduce
     from services.compute.engine import build_engine
@@ -68,6 +70,7 @@ def main() -> None:
     settings = load_settings(ComputeSettings)
     engine = build_engine(settings, open_model(settings.model, weights=True))
     seconds: dict[str, float] = {}
+    draws = engine.runner.model.backend.device.type == "cuda"
 
     def decide(batch: ScheduledBatch, sampled: list[Sequence]) -> list[int]:
         started = time.perf_counter()
@@ -84,10 +87,13 @@ def main() -> None:
         params = SamplingParams(max_tokens=asked["num_out"], temperature=0.0)
         seconds |= {"forward": 0.0, "reduce": 0.0}
         num_steps, started, cpu = 0, time.perf_counter(), time.process_time()
+        steps = Steps(engine.scheduler, engine.runner, engine.row_search, is_ahead=True)
         for number, prompt in enumerate(prompts(asked["streams"], asked["num_in"])):
             engine.scheduler.add(Sequence(number, str(number), prompt, len(prompt), params))
-        while run_step(engine.scheduler, decide) is not None:
+        while engine.scheduler.num_unfinished:
+            steps.step() if draws else run_step(engine.scheduler, decide)
             num_steps += 1
+        seconds["forward"] += (time.perf_counter() - started) * draws
         print(json.dumps({"seconds": time.perf_counter() - started, "cpu": time.process_time() - cpu, "steps": num_steps, **seconds}), flush=True)
 
 

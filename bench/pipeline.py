@@ -15,6 +15,9 @@ at most three times, and the quietest counts.
 
     python -m bench.pipeline --rounds 3
     python -m bench.pipeline --shape smollm2-135m --streams 64 --quantization w8a8 --run-ahead 0
+    python -m bench.pipeline --device cuda --shape llama-3-8b --streams 1 32 256 --kv-cache-memory 12GiB
+
+On a GPU, which holds the model twice then, the loop has a step in flight as well, and only its whole time is told.
 """
 
 import argparse
@@ -258,13 +261,16 @@ def main() -> None:
     parser.add_argument("--shape", default="qwen2.5-0.5b", help="of a model that is made (default: %(default)s)")
     parser.add_argument("--model", type=Path, help="a folder to use instead")
     parser.add_argument("--quantization", default="none", help="of weights, on both sides (default: %(default)s)")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of both sides (default: %(default)s)")
+    parser.add_argument("--kv-cache-memory", default="1GiB", help="of each side (default: %(default)s)")
     parser.add_argument("--run-ahead", type=int, help="of the pipeline's compute; by default the product's")
     args = parser.parse_args()
     with whole_machine(), tempfile.TemporaryDirectory() as folder:
         model = args.model or Path(folder) / args.shape
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True, stderr=subprocess.DEVNULL)
-        flags = ["--model", str(model), "--dtype", "bfloat16", "--quantization", args.quantization, "--no-prefix-caching", "--kv-cache-memory", "1GiB"]
+        flags = ["--model", str(model), "--dtype", "bfloat16", "--quantization", args.quantization, "--no-prefix-caching"]
+        flags += ["--device", args.device, "--kv-cache-memory", args.kv_cache_memory]
         if args.run_ahead is not None:
             flags += ["--run-ahead", str(args.run_ahead)]
         loop = Loop(flags, Path(folder) / "loop.log")
@@ -278,7 +284,14 @@ def main() -> None:
             loop.close()
     for streams, figures in found.items():
         show(streams, figures)
-    head = {"model": model.name, "quantization": args.quantization, "run_ahead": args.run_ahead, "rounds": args.rounds, "threads": loop.num_threads}
+    head = {
+        "model": model.name,
+        "device": args.device,
+        "quantization": args.quantization,
+        "run_ahead": args.run_ahead,
+        "rounds": args.rounds,
+        "threads": loop.num_threads,
+    }
     rounded = {streams: {name: round(value, 4) for name, value in figures.items()} for streams, figures in found.items()}
     print(json.dumps(head | {"streams": rounded}))
 

@@ -1,7 +1,9 @@
 """How fast each kernel and whole steps are, beside what the device was measured to reach. Needs a GPU; random weights, for speed does not depend on them."""
 
+import gc
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -235,11 +237,12 @@ def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int]
     """Decoding at CONTEXT tokens by batch, and a prompt of CONTEXT tokens: scheduled, computed, drawn, read."""
     shape, model, found = SHAPES[name], random_model(backend, name, mode), []
     blocks = CONTEXT // BLOCK_SIZE + 3 * STEPS // BLOCK_SIZE + 1  # what a sequence comes to
-    num_blocks = min(max(batches) * blocks, int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape))
+    num_blocks = min(max(batches) * blocks, room_for_blocks(backend, shape))
     runner = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE))
     for batch, num_computed in [*((batch, CONTEXT - 1) for batch in batches), (1, 0)]:
         if batch * blocks > num_blocks:
-            continue  # the cache of so many does not fit beside this model
+            print(f"{name}, {mode}: the cache of {batch} sequences does not fit beside the model", file=sys.stderr)
+            continue
         device_ms = statistics.median(device_times(runner, backend, batch, num_computed, num_blocks))
         walls = [
             statistics.median(step_walls(runner, backend, batch, num_computed, num_blocks, is_ahead=is_ahead))
@@ -300,10 +303,17 @@ def cache_block_bytes(backend: CudaBackend, shape: Shape) -> int:
     return shape.num_layers * BLOCK_SIZE * backend.kv_token_bytes(shape.num_kv_heads, shape.head_dim, group=0)
 
 
+def room_for_blocks(backend: CudaBackend, shape: Shape) -> int:
+    """What fits into most of the memory that nobody holds. What the model before this one held is torch's until it is told to give it back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape)
+
+
 def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *, is_ahead: bool) -> dict[str, float]:
     """All requests at once, in bf16, through the scheduler. Times are from the beginning. is_ahead: with a step in flight."""
     shape, model = SHAPES[name], random_model(backend, name, "none")
-    num_blocks = int(0.8 * free_memory(backend.device)) // cache_block_bytes(backend, shape)
+    num_blocks = room_for_blocks(backend, shape)
     runner = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE))
     scheduler = make_scheduler(num_blocks)
     first: dict[int, float] = {}
