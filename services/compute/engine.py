@@ -106,7 +106,7 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, engine: Engine) ->
     said = {
         "version": version("penstock"), "config": files.config, "weights": [(file.name, file.stat().st_size) for file in weights],
         "settings": {name: getattr(settings, name) for name in names}, "backend": type(backend).__name__,
-        "gpu": torch.cuda.get_device_capability(backend.device) if backend.device.type == "cuda" else None,
+        "gpu": (torch.cuda.get_device_capability(backend.device), torch.__version__, version("triton")) if backend.device.type == "cuda" else None,
     }  # fmt: skip
     digest = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
     return f"fp_{digest}{BATCH_VARIANT if settings.allow_batch_variance else ''}"

@@ -10,6 +10,7 @@ from bench.gpu.models import LoadedModel, check_flight, check_model, make_prompt
 from services.compute.backends.backend import LargestStep
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
+from services.compute.backends.torch.attention import AttentionInputs
 from services.compute.models.moe import MoeMlp
 from shared.sampling_params import SamplingParams
 from tests.kernels.backends import CPU, FLOAT32
@@ -56,6 +57,19 @@ def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(m
     assert len(stack.recordings) == 1 and len(runs) == 2
     expected = LoadedModel(model, FLOAT32).answer(make_prompts(64, (3, 4, 5)), 4)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
+
+
+def test_a_recording_belongs_to_its_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To all of its layers: another cache may begin where one that is gone began."""
+    stack = LoadedModel(model, CudaBackend(torch.bfloat16, CPU)).model.stack
+    assert isinstance(stack, CudaStack)
+    monkeypatch.setattr(CudaStack, "run", lambda _self, x, *_: x)
+    angles = torch.zeros(1, 8)
+    plan = stack.attention.plan(AttentionInputs([1], [1], [(0,)], torch.zeros(1, dtype=torch.int64), ((angles, angles),)), 16)
+    first, second, third = (torch.zeros(2, 4, 2 * 16 * 16) for _ in range(3))
+    for number, layers in enumerate(([first, second], [first, second], [first, third], [first[:, :2], second]), start=1):
+        stack(torch.zeros(1, 32), layers, plan)
+        assert len(stack.recordings) == max(1, number - 1)
 
 
 def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ class CudaStack:
             return self.run(x, kv_layers, plan)
         held = self.buffers.take("stack", (plan.shape[0], x.shape[1]), x.dtype)
         held[: len(x)].copy_(x)
-        key = (*plan.shape, kv_layers[0].data_ptr())
+        key = (*plan.shape, kv_layers[0].shape, *[kv.data_ptr() for kv in kv_layers])
         return self.recordings.run(key, lambda: self.run(held, kv_layers, plan), lambda: self.buffers.generation)[: len(x)]
 
     def run(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan) -> Tensor:
