@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.backends.cuda.attention import RANGE
+from services.compute.backends.cuda.attention import RANGE, SPLITS
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
@@ -324,6 +324,7 @@ ATTENTIONS = (
 ATTENTIONS_ON_DEVICE = (
     AttentionCase(Heads(8, 2, 128), (2 * RANGE + 100, 50), (1, 1)),
     AttentionCase(Heads(3, 1, 64), (2 * RANGE + 1, 2 * RANGE), (2, 1), window=RANGE + 10),
+    AttentionCase(Heads(4, 1, 64), (SPLITS * RANGE + 700,), (1,)),
     AttentionCase(Heads(32, 8, 128), tuple(100 + 37 * number for number in range(33)), (1,) * 33),
     AttentionCase(Heads(28, 4, 128), (4000,), (1500,), kv_group=64),
 )
