@@ -283,14 +283,15 @@ async def kept_connections_are_not_stale(site: Site) -> None:
     async with site.client() as client:
 
         async def ask() -> int:
-            return (await client.post("/v1/completions", json={"model": MODEL})).status_code  # refused at the gateway: it wants a prompt
+            # Answered, not refused: Caddy 2.6 may drop an answer that is there before its client's body has ended
+            return (await client.post("/v1/completions", json=BODY | {"max_tokens": 1})).status_code
 
         for idle_s in IDLE_S:
             for early_s in (0.02, 0.0, -0.02):
                 await asyncio.gather(*(ask() for _ in range(NUM_IDLE)))
                 await asyncio.sleep(idle_s - early_s)
                 statuses = await asyncio.gather(*(ask() for _ in range(NUM_IDLE)))
-                assert set(statuses) == {400}, f"after {idle_s - early_s:g} s: {sorted(statuses)}"
+                assert set(statuses) == {200}, f"after {idle_s - early_s:g} s: {sorted(statuses)}"
     site.say(f"{NUM_IDLE} requests at once on connections that were idle for {' and '.join(f'{each:g}' for each in IDLE_S)} s: all answered")
 
 
