@@ -1,8 +1,9 @@
 """Does every kernel compile for the GPUs that we name, and does it fit? No GPU is needed: Triton's wheel brings NVIDIA's assembler.
 
 Each launch of the backend is compiled instead of run. Prints shared memory, registers, spilled bytes, and the matrix instruction. Fails where one does not
-compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; where sums of floats are not left to the
-same instruction by every tile; where FP8 is not refused on a device that lacks it; and where a step compiles what a server's first steps have not.
+compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; where tiles of one form leave their sums
+of floats to other instructions, or add and multiply otherwise what follows; where FP8 is not refused on a device that lacks it; and where a step compiles what
+a server's first steps have not.
 
     python -m tests.kernels.cuda.compiled [80 89 90]
 """
@@ -81,6 +82,7 @@ class Compiler:
         self.capability = capability
         self.seen: set[str] = set()
         self.instructions: dict[tuple[Any, ...], set[str]] = defaultdict(set)  # by what must be computed alike
+        self.operations: dict[tuple[Any, ...], set[tuple[float, ...]]] = defaultdict(set)  # of an element, by the same
         self.num_wrong = 0
         self.launch = JITFunction.run
 
@@ -97,6 +99,11 @@ class Compiler:
         instruction = next((name for name in ("wgmma", "tcgen05", "mma.sync") if name in compiled.asm["ptx"]), "-")
         if kernel.__name__ == "attend" or (kernel.__name__ == "multiply" and options["FORM"] in FLOAT_FORMS):
             self.instructions[kernel.__name__, args[0].dtype, options.get("FORM"), options.get("DIM")].add(instruction)
+        if kernel.__name__ == "multiply":
+            elements = options["BLOCK_M"] * options["BLOCK_N"] / (32 * options["num_warps"])
+            given = (args[0].dtype, *(each is None for each in args[:10]), *(options[name] for name in ("FORM", "FIRST", "GROUP", "ACTIVATION")))
+            depth = options["BLOCK_K"] if options["FORM"] == Form.FLOAT8_BLOCKS else None  # is the group
+            self.operations[*given, depth].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
         keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
         self.num_wrong += not (fits and keeps_sums_short)
@@ -104,6 +111,11 @@ class Compiler:
         memory = f"shared {compiled.metadata.shared:6}{'' if fits else ' TOO MUCH'}{'' if keeps_sums_short else ' LONG SUMS'}"
         print(f"sm_{self.capability} {kernel.__name__:17} {memory} registers {registers:>3} spilled {spilled:>4} {instruction:8} {shown}", flush=True)
         return compiled
+
+
+def operations_in(ptx: str) -> tuple[int, ...]:
+    """How many fused multiply-adds, multiplications and additions of float32 there are; some come in pairs. What is fused is rounded once."""
+    return tuple(len(re.findall(rf"\b{name}\.f32 ", ptx)) + 2 * len(re.findall(rf"\b{name}\.f32x2 ", ptx)) for name in (r"fma\.rn", r"mul", r"add"))
 
 
 def begins_with_zeros(ttir: str) -> bool:
@@ -213,6 +225,10 @@ def main() -> int:
             if len(instructions) > 1:
                 compiler.num_wrong += 1
                 print(f"sm_{capability}: {kind} by {sorted(instructions)}")
+        for kind, operations in compiler.operations.items():
+            if len(operations) > 1:
+                compiler.num_wrong += 1
+                print(f"sm_{capability}: {kind} by other operations in other tiles: {sorted(operations)}")
         num_wrong += compiler.num_wrong
         print(f"sm_{capability}: {len(compiler.seen)} compiled, {compiler.num_wrong} wrong")
     return 1 if num_wrong else 0

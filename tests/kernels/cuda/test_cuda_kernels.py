@@ -76,7 +76,10 @@ def test_the_search_for_candidates(vocab_size: int, k: int, monkeypatch: pytest.
     assert has_held(check_search(CudaBackend(BFLOAT16, CPU), 2, vocab_size, k))
 
 
-def test_the_draws_are_the_hosts() -> None:
+def test_the_draws_are_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mass of all in several parts."""
+    monkeypatch.setattr(search_module, "PART", 64)
+    monkeypatch.setattr(search_module, "BLOCK", 32)
     assert has_held(check_draws(CudaBackend(BFLOAT16, CPU), 9, 250))
 
 

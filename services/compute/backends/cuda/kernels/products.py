@@ -21,7 +21,7 @@ TOGETHER = tl.constexpr(8)  # tiles of rows that come one after the other for ea
 
 
 @triton.jit
-def multiply_plain(x_ptr, w_ptr, rows, columns, k, IS_INT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, IS_INT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
     """x [T, k] and w [n, k] in one dtype. Returns [BLOCK_M, BLOCK_N] float32, or int32."""
     steps = tl.arange(0, BLOCK_K)
     x_at = x_ptr + rows[:, None].to(tl.int64) * k + steps[None, :]
@@ -29,7 +29,7 @@ def multiply_plain(x_ptr, w_ptr, rows, columns, k, IS_INT: tl.constexpr, BLOCK_M
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.int32 if IS_INT else tl.float32)
     for start in range(0, k, BLOCK_K):
         is_in = steps < k - start
-        x = tl.load(x_at + start, mask=is_in[None, :], other=0)
+        x = tl.load(x_at + start, mask=is_row[:, None] & is_in[None, :], other=0)
         w = tl.load(w_at + start, mask=is_in[:, None], other=0)
         total = dot(x, w, total)
     return total
@@ -49,7 +49,7 @@ def four_bit_values(w_at, is_in, low_values, high_values, FIRST: tl.constexpr):
 
 @triton.jit
 def multiply_groups(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, columns, k, w_stride, low_values, high_values,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, w_stride, low_values, high_values,
     IS_FOUR_BIT: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Int8 x with a scale for each row and group. w: [n, k] int8, or [n, ceil(k / 2)] pairs of codes, w_stride
@@ -65,7 +65,7 @@ def multiply_groups(
     total = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for group in range(num_groups):
         start = group * GROUP
-        x = tl.load(x_at + start, mask=(steps < k - start)[None, :], other=0)
+        x = tl.load(x_at + start, mask=is_row[:, None] & (steps < k - start)[None, :], other=0)
         if IS_FOUR_BIT:  # what a last byte's upper half holds is multiplied by 0
             w_at = w_ptr + columns[:, None].to(tl.int64) * w_stride + group * (GROUP // 2) + half_steps[None, :]
             w = four_bit_values(w_at, (half_steps < w_stride - group * (GROUP // 2))[None, :], low_values, high_values, FIRST)
@@ -89,7 +89,7 @@ def multiply_groups(
 
 @triton.jit
 def multiply_float8(
-    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, columns, k, height,
+    x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, height,
     HAS_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """x [T, k] and w [n, k] in e4m3, with a scale for each row and each column; or (HAS_BLOCKS) for each BLOCK_K inputs of a row, and of `height` columns.
@@ -105,7 +105,7 @@ def multiply_float8(
     for group in range(num_groups):
         start = group * BLOCK_K
         is_in = steps < k - start
-        x = tl.load(x_at + start, mask=is_in[None, :], other=0.0)
+        x = tl.load(x_at + start, mask=is_row[:, None] & is_in[None, :], other=0.0)
         w = tl.load(w_at + start, mask=is_in[:, None], other=0.0)
         part = dot(x, w, tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32))
         if HAS_BLOCKS:
@@ -121,22 +121,23 @@ def multiply_float8(
 
 @triton.jit
 def multiply_tile(
-    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns, k, w_stride, height, low_values, high_values,
+    x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, w_stride, height,
+    low_values, high_values,
     FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of the product, with the bias. Returns [BLOCK_M, BLOCK_N] float32."""
+    """Rows and columns of the product, with the bias. is_row: [BLOCK_M], which of the rows are read. Returns [BLOCK_M, BLOCK_N] float32."""
     if FORM == DENSE:
-        total = multiply_plain(x_ptr, w_ptr, rows, columns, k, False, BLOCK_M, BLOCK_N, BLOCK_K)
+        total = multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, False, BLOCK_M, BLOCK_N, BLOCK_K)
     elif FORM == COLUMNS:
-        exact = multiply_plain(x_ptr, w_ptr, rows, columns, k, True, BLOCK_M, BLOCK_N, BLOCK_K)
+        exact = multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, True, BLOCK_M, BLOCK_N, BLOCK_K)
         total = exact.to(tl.float32) * tl.load(x_scales_ptr + rows)[:, None] * tl.load(w_scales_ptr + columns)[None, :]
     elif FORM >= FLOAT8:
         total = multiply_float8(
-            x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, columns, k, height, FORM == FLOAT8_BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K
+            x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, height, FORM == FLOAT8_BLOCKS, BLOCK_M, BLOCK_N, BLOCK_K
         )  # fmt: skip
     else:
         total = multiply_groups(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, columns, k, w_stride, low_values, high_values,
+            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, w_stride, low_values, high_values,
             FORM == FOUR_BIT, FIRST, GROUP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
     if bias_ptr is not None:
@@ -158,16 +159,16 @@ def multiply(
     row_tile, column_tile = tl.swizzle2d(number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER)
     all_rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     all_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows, columns = all_rows % num_rows, all_columns % n  # what lies beyond is computed from something else, and not stored
+    # What lies beyond is computed from something else, and not stored; of rows that are not there nothing is read: of one row a tile would be twice its weights
+    rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
     total = multiply_tile(
-        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns, k, w_stride, height, low_values, high_values,
-        FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+        x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, w_stride, height,
+        low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
     )  # fmt: skip
     if ACTIVATION is not None:
         up = multiply_tile(
-            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, columns + n, k, w_stride, height, low_values,
-            high_values,
-            FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
+            x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns + n, k, w_stride, height,
+            low_values, high_values, FORM, FIRST, GROUP, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         total = activated(total, ACTIVATION) * up
     store_tile(total, residual_ptr, out_ptr, all_rows, all_columns, num_rows, n)
