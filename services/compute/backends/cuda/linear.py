@@ -141,7 +141,7 @@ class CudaLinear:
             *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k, self.weight.stride(0), self.height,
             *self.words, FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
             ACTIVATION=self.activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-            enable_fp_fusion=True,
+            enable_fp_fusion=self.weight.dtype == torch.float32,  # whose sums are multiply-adds; else one tile would be fused where another is not
         )  # fmt: skip
         return out
 
