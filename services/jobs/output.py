@@ -36,7 +36,7 @@ def answered(key: str, custom_id: str, status: int, body: Any, totals: Totals) -
 
 def not_answered(key: str, custom_id: str, code: str, message: str) -> Answer:
     """A request that was not executed."""
-    return _answer(key, custom_id, None, {"code": code, "message": message}, Totals(failed=1))
+    return _answer(key, custom_id, None, {"code": code, "message": message}, Totals(not_executed=1))
 
 
 def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals) -> Answer:

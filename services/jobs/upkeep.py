@@ -71,7 +71,7 @@ def backlog_of(batches: list[Batch]) -> Backlog | None:
     """What waits of those that have not ended."""
     if not batches:
         return None
-    waiting = sum(batch.total - batch.totals.completed - batch.totals.failed for batch in batches)
+    waiting = sum(batch.total - batch.totals.num_lines for batch in batches)
     return Backlog(waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches))
 
 

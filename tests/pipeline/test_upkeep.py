@@ -74,8 +74,8 @@ def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "re
         await office.batches.move("batch_old", ("validating",), "in_progress", total=10)
         async with office.client.pipeline(transaction=False) as pipe:
             for counts in ({"completed": 3, "failed": 1}, {"completed": 2, "failed": 0}, {"completed": 3, "failed": 2}):  # the second: by who begins again
-                queue_note(pipe, "batch_old", counts, is_closing=False)
-            queue_note(pipe, "batch_of_nobody", {"completed": 3}, is_closing=False)
+                queue_note(pipe, "batch_old", counts)
+            queue_note(pipe, "batch_of_nobody", {"completed": 3})
             await pipe.execute()
 
     async def end(office: Office) -> None:

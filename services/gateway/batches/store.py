@@ -41,11 +41,16 @@ class Totals:
     """Of a batch, or of a part of it."""
 
     completed: int = 0
-    failed: int = 0
+    failed: int = 0  # with an error of their own, or a stage's
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    not_executed: int = 0  # their batch was cancelled, or has expired
+
+    @property
+    def num_lines(self) -> int:
+        return self.completed + self.failed + self.not_executed
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -119,7 +124,7 @@ class Batch:
             "created_at": record.created_at,
             "expires_at": record.expires_at,
             **{f"{status}_at": self.times.get(status) for status in statuses},
-            "request_counts": {"total": self.total, "completed": totals.completed, "failed": totals.failed},
+            "request_counts": {"total": self.total, "completed": totals.completed, "failed": totals.failed + totals.not_executed},
             "usage": {
                 "input_tokens": totals.input_tokens,
                 "input_tokens_details": {"cached_tokens": totals.cached_tokens},
