@@ -6,15 +6,14 @@ costs time, and nothing else. So tasks have no results, and their messages are a
 
 from typing import TYPE_CHECKING, Any
 
-from shared.streams import CELERY_PREFIX, batch_queued_key
+from shared.streams import CELERY_PREFIX, JOB_QUEUE, batch_queued_key
 
 if TYPE_CHECKING:
     from celery import Celery
 
-QUEUE = "jobs"
 RUN_BATCH = "penstock.run_batch"
 TASK_VISIBILITY_S = 300  # after which a task that a dead worker had is another's: beyond the longest, which ends itself after a minute
-QUEUED_S = 60  # after which a task may be sent once more, should the first one be lost
+QUEUED_S = 60  # after which a task may be sent once more, should the first one be lost; the sweep says when it is not
 
 
 def make_queue(redis_url: str) -> "Celery":
@@ -23,7 +22,7 @@ def make_queue(redis_url: str) -> "Celery":
 
     app = Celery("penstock", broker=broker_url(redis_url), set_as_current=False)
     app.conf.update(
-        task_default_queue=QUEUE,
+        task_default_queue=JOB_QUEUE.removeprefix(CELERY_PREFIX),
         task_ignore_result=True,
         task_acks_late=True,
         task_reject_on_worker_lost=True,

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from redis.exceptions import RedisError
 
 from shared.errors import Invalid
-from shared.line import DENIED, reason_of
+from shared.line import DENIED, reason_of, without_command
 from shared.messages import Control, Replica, decode, encode
 from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
 from shared.telemetry import get_logger
@@ -137,7 +137,7 @@ class Heartbeat(threading.Thread):
         if isinstance(error, DENIED):
             log.error("Redis refuses, ending the process", error=reason_of(error))
         else:
-            log.exception("the heartbeat failed, ending the process", error=error)
+            log.exception("the heartbeat failed, ending the process", error=repr(without_command(error)))
         os._exit(1)
 
     def beat(self) -> None:

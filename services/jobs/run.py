@@ -30,6 +30,7 @@ from services.jobs.patience import persist
 from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.spans import BatchSpans, spans_of
 from shared.errors import Invalid, Lost, Rejected
+from shared.line import without_command
 from shared.messages import RequestError
 from shared.sampling_params import SEEDS
 from shared.streams import batch_key, batch_lease_key, upkeep_key
@@ -357,7 +358,7 @@ class BatchRun:
 
     def _broken(self, line: Line, error: Exception) -> Answer:
         """A mistake of ours, at one line: the others go on."""
-        log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(error))
+        log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(without_command(error)))
         return self._refused(line, RequestError("internal error"))
 
     async def _settle(self, block: Block, place: int, answer: Answer) -> None:
