@@ -3,7 +3,9 @@
 import json
 import ssl
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from pydantic import SecretStr
 
 from services import cli
 from services.gateway.auth import KeyRing
+from services.gateway.batches.store import MAX_RUNNING
 from services.gateway.server import check_tls
 from shared.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.errors import StartupError
@@ -145,6 +148,10 @@ def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -
         site.path.chmod(0o666)
         time.sleep(1.1)
         assert site.get("/v1/models", key).status_code == 200, "what everybody may write was read"
+        site.path.chmod(0o600)  # as the log asks for
+        wait_until(lambda: site.get("/v1/models", key).status_code == 401, description="the file is read, though only its mode has changed")
+        site.path.write_text(good)
+        wait_until(lambda: site.get("/v1/models", key).status_code == 200, description="the key is good again")
         site.path.unlink()
         time.sleep(1.1)
         assert (site.get("/v1/models", key).status_code, site.get("/v1/models").status_code) == (200, 401)
@@ -282,6 +289,26 @@ def test_files_and_batches_are_the_tenants_own(site: Site) -> None:
     assert site.get(f"/v1/files/{file_id}/content", owner, site.second).content == b"{}"
     assert site.get("/v1/batches", owner, site.second).json()["data"][0]["id"] == batch_id
     assert site.post(f"/v1/batches/{batch_id}/cancel", {}, owner).json()["status"] == "cancelling"
+
+
+def test_no_more_than_a_hundred_batches_of_a_tenant_run_however_they_are_asked_for(site: Site) -> None:
+    owner = site.key("many-batches")
+    upload = site.http.post(site.deployment.url() + "/v1/files", files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"}, headers=bearer(owner))
+    body = {"input_file_id": upload.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    with ThreadPoolExecutor(16) as pool:
+        gateways = [(site.first, site.second)[number % 2] for number in range(MAX_RUNNING + 15)]
+        replies = list(pool.map(lambda gateway: site.post("/v1/batches", body, owner, gateway), gateways))
+    assert Counter(each.status_code for each in replies) == {200: MAX_RUNNING, 429: 15}
+    found: list[str] = []
+    while True:
+        page = site.get(f"/v1/batches?limit=30{f'&after={found[-1]}' if found else ''}", owner).json()
+        found += [each["id"] for each in page["data"]]
+        if not page["has_more"]:
+            break
+    assert sorted(found) == sorted(each.json()["id"] for each in replies if each.status_code == 200)
+    assert site.get("/v1/batches?after=batch_of_nobody", owner).status_code == 400
+    site.post(f"/v1/batches/{found[0]}/cancel", {}, owner)
+    assert site.post("/v1/batches", body, owner).status_code == 429, "it is ended by a worker, and there is none"
 
 
 def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:

@@ -117,7 +117,7 @@ def works(deployment: Deployment) -> None:
         next(iter(stream))
         stream.close()
         print("ok: responses stored, gone on with, cancelled and deleted; a client that went away")
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "The", "max_tokens": 5}}
+        line: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "The", "max_tokens": 5}}
         file = client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", description="a batch", timeout_s=60)

@@ -123,7 +123,7 @@ async def pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
 
 @router.delete("/{file_id}")
 async def delete(file_id: str, request: Request) -> JSONResponse:
-    """Remove a file. A batch that was created with it goes on: it has what it needs."""
+    """Remove a file. A batch that was created with it goes on once its input has been checked: from then on it has what it needs."""
     context = context_of(request)
     await context.files.delete(await context.files.load(file_id, context.tenant.tenant_id))
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})
