@@ -105,7 +105,8 @@ redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
 class Heartbeat(threading.Thread):
     """Once a second (twice while watched), in the background: announces this replica, sends what its stage adds, and looks who else is alive.
 
-    Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck.
+    Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck. Its transport waits for no
+    reply that comes after the lease: whoever leaves would wait for it.
     """
 
     def __init__(self, transport: Transport, describe: Callable[[], Replica], on_beat: Callable[[Pipeline], None]) -> None:
