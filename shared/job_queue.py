@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 RUN_BATCH = "penstock.run_batch"
 TASK_VISIBILITY_S = 300  # after which a task that a dead worker had is another's: beyond the longest, which ends itself after a minute
+SOCKET_TIMEOUT_S = 10  # beyond kombu's blocking reads, of a second
 QUEUED_S = 60  # after which a task may be sent once more, should the first one be lost; the sweep says when it is not
 
 
@@ -31,7 +32,12 @@ def make_queue(redis_url: str) -> "Celery":
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
-        broker_transport_options={"visibility_timeout": TASK_VISIBILITY_S, "global_keyprefix": CELERY_PREFIX, "socket_connect_timeout": 5},
+        broker_transport_options={
+            "visibility_timeout": TASK_VISIBILITY_S,
+            "global_keyprefix": CELERY_PREFIX,
+            "socket_connect_timeout": 5,
+            "socket_timeout": SOCKET_TIMEOUT_S,
+        },  # fmt: skip
     )
     return app
 
