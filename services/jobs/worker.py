@@ -1,6 +1,8 @@
 """Celery's worker: its task, its beat, and their way into the office."""
 
 import logging
+import os
+import threading
 import warnings
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -25,6 +27,7 @@ from shared.transport import is_temporary
 log = get_logger("penstock.jobs")
 
 CONCURRENCY = 4  # batches that one worker has under way
+STOP_TIMEOUT_S = 15.0  # for them to be left in good order: half a second, where Redis replies
 UPKEEP: dict[str, tuple[Callable[[Office], Awaitable[None]], int]] = {
     "sweep": (sweep, SWEEP_EVERY_S),
     "memory": (check_memory, MEMORY_EVERY_S),
@@ -90,6 +93,9 @@ def work(office: Office) -> None:
 
     def stop(**_: Any) -> None:
         office.ask_to_stop()
+        timer = threading.Timer(STOP_TIMEOUT_S, give_up)
+        timer.daemon = True
+        timer.start()
 
     warnings.simplefilter("ignore", SecurityWarning)  # about root, for tasks may be pickles: ours are JSON
     logging.getLogger("celery.beat").setLevel(logging.CRITICAL)  # a traceback each time that Redis is away, of which the transport has told
@@ -102,6 +108,12 @@ def work(office: Office) -> None:
         worker.start()
     finally:
         beat.stop()
+
+
+def give_up() -> None:
+    """A Redis that does not reply would keep Celery, and a run that can't give its lease up, for ever."""
+    log.warning("stopped in the middle of something; its work will be taken up by another")
+    os._exit(0)
 
 
 def ignore(**_: Any) -> None:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -101,7 +102,12 @@ def test_the_upkeep_does_not_wait_behind_batches_that_wait_for_their_turn(deploy
         client.delete(upkeep_key("sweep"))
         wait_until(lambda: client.exists(upkeep_key("sweep")), description="the next sweep", timeout_s=20)
     assert client.llen("celery:jobs") == 2, "nothing but the batches that wait"
-    assert deployment.terminate(worker) == 0
+    server = int(client.info("server")["process_id"])
+    os.kill(server, signal.SIGSTOP)
+    try:
+        assert deployment.terminate(worker, timeout_s=40) == 0, "it stops though Redis does not reply"
+    finally:
+        os.kill(server, signal.SIGCONT)
 
 
 def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
