@@ -1,13 +1,16 @@
 """Who may do what: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
 
 import json
+import socket
 import ssl
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from select import select
 from typing import Any
 
 import httpx
@@ -18,6 +21,7 @@ from pydantic import SecretStr
 from services import cli
 from services.gateway.auth import KeyRing
 from services.gateway.batches.store import MAX_RUNNING
+from services.gateway.files.routes import MAX_UPLOADS, MAX_UPLOADS_OF_ONE
 from services.gateway.server import check_tls
 from shared.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.errors import StartupError
@@ -289,6 +293,27 @@ def test_files_and_batches_are_the_tenants_own(site: Site) -> None:
     assert site.get(f"/v1/files/{file_id}/content", owner, site.second).content == b"{}"
     assert site.get("/v1/batches", owner, site.second).json()["data"][0]["id"] == batch_id
     assert site.post(f"/v1/batches/{batch_id}/cancel", {}, owner).json()["status"] == "cancelling"
+
+
+def test_slow_uploads_of_one_tenant_leave_room_for_another(site: Site) -> None:
+    slow, other = site.key("slow-uploads"), site.key("other-uploads")
+    head = (
+        "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        f"Content-Length: 9999\r\nAuthorization: Bearer {slow}\r\n\r\n--x\r\n"
+    )
+
+    def upload(key: str) -> int:
+        reply = site.http.post(site.deployment.url(site.first) + "/v1/files", files={"file": ("x", b"{}")}, data={"purpose": "batch"}, headers=bearer(key))
+        return reply.status_code
+
+    with ExitStack() as stack:
+        address = "127.0.0.1", site.deployment.ports[site.first]
+        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(MAX_UPLOADS)]
+        for connection in connections:
+            connection.sendall(head.encode())
+        wait_until(lambda: len(select(connections, [], [], 0)[0]) == MAX_UPLOADS - MAX_UPLOADS_OF_ONE, description="the others are refused", timeout_s=20)
+        assert (upload(slow), upload(other)) == (503, 200)
+    wait_until(lambda: upload(slow) == 200, description="connections that are gone make room")
 
 
 def test_no_more_than_a_hundred_batches_of_a_tenant_run_however_they_are_asked_for(site: Site) -> None:
