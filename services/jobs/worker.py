@@ -52,7 +52,8 @@ def add_tasks(queue: Celery, office: Office) -> None:
 
 
 async def run_slice(office: Office, batch_id: str) -> None:
-    await office.client.delete(batch_queued_key(batch_id))
+    if not await office.client.delete(batch_queued_key(batch_id)):
+        return  # one of two for the same batch; or its mark has run out, and the sweep sends another
     if await BatchRun(office, batch_id).run():
         await office.send(batch_id)
 

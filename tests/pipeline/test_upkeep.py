@@ -15,10 +15,10 @@ from services.gateway.batches.figures import queue_note
 from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
-from services.jobs.worker import CONCURRENCY
+from services.jobs.worker import CONCURRENCY, run_slice
 from shared.settings import JobsSettings
 from shared.stage import Stage
-from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_lease_key, batch_queued_key, upkeep_key
+from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, upkeep_key
 from shared.tenants import EVERYBODY
 from tests.deployment import Deployment
 from tests.waiting import wait_until
@@ -85,6 +85,19 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
     wait_for(50)
     do(redis_url, tmp_path, sweep)
     assert max(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) <= 10, "they are sent again soon"
+
+
+def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    async def create(office: Office) -> None:
+        await office.batches.create(record("batch_a"))
+
+    async def run(office: Office) -> None:
+        await run_slice(office, "batch_a")
+
+    do(redis_url, tmp_path, create, run)
+    assert client.hget(batch_key("batch_a"), "status") == b"validating", "no mark: it is one too many"
+    do(redis_url, tmp_path, sweep, run)
+    assert client.hget(batch_key("batch_a"), "status") == b"failed", "it was looked at, and its file is nowhere"
 
 
 def test_the_upkeep_does_not_wait_behind_batches_that_wait_for_their_turn(deployment: Deployment, client: "redis.Redis", tmp_path: Path) -> None:
