@@ -60,10 +60,10 @@ def main() -> None:
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", "qwen2.5-0.5b"], check=True)
         engine = make_engine(model)
-    assert engine.runner.vocab_size == VOCABULARY
-    started = time.perf_counter()
-    vocabulary = engine.load_vocabulary()
-    result: dict[str, float] = {"vocabulary_s": time.perf_counter() - started}
+        assert engine.runner.vocab_size == VOCABULARY
+        started = time.perf_counter()
+        vocabulary = engine.load_vocabulary()
+        result: dict[str, float] = {"vocabulary_s": time.perf_counter() - started}
     print(f"the vocabulary takes {result['vocabulary_s']:.2f} s, once")
     for name, constraint in CASES.items():
         started = time.perf_counter()

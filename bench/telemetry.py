@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -20,12 +19,11 @@ from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from bench.pipeline import PARTS, REVIVED_S, Served, free_port, whole_machine
+from bench.pipeline import PARTS, Served, free_port, whole_machine
 
 MODEL = "penstock-demo"
 FLAGS = ["--model", "demo", "--kv-cache-memory", "256MiB", "--jobs", "0"]
 SHORT, LONG = (128, 4), (32, 64)  # streams, tokens out
-MAX_FAILED = 3  # runs, one after the other
 OWN_PARTS = [part for part in PARTS if part != "wait"]
 FIGURES = {"requests_s": "requests/s", "step_ms": "ms a step"}
 
@@ -51,7 +49,7 @@ def start(folder: Path, endpoint: str) -> Served:
     os.environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = endpoint  # empty: none
     served = Served(FLAGS, folder, MODEL)
     try:
-        run(served, *SHORT)
+        served.run(*SHORT)
         served.suspend()
     except BaseException:
         served.close()
@@ -59,27 +57,17 @@ def start(folder: Path, endpoint: str) -> Served:
     return served
 
 
-def run(served: Served, streams: int, num_out: int) -> dict[str, float]:
-    """One run; again, should it fail: on a busy machine the gateway's connections to Redis may time out when it is woken, or has begun."""
-    for _ in range(MAX_FAILED):
-        try:
-            return served.run(streams, num_out)
-        except SystemExit as error:
-            print(f"again: {str(error)[-80:]}", file=sys.stderr, flush=True)
-            time.sleep(REVIVED_S)
-    return served.run(streams, num_out)
-
-
 def measure(served: Served) -> dict[str, float]:
     """Requests/s, and ms of a step without its waiting."""
     with served.awake():
-        short, long = run(served, *SHORT), run(served, *LONG)
+        short, long = served.run(*SHORT), served.run(*LONG)
     return {"requests_s": SHORT[0] / short["seconds"], "step_ms": 1000 * sum(long[part] for part in OWN_PARTS) / long["steps"]}
 
 
 def compare(all_served: dict[str, Served], rounds: int, seconds: float) -> list[dict[str, float]]:
     """The ratios to off of so many rounds; of fewer, if the time is over."""
-    until, found = time.monotonic() + seconds, []
+    until = time.monotonic() + seconds
+    found: list[dict[str, float]] = []
     names, others = list(all_served), [name for name in all_served if name != "off"]
     heads = [f"{name} {head}" for name in FIGURES.values() for head in (*names, *(f"{other}/off" for other in others))]
     print("round" + "".join(f"{head.replace('requests/s', 'req/s'):>21}" for head in heads))

@@ -88,7 +88,7 @@ class GatewaySettings(RequestSettings):
     keep_alive_timeout_s: int = Field(130, gt=0, description="an idle connection is closed after this: later than a proxy closes its own")
     body_timeout_s: float = Field(60.0, gt=0, description="for a request's body to come; then: 408")
     write_timeout_s: float = Field(60.0, gt=0, description="a client that has not read for this long loses its connection")
-    ping_interval_s: float = Field(5.0, gt=0, description="between the comments that keep a waiting stream open, and between looks at silent logs")
+    ping_interval_s: float = Field(5.0, gt=0, description="between the pings that keep a waiting stream open, and between looks at silent logs")
     stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
     allow_origin: Annotated[list[str], NoDecode] = Field(
         [], description="a web origin whose pages may call the API, as https://chat.example, or *; may be given several times"

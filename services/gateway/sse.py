@@ -13,8 +13,10 @@ from shared.errors import Invalid
 
 POSITION = re.compile(r"[0-9]{1,10}")
 DONE = b"data: [DONE]\n\n"
-# A comment, and no blank line after it: some clients take every blank line for the end of an event once they have seen an id.
-PING = b": waiting\n"
+# Blank lines: many clients cut the stream there, and drop or fail at a block that a comment begins.
+PING = b"\n\n"
+# Where events have ids: many clients take a blank line for an event once they have seen one.
+PING_AMONG_IDS = b": waiting\n"
 
 
 def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:

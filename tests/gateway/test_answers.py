@@ -191,3 +191,22 @@ def test_a_body_without_a_content_type_is_read(thinking_stage: tuple[Deployment,
     with pytest.raises(openai.BadRequestError, match="images can't be understood"):
         image: Any = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
         deployment.client().chat.completions.create(model=NAME, messages=[{"role": "user", "content": [image]}])
+
+
+@pytest.mark.parametrize("has_positions", [False, True])
+def test_a_stream_that_waits_is_kept_open_by_what_no_client_takes_for_an_event(thinking_stage: tuple[Deployment, Backstage], has_positions: bool) -> None:
+    deployment, backstage = thinking_stage
+    url, ping = deployment.url() + "/v1/chat/completions", b": waiting\n" if has_positions else b"\n\n"
+    body = BODY | {"stream": True, "stream_options": {"include_position": has_positions, "include_usage": True}}
+    with httpx.stream("POST", url, json=body, timeout=60, trust_env=False) as response:
+        [request] = backstage.take()
+        received, waiting = response.iter_bytes(), b""
+        while waiting.count(ping) < 2:
+            waiting += next(received)
+        backstage.write(request, 1, 2, finish=2)
+        events = b"".join(received).replace(b": waiting\n", b"" if has_positions else b"?").decode()
+    assert not waiting.replace(ping, b"")  # not even the opening comes before the first tokens
+    blocks = [block for block in events.split("\n\n") if block]
+    assert [block.startswith("id: ") for block in blocks] == [has_positions and 0 < number < 5 for number in range(6)]
+    assert all("data: " in block if has_positions else block.startswith("data: ") for block in blocks)
+    assert '"role":"assistant"' in blocks[0] and blocks[-1] == "data: [DONE]"

@@ -60,6 +60,8 @@ CADDY = """{{
 {site}
 """
 NUM_IDLE = 32  # connections that a proxy keeps to the gateways, and uses again after a while
+NUM_TRIES = 5  # as a client does that is told to come again
+PROXY_LOOKS_S = 1.0  # between Caddy's looks at /ready
 IDLE_S = (5.0, 10.0)  # the while: uvicorn's own patience with an idle connection, and ours with headers
 
 
@@ -236,6 +238,9 @@ async def a_slow_answer_is_waited_for(site: Site, seconds: float) -> None:
         finally:
             compute.send_signal(signal.SIGCONT)
         assert await answering
+    for gateway in GATEWAYS:  # compute answers before its next heartbeat says that it is back
+        wait_until(partial(is_ready, site.deployment, gateway), description=f"{gateway} knows that compute is back")
+    await asyncio.sleep(3 * PROXY_LOOKS_S)
     site.say(f"an answer that is not streamed may take {seconds:g} s")
 
 
@@ -278,14 +283,15 @@ async def kept_connections_are_not_stale(site: Site) -> None:
     async with site.client() as client:
 
         async def ask() -> int:
-            return (await client.post("/v1/completions", json={"model": MODEL})).status_code  # refused at the gateway: it wants a prompt
+            # Answered, not refused: Caddy 2.6 may drop an answer that is there before its client's body has ended
+            return (await client.post("/v1/completions", json=BODY | {"max_tokens": 1})).status_code
 
         for idle_s in IDLE_S:
             for early_s in (0.02, 0.0, -0.02):
                 await asyncio.gather(*(ask() for _ in range(NUM_IDLE)))
                 await asyncio.sleep(idle_s - early_s)
                 statuses = await asyncio.gather(*(ask() for _ in range(NUM_IDLE)))
-                assert set(statuses) == {400}, f"after {idle_s - early_s:g} s: {sorted(statuses)}"
+                assert set(statuses) == {200}, f"after {idle_s - early_s:g} s: {sorted(statuses)}"
     site.say(f"{NUM_IDLE} requests at once on connections that were idle for {' and '.join(f'{each:g}' for each in IDLE_S)} s: all answered")
 
 
@@ -309,10 +315,14 @@ async def a_gateway_dies(site: Site) -> None:
                     break
         else:
             raise AssertionError("the proxy uses one gateway only")
-        async with client.stream("GET", f"/v1/streams/{response_id}", headers={"Last-Event-ID": last_id}) as rest:
-            assert rest.status_code == 200, (rest.status_code, await rest.aread())
-            async for line in rest.aiter_lines():
-                text += text_of(line)
+        for _ in range(NUM_TRIES):
+            async with client.stream("GET", f"/v1/streams/{response_id}", headers={"Last-Event-ID": last_id}) as rest:
+                if rest.status_code == 200:
+                    async for line in rest.aiter_lines():
+                        text += text_of(line)
+                    break
+                assert rest.status_code == 503, (rest.status_code, await rest.aread())
+                await asyncio.sleep(int(rest.headers["retry-after"]))
         assert text == expected
         statuses: list[int] = []
         while statuses[-20:] != [200] * 20:

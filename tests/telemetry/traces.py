@@ -1,7 +1,7 @@
 """One request's trace, from a client's own span through every process, with the compute replica that has it killed in the middle."""
 
 import os
-import time
+import signal
 from pathlib import Path
 
 import httpx
@@ -12,6 +12,17 @@ from tests.waiting import wait_until
 
 NUM_TOKENS = 300
 KILL_AFTER = 40  # tokens
+
+
+def kill_its_compute(deployment: Deployment, collector: Collector, trace_id: str) -> str:
+    """Kill the replica that has the sequence, its first spans sent. Without a sampler it waits meanwhile, however fast it is."""
+    [sampler] = [process for replica_id, process in deployment.processes.items() if replica_id.startswith("sampler")]
+    sampler.send_signal(signal.SIGSTOP)
+    wait_until(lambda: any(span.name == "prefill" for span in collector.of(trace_id)), description="the first spans have come")
+    [killed] = {span.replica_id for span in collector.of(trace_id) if span.name == "prefill"}
+    deployment.kill(killed)
+    sampler.send_signal(signal.SIGCONT)
+    return killed
 
 
 def follow(redis_url: str, folder: Path) -> None:
@@ -28,11 +39,7 @@ def follow(redis_url: str, folder: Path) -> None:
             assert reply.status_code == 200, reply.read()
             for number, _ in enumerate(each for each in reply.iter_lines() if each.startswith("data: {")):
                 if number == KILL_AFTER:
-                    time.sleep(0.5)  # its first spans are sent
-                    [killed] = [
-                        each.replica_id for each in deployment.registry().of("compute") if each.load.get("running") and each.replica_id in deployment.processes
-                    ]
-                    deployment.kill(killed)
+                    killed = kill_its_compute(deployment, collector, trace_id)
         expected = {"POST /v1/completions", "admission", "tokenize", "queue", "prefill", "prefill chunk", "decode", "sample", "stream"}
         wait_until(lambda: expected <= {span.name for span in collector.of(trace_id)}, description="all spans have come")
         print(f"\n{killed} was killed after {KILL_AFTER} tokens\n\n{collector.tree(trace_id)}\n", flush=True)

@@ -14,7 +14,7 @@ from services.gateway.generation import Generation
 from services.gateway.measured import Measured
 from services.gateway.openai.formats import Choice, best, format_for, usage
 from services.gateway.record import ResponseRecord
-from services.gateway.sse import DONE, PING, encode_event, format_id
+from services.gateway.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
 from shared.telemetry import get_logger
@@ -105,7 +105,7 @@ class Responder:
             self.close()
 
     async def stream(self) -> Response:
-        """Server-sent events. What fails before the first event is an ordinary HTTP error; while a request waits, comments keep the stream open."""
+        """Server-sent events. What fails before the first event is an ordinary HTTP error; while a request waits, pings keep the stream open."""
         try:
             first = await self._next()
             if first:
@@ -145,13 +145,15 @@ class Responder:
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
         positions = list(self.generation.positions)
-        for index, position in enumerate(positions):
-            if position == 0 and (opening := self.format.opening(index)) is not None:
-                yield encode_event(opening)
+        openings = [self.format.opening(index) for index, position in enumerate(positions) if position == 0]
+        opening = b"".join(encode_event(chunk) for chunk in openings if chunk is not None)
+        ping = PING_AMONG_IDS if self.has_positions else PING
         failure: RequestError | None = None
         while True:
             is_long = any(event.prompt_logprobs is not None for _, event in batch)
-            encoded, failure = await aside(partial(self._encode, batch, positions), is_long=is_long) if batch else (PING, None)
+            encoded, failure = await aside(partial(self._encode, batch, positions), is_long=is_long) if batch else (ping, None)
+            if batch and opening:  # with the first tokens: clients take it for the first
+                encoded, opening = opening + encoded, b""
             yield encoded
             if failure is not None or self._is_over:
                 break
