@@ -235,8 +235,9 @@ def test_the_scanner_takes_all_of_json(value: Any, indent: int | None, is_ascii:
 def test_a_long_number_is_an_argument_in_one_piece(end: str) -> None:
     """A grammar sets digits no bound, so a forced call may have hundreds."""
     arguments = '{"a": ' + "12" * 500 + end
-    parser = AnswerParser(Parsing("", "arguments", ("add",)))
-    pieces = [piece for at in range(0, len(arguments), 7) for piece in parser.feed(arguments[at : at + 7])] + parser.finish()
+    text = '[{"name": "add", "parameters": ' + arguments
+    parser = AnswerParser(Parsing("", "calls", ("add",)))
+    pieces = [piece for at in range(0, len(text), 7) for piece in parser.feed(text[at : at + 7])] + parser.finish()
     assert pieces[0] == Piece("call", "add") and {piece.kind for piece in pieces[1:]} == {"arguments"}
     assert "".join(piece.text for piece in pieces[1:]) == arguments
 
