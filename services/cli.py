@@ -4,6 +4,7 @@ import argparse
 import importlib
 import os
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from services.keys import add_arguments as add_keys_arguments
@@ -62,6 +63,7 @@ PULL_EXAMPLES = """examples:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     commands.add_parser("up", add_help=False, help="start everything on this machine")
     serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)")

@@ -10,7 +10,7 @@ CHOICE = re.compile(r"argument (?P<name>.+?): invalid choice: '?(?P<given>.*?)'?
 UNKNOWN = "unrecognized arguments: "
 MISSING = "the following arguments are required: "
 NULLABLE = re.compile(r"\{(.*),null\}")
-TYPES = {"str": "TEXT", "int": "N", "float": "X", "ByteSize": "SIZE", "Path": "FOLDER", "list[str]": "TEXT"}
+TYPES = {"str": "TEXT", "int": "N", "float": "X", "ByteSize": "SIZE", "Path": "PATH", "list[str]": "TEXT"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -6,15 +6,15 @@ costs time, and nothing else. So tasks have no results, and their messages are a
 
 from typing import TYPE_CHECKING, Any
 
-from shared.streams import CELERY_PREFIX, batch_queued_key
+from shared.streams import CELERY_PREFIX, JOB_QUEUE, batch_queued_key
 
 if TYPE_CHECKING:
     from celery import Celery
 
-QUEUE = "jobs"
 RUN_BATCH = "penstock.run_batch"
 TASK_VISIBILITY_S = 300  # after which a task that a dead worker had is another's: beyond the longest, which ends itself after a minute
-QUEUED_S = 60  # after which a task may be sent once more, should the first one be lost
+SOCKET_TIMEOUT_S = 10  # beyond kombu's blocking reads, of a second
+QUEUED_S = 60  # after which a task may be sent once more, should the first one be lost; the sweep says when it is not
 
 
 def make_queue(redis_url: str) -> "Celery":
@@ -23,7 +23,7 @@ def make_queue(redis_url: str) -> "Celery":
 
     app = Celery("penstock", broker=broker_url(redis_url), set_as_current=False)
     app.conf.update(
-        task_default_queue=QUEUE,
+        task_default_queue=JOB_QUEUE.removeprefix(CELERY_PREFIX),
         task_ignore_result=True,
         task_acks_late=True,
         task_reject_on_worker_lost=True,
@@ -32,7 +32,12 @@ def make_queue(redis_url: str) -> "Celery":
         worker_hijack_root_logger=False,
         broker_connection_retry_on_startup=True,
         broker_connection_max_retries=None,
-        broker_transport_options={"visibility_timeout": TASK_VISIBILITY_S, "global_keyprefix": CELERY_PREFIX, "socket_connect_timeout": 5},
+        broker_transport_options={
+            "visibility_timeout": TASK_VISIBILITY_S,
+            "global_keyprefix": CELERY_PREFIX,
+            "socket_connect_timeout": 5,
+            "socket_timeout": SOCKET_TIMEOUT_S,
+        },  # fmt: skip
     )
     return app
 

@@ -99,6 +99,13 @@ def reason_of(error: BaseException) -> str:
     return reason.strip("(),'\"") if mark else reason
 
 
+def without_command(error: BaseException) -> BaseException:
+    """The same error, without the command from now on: also a traceback shows no more than its reason."""
+    if isinstance(error, redis.RedisError):
+        error.args = (reason_of(error),)
+    return error
+
+
 @cache
 def digest_of(script: str) -> str:
     return hashlib.sha1(script.encode()).hexdigest()

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from redis.exceptions import RedisError
 
 from shared.errors import Invalid
-from shared.line import DENIED, reason_of
+from shared.line import DENIED, reason_of, without_command
 from shared.messages import Control, Replica, decode, encode
 from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
 from shared.telemetry import get_logger
@@ -105,7 +105,8 @@ redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
 class Heartbeat(threading.Thread):
     """Once a second (twice while watched), in the background: announces this replica, sends what its stage adds, and looks who else is alive.
 
-    Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck.
+    Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck. Its transport waits for no
+    reply that comes after the lease: whoever leaves would wait for it.
     """
 
     def __init__(self, transport: Transport, describe: Callable[[], Replica], on_beat: Callable[[Pipeline], None]) -> None:
@@ -137,7 +138,7 @@ class Heartbeat(threading.Thread):
         if isinstance(error, DENIED):
             log.error("Redis refuses, ending the process", error=reason_of(error))
         else:
-            log.exception("the heartbeat failed, ending the process", error=error)
+            log.exception("the heartbeat failed, ending the process", error=repr(without_command(error)))
         os._exit(1)
 
     def beat(self) -> None:

@@ -119,7 +119,7 @@ class SamplingParams:
         if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
             raise Invalid(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop")
         if len(self.stop_token_ids) > MAX_LOGIT_BIAS or any(not 0 <= token < 1 << 31 for token in self.stop_token_ids):
-            raise Invalid(f"stop_token_ids takes at most {MAX_LOGIT_BIAS} token ids of at least 0", param="stop_token_ids")
+            raise Invalid(f"stop_token_ids takes at most {MAX_LOGIT_BIAS} token ids from 0 to 2^31 - 1", param="stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:
             raise Invalid(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias")
         for token, bias in self.logit_bias.items():
@@ -127,7 +127,7 @@ class SamplingParams:
                 raise Invalid(f"logit_bias names token {token}, which no vocabulary has", param="logit_bias")
             _between("logit_bias", bias, -100.0, 100.0)
         if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS or any(not 0 <= token < 1 << 31 for token in self.allowed_token_ids):
-            raise Invalid(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids of at least 0", param="allowed_token_ids")
+            raise Invalid(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids from 0 to 2^31 - 1", param="allowed_token_ids")
         if len(self.bad_words) > MAX_BAD_WORDS or any(not 0 < len(word) <= MAX_BAD_WORD_LENGTH for word in self.bad_words):
             raise Invalid(f"bad_words takes at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_LENGTH} characters", param="bad_words")
 

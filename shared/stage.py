@@ -21,7 +21,7 @@ from typing import NoReturn
 from shared.errors import Recoverable, StartupError
 from shared.line import DENIED, reason_of
 from shared.messages import Replica
-from shared.registry import Heartbeat, Registry
+from shared.registry import LEASE_S, Heartbeat, Registry
 from shared.settings import StageSettings
 from shared.telemetry import get_logger, setup_logging
 from shared.tracing import open_tracer
@@ -54,7 +54,7 @@ class Stage:
         self._started_at = time.time()
         self._turned_at = time.monotonic()
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
-        self._heartbeat = Heartbeat(Transport(settings.redis_url, self.stopping), self.describe, lambda pipe: self.on_heartbeat(pipe))
+        self._heartbeat = Heartbeat(Transport(settings.redis_url, self.stopping, LEASE_S), self.describe, lambda pipe: self.on_heartbeat(pipe))
 
     def turn(self) -> None:
         """The loop came round: the sign of life that /health shows."""

@@ -42,6 +42,7 @@ REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
 BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended
 BATCH_FIGURES = "batch-figures"  # hash: what was counted of all batches, and what waits. Gateway, jobs → gateways
 CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
+JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
 WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
 
 

@@ -53,10 +53,10 @@ def is_temporary(error: BaseException) -> bool:
     return isinstance(error, redis.RedisError) and TEMPORARY.search(reason_of(error)) is not None
 
 
-def connect(url: str) -> "redis.Redis":
+def connect(url: str, timeout_s: float = 60.0) -> "redis.Redis":
     """A client with hiredis underneath. Retrying is `Transport.persist`'s, so that it can be interrupted."""
     try:
-        return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=5, socket_timeout=60)
+        return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=min(5.0, timeout_s), socket_timeout=timeout_s)
     except ValueError as error:
         raise StartupError(f"PENSTOCK_REDIS_URL is not a Redis URL: {error}") from None
 
@@ -107,8 +107,9 @@ class Backoff:
 class Transport:
     """One connection to Redis, and the patience to get it back."""
 
-    def __init__(self, url: str, stopping: threading.Event) -> None:
-        self.client = connect(url)
+    def __init__(self, url: str, stopping: threading.Event, timeout_s: float = 60.0) -> None:
+        """timeout_s: for a reply."""
+        self.client = connect(url, timeout_s)
         self._line = Line(self.client)
         self.stopping = stopping
         self.groups: list[GroupReader] = []  # created again should Redis come back without them

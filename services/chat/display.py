@@ -24,6 +24,7 @@ DRAWING_SHARE = 5  # times as long as a drawing took, none follows: a list of a 
 THEME = Theme({"markdown.code": "bold cyan", "markdown.h1": "bold underline"})  # readable on a light terminal, too
 CONTROLS = dict.fromkeys([*range(9), *range(11, 32), *range(127, 160)])  # all but tab and newline: a model must not steer the terminal
 PADDING = re.compile(r" +((?:\x1b\[[0-9;]*m)*)$")  # rich fills lines up, which a copy would have
+MARK_PASTES, NO_MARKS = "\x1b[?2004h", "\x1b[?2004l"  # a terminal puts marks around a paste, which the prompt then knows as one
 PARSER = MarkdownIt("commonmark", {"html": False}).enable(["strikethrough", "table"])  # <tags> that a model writes are text
 
 
@@ -245,16 +246,21 @@ def make_console() -> Console:
 
 @contextmanager
 def quiet_keyboard() -> Iterator[None]:
-    """What is typed while an answer comes is kept for the next question, and does not show in between. Ctrl-C works."""
+    """What is typed or pasted while an answer comes is kept for the next question, and does not show in between. Ctrl-C works."""
     if not sys.stdin.isatty():
         yield
         return
     descriptor = sys.stdin.fileno()
     before = termios.tcgetattr(descriptor)
     silent = termios.tcgetattr(descriptor)
-    silent[3] &= ~termios.ECHO
+    silent[3] &= ~(termios.ECHO | termios.ICANON)  # by lines, a terminal would drop what is beyond 4,096 bytes
     termios.tcsetattr(descriptor, termios.TCSADRAIN, silent)
+    screen = sys.stdout if sys.stdout.isatty() else sys.stderr
+    screen.write(MARK_PASTES)
+    screen.flush()
     try:
         yield
     finally:
+        screen.write(NO_MARKS)
+        screen.flush()
         termios.tcsetattr(descriptor, termios.TCSADRAIN, before)

@@ -15,6 +15,7 @@ from services.gateway.admission import STAGES
 from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.auth import Auth
 from services.gateway.batches.routes import router as batches
+from services.gateway.canceller import LAST_TRY_S
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
@@ -52,7 +53,8 @@ def build_app(context: Context) -> FastAPI:
         await asyncio.gather(*tasks, return_exceptions=True)
         await pipeline.canceller.finish()
         with suppress(RedisError, OSError):
-            await context.client.delete(pipeline.subscriptions.stream.key)
+            async with asyncio.timeout(LAST_TRY_S):
+                await context.client.delete(pipeline.subscriptions.stream.key)
         await context.client.aclose()
         await context.store.followers.aclose()
         await context.bodies.helper.stop()

@@ -77,7 +77,7 @@ class KeyRing:
             found = self.path.stat()
         except OSError:
             return None
-        return found.st_mtime_ns, found.st_size, found.st_ino
+        return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino  # ctime: of who may read or write it
 
     def _look(self) -> None:
         """Read the keys again if their file has changed. What can't be read, or is gone, leaves them as they are: nothing opens by a mistake."""

@@ -68,6 +68,10 @@ class Context(RequestContext):
         """Every name that the caller may use, and a live compute replica of its model."""
         return served_names(self.stage.registry, self.tenant)
 
+    def served(self, name: str) -> Replica:
+        """A live compute replica of the model that the caller calls so. Raises Rejected (503) while it has none, Invalid (404)."""
+        return self.served_names().get(name) or self.stage.registry.of("compute", self.resolve(name))[0]
+
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(
             "request submitted", response_id=record.response_id, kind=record.kind, num_sequences=record.num_prompts * record.n,

@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect
 
 from services.gateway.anthropic.errors import error_of
 from shared.errors import Invalid, Recoverable, Rejected
-from shared.line import reason_of
+from shared.line import reason_of, without_command
 from shared.messages import RequestError
 from shared.telemetry import get_logger
 from shared.transport import is_temporary
@@ -112,7 +112,7 @@ async def on_http(request: Request, error: Exception) -> JSONResponse:
 
 
 async def on_bug(request: Request, error: Exception) -> JSONResponse:
-    log.error("unexpected error", error=repr(error))
+    log.error("unexpected error", error=repr(without_command(error)))
     return error_response(request.url.path, 500, "internal error")
 
 

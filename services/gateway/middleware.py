@@ -10,6 +10,7 @@ from services.gateway.errors import error_response
 
 UPLOAD_PATH = "/v1/files"
 MULTIPART_BYTES = 16 << 10  # of an upload, beside the file
+STREAMS = ("/v1/streams/", "/v1/responses/", "/live")  # what GET may stream
 ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -41,7 +42,7 @@ class Head:
         self.app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith("/v1/streams/")
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith(STREAMS)
         await self.app({**scope, "method": "GET"} if is_head else scope, receive, send)
 
 

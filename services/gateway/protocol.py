@@ -1,10 +1,11 @@
-"""HTTP on a connection, with patience that ends: for headers that trickle in, and for a client that does not read what it asked for.
+"""HTTP on a connection, with patience that ends: for headers that trickle in or never end, and for a client that does not read what it asked for.
 
 uvicorn itself only closes connections that are idle between two requests. A body's time is bounded where it is read (bodies.py).
 """
 
 import asyncio
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import orjson
@@ -16,15 +17,22 @@ from shared.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 
-_TOO_MANY = orjson.dumps(error_body(503, "the gateway has too many connections", None, "too_many_connections"))
-TOO_MANY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
-    len(_TOO_MANY),
-    _TOO_MANY,
-)
+MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, or of a body's trailers
+
+
+def last_reply(status: HTTPStatus, message: str, code: str, headers: bytes = b"") -> bytes:
+    """A response that ends its connection, as bytes: it is written before there is a request to answer."""
+    body = orjson.dumps(error_body(status, message, None, code))
+    head = b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\n%bConnection: close\r\nContent-Length: %d\r\n\r\n"
+    return head % (status, status.phrase.encode(), headers, len(body)) + body
+
+
+TOO_MANY = last_reply(HTTPStatus.SERVICE_UNAVAILABLE, "the gateway has too many connections", "too_many_connections", b"Retry-After: 1\r\n")
+TOO_LONG = last_reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "headers_too_long")
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with three bounds: on the time for headers, on the time without reading, and on connections.
+    """uvicorn's protocol with four bounds: on the time for headers and on their bytes, on the time without reading, and on connections.
 
     An idle connection is closed by uvicorn itself, in order; bytes that begin no request must not keep it open for longer.
     """
@@ -37,6 +45,7 @@ class PatientProtocol(HttpToolsProtocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._is_one_too_many = False
+        self._num_head_bytes = 0  # received since a head or a piece of a body was whole
         self._header_timer = Timer(self.loop, lambda: self.cut("its headers did not come"))
         self._write_timer = Timer(self.loop, lambda: self.cut("it does not read"))
 
@@ -57,7 +66,10 @@ class PatientProtocol(HttpToolsProtocol):
             self.transport.write(TOO_MANY)
             self.transport.close()
         elif not self.transport.is_closing():
+            self._num_head_bytes += len(data)
             super().data_received(data)
+            if self._num_head_bytes > MAX_HEAD_BYTES:  # the parser keeps all of a head until it ends
+                self.refuse_head()
 
     def on_message_begin(self) -> None:
         if self.cycle is None or self.cycle.response_complete:  # else the next request has time until this one is answered
@@ -66,7 +78,12 @@ class PatientProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._header_timer.disarm()
+        self._num_head_bytes = 0
         super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._num_head_bytes = 0
+        super().on_body(body)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -75,6 +92,7 @@ class PatientProtocol(HttpToolsProtocol):
             self._header_timer.arm(self.header_timeout_s + (0 if self.cycle.more_body else self.keep_alive_timeout_s))
 
     def on_message_complete(self) -> None:
+        self._num_head_bytes = 0
         super().on_message_complete()
         if self.cycle.response_complete:
             self._header_timer.arm(self.header_timeout_s + self.keep_alive_timeout_s)
@@ -86,6 +104,14 @@ class PatientProtocol(HttpToolsProtocol):
     def resume_writing(self) -> None:
         self._write_timer.disarm()
         super().resume_writing()
+
+    def refuse_head(self) -> None:
+        """Say so, unless that would be in the middle of another answer."""
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.write(TOO_LONG)
+            self.transport.close()
+        else:
+            self.cut("its headers are too long")
 
     def cut(self, reason: str) -> None:
         """Close without waiting for what is still to be written: nobody reads it."""

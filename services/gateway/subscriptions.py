@@ -15,7 +15,7 @@ import redis.asyncio
 
 from services.gateway.subscription import Subscription
 from shared.errors import Invalid
-from shared.line import DENIED, reason_of
+from shared.line import DENIED, reason_of, without_command
 from shared.messages import Control, RequestError, StepEvents, TokenEvent, decode
 from shared.stage import Stage
 from shared.streams import CONTROL, MESSAGE, events
@@ -189,6 +189,6 @@ async def or_die(name: str, work: Coroutine[Any, Any, None]) -> None:
     except DENIED as error:
         log.error("Redis refuses, ending the process", error=reason_of(error))
         os._exit(1)
-    except BaseException:
-        log.exception("a task that must not end failed, ending the process", task=name)
+    except BaseException as error:
+        log.exception("a task that must not end failed, ending the process", task=name, error=repr(without_command(error)))
         os._exit(1)

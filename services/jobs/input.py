@@ -15,6 +15,7 @@ from services.gateway.openai.fields import kind_of, shortened
 from shared.errors import Invalid
 
 BLOCK_LINES = 100
+BLOCK_WEIGHT = 512  # of its lines together: their answers are in memory until all are there
 MAX_LINES = 50_000
 MAX_ERRORS = 50  # that are told of one file
 MAX_CUSTOM_ID = 512
@@ -46,7 +47,7 @@ def folder_of(batch_id: str) -> str:
 
 def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_line_bytes: int) -> Checked:
     """Check a file of requests, and keep it in order, should it be right. Raises FileNotFoundError."""
-    lines: dict[str, bytes] = {}
+    lines: dict[str, tuple[bytes, int]] = {}
     models: set[str] = set()
     errors: list[dict[str, Any]] = []
     with storage.open(path) as file:
@@ -65,7 +66,7 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
                 if len(errors) >= MAX_ERRORS or error.code == "too_many_requests":
                     break
                 continue
-            lines[line.custom_id] = text
+            lines[line.custom_id] = text, weight_of(line.body)
             models.add(line.body["model"])
     if not lines and not errors:
         errors.append({"code": "empty_file", "line": None, "message": "the file has no requests", "param": "input_file_id"})
@@ -100,13 +101,26 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
     return Line(custom_id, body)
 
 
-def keep(storage: Storage, batch_id: str, lines: list[bytes]) -> None:
-    """Write the lines, and where each block of them begins."""
-    blocks = [lines[at : at + BLOCK_LINES] for at in range(0, len(lines), BLOCK_LINES)]
-    sizes = [sum(len(line) + 1 for line in block) for block in blocks]
+def weight_of(body: dict[str, Any]) -> int:
+    """How long its answer may be: the sequences that it asks for, and the alternatives of their tokens. By a body that is not checked yet."""
+    asked = body.get("prompt", body.get("input"))
+    num_prompts = sum(isinstance(each, str | list) for each in asked) if isinstance(asked, list) else 1
+    numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := body.get(name), int)}
+    num_choices = max(1, numbers.get("n", 1), numbers.get("best_of", 1))
+    return max(1, num_prompts) * num_choices * (1 + max(0, numbers.get("top_logprobs", 0), numbers.get("logprobs", 0)))
+
+
+def keep(storage: Storage, batch_id: str, lines: list[tuple[bytes, int]]) -> None:
+    """Write the lines, and where each block of them begins. lines: with their weights."""
+    sizes: list[int] = []  # of blocks, in bytes
+    num_lines = weight = 0  # of the last of them
     with storage.writing(f"{folder_of(batch_id)}/input") as file:
-        for line in lines:
-            file.write(line + b"\n")
+        for line, own in lines:
+            if not sizes or num_lines == BLOCK_LINES or weight + own > BLOCK_WEIGHT:
+                sizes.append(0)
+                num_lines = weight = 0
+            sizes[-1] += file.write(line + b"\n")
+            num_lines, weight = num_lines + 1, weight + own
     storage.write(f"{folder_of(batch_id)}/index", msgpack.packb(list(itertools.accumulate(sizes, initial=0))))
 
 

@@ -21,7 +21,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.responses.stored import Store
 from services.jobs.places import Places
 from shared.job_queue import make_queue, send_batch
-from shared.line import DENIED, reason_of
+from shared.line import DENIED, reason_of, without_command
 from shared.settings import JobsSettings
 from shared.stage import Stage
 from shared.telemetry import get_logger
@@ -53,6 +53,7 @@ class Office:
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()
+        self._endless: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self._thread = threading.Thread(target=self._serve, name="office", daemon=True)
 
     def start(self) -> None:
@@ -83,8 +84,10 @@ class Office:
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(or_end(each)) for each in (self.places.look(), self._beat())]
+        for each in (self.places.look(), self._beat()):
+            self._endless.add(self._loop.create_task(or_end(each)))
         self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
             task.cancel()
         self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
@@ -111,5 +114,5 @@ async def or_end(work: Coroutine[Any, Any, None]) -> None:
         log.error("Redis refuses, ending the process", error=reason_of(error))
         os._exit(1)
     except Exception as error:
-        log.exception("a worker can't go on, ending the process", error=error)
+        log.exception("a worker can't go on, ending the process", error=repr(without_command(error)))
         os._exit(1)

@@ -36,7 +36,7 @@ def answered(key: str, custom_id: str, status: int, body: Any, totals: Totals) -
 
 def not_answered(key: str, custom_id: str, code: str, message: str) -> Answer:
     """A request that was not executed."""
-    return _answer(key, custom_id, None, {"code": code, "message": message}, Totals(failed=1))
+    return _answer(key, custom_id, None, {"code": code, "message": message}, Totals(not_executed=1))
 
 
 def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals) -> Answer:
@@ -48,8 +48,9 @@ def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answe
     """Keep the answers to a block. Returns what they count."""
     totals = sum((answer.totals for answer in answers), Totals())
     name = ".".join(map(str, (f"{number:06}", *astuple(totals))))
-    data = b"".join((COMPLETED if answer.is_completed else FAILED) + answer.line + b"\n" for answer in answers)
-    storage.write(f"{folder_of(batch_id)}/parts/{name}", data)
+    with storage.writing(f"{folder_of(batch_id)}/parts/{name}") as file:
+        for answer in answers:
+            file.writelines((COMPLETED if answer.is_completed else FAILED, answer.line, b"\n"))
     return totals
 
 
@@ -68,9 +69,10 @@ def assemble(storage: Storage, batch_id: str, names: list[str], path: str, mark:
     num_bytes = 0
     with storage.writing(path) as file:
         for name in names:
-            for line in storage.read(f"{folder_of(batch_id)}/parts/{name}").splitlines(keepends=True):
-                if line.startswith(mark):
-                    num_bytes += file.write(line[1:])
+            with storage.open(f"{folder_of(batch_id)}/parts/{name}") as part:
+                for line in part:
+                    if line.startswith(mark):
+                        num_bytes += file.write(memoryview(line)[1:])
     if not num_bytes:
         storage.remove(path)
     return num_bytes

@@ -14,7 +14,7 @@ from services.jobs.patience import persist
 from shared.errors import Lost
 from shared.messages import Control, TokenEvent
 from shared.registry import broadcast
-from shared.streams import LOG_TTL_S, log_key, response_key, tombstone_key
+from shared.streams import LOG_TTL_S, inflight_key, log_key, response_key, tombstone_key
 from shared.token_log import end_request, parse_log, queue_read
 
 LOOK_AGAIN_S = 1.0
@@ -53,6 +53,19 @@ async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[Respon
         elif time.monotonic() - since > SILENT_S:
             await persist(lambda: _end(client, asked, is_lost=True))
         await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def is_known(client: "redis.asyncio.Redis", asked: Asked) -> bool:
+    """Whether the requests have been handed over: they are in the pipeline, or have logs."""
+    request_id = asked.requests[0].request_id
+
+    async def ask() -> Any:
+        async with client.pipeline(transaction=False) as pipe:
+            pipe.hexists(inflight_key(asked.record.served_model), request_id)
+            pipe.exists(log_key(request_id))
+            return await pipe.execute()
+
+    return any(await persist(ask))
 
 
 async def end_all(client: "redis.asyncio.Redis", asked: list[Asked]) -> None:

@@ -27,9 +27,10 @@ from services.jobs.input import Line, folder_of
 from services.jobs.office import Office
 from services.jobs.output import Answer, answered, not_answered
 from services.jobs.patience import persist
-from services.jobs.reading import end_all, forget, read_answer
+from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.spans import BatchSpans, spans_of
 from shared.errors import Invalid, Lost, Rejected
+from shared.line import without_command
 from shared.messages import RequestError
 from shared.sampling_params import SEEDS
 from shared.streams import batch_key, batch_lease_key, upkeep_key
@@ -117,11 +118,11 @@ class BatchRun:
         """Say what this run has done."""
         totals = self._totals()
         if self.spans is not None:
-            self.spans.run(started_at, totals.completed, totals.failed, is_over=is_over)
+            self.spans.run(started_at, totals.completed, totals.num_lines - totals.completed, is_over=is_over)
         if self.is_answering:
-            answered = max(0, totals.completed + totals.failed - self.found)
+            answered = max(0, totals.num_lines - self.found)
             rate = round(answered / max(time.time() - started_at, 1e-3), 2)
-            log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.failed, lines_per_s=rate)
+            log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.num_lines - totals.completed, lines_per_s=rate)
 
     def _totals(self) -> Totals:
         """Of the parts, and of the blocks that are being answered."""
@@ -150,8 +151,8 @@ class BatchRun:
         async def ask_redis() -> Any:
             async with self.office.client.pipeline(transaction=False) as pipe:
                 totals = self._totals()
-                if self.is_answering and totals.completed + totals.failed > self.told:
-                    queue_note(pipe, self.batch_id, asdict(totals), is_closing=bool(self.closing))
+                if self.is_answering and totals.num_lines > self.told:
+                    queue_note(pipe, self.batch_id, asdict(totals))
                 pipe.exists(upkeep_key("full"))
                 pipe.hgetall(batch_key(self.batch_id))
                 return await pipe.execute()
@@ -159,13 +160,13 @@ class BatchRun:
         *_, is_full, values = await persist(ask_redis)
         self.office.places.close(bool(is_full))
         batch = read_batch(values)
-        self.told = batch.totals.completed + batch.totals.failed if batch is not None else 0
+        self.told = batch.totals.num_lines if batch is not None else 0
         return batch
 
     async def _note_done(self) -> None:
         """Before the end, so that it is counted what the last second answered."""
         async with self.office.client.pipeline(transaction=False) as pipe:
-            queue_note(pipe, self.batch_id, asdict(self.done), is_closing=bool(self.closing))
+            queue_note(pipe, self.batch_id, asdict(self.done))
             await pipe.execute()
 
     def _note(self, batch: Batch) -> None:
@@ -246,12 +247,12 @@ class BatchRun:
 
     async def _answer_each(self, batch: Batch, index: list[int], missing: list[int]) -> None:
         async with asyncio.TaskGroup() as group:
-            for number in missing:
+            for turn, number in enumerate(missing):
                 await self.room.acquire()
                 lines = await asyncio.to_thread(inputs.read_block, self.office.storage, self.batch_id, batch.record.endpoint, *index[number : number + 2])
                 block = self.blocks[number] = Block(number, [None] * len(lines))
                 for place, line in enumerate(lines):
-                    begun = await self._begin(batch, line)
+                    begun = await self._begin(batch, line, may_be_left=turn < MAX_OPEN_BLOCKS)
                     if isinstance(begun, Answer):
                         await self._settle(block, place, begun)
                         continue
@@ -260,30 +261,43 @@ class BatchRun:
                     task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
-        """Take the places and submit: one line at a time, so that a batch that has to wait holds no places that others could use."""
-        await self.office.places.take(len(asked.requests))
-        try:
-            await self._submit(batch, asked)
-        except BaseException:
-            self.office.places.give(len(asked.requests))
-            raise
+        """Take the places and submit: one line at a time, and again while the server is full, or the tenant has no more to spend in this minute. A batch
+        that has to wait holds no places that others could use."""
+        started_at, is_admitted = 0.0, False
+        while not is_admitted:
+            await self.office.places.take(len(asked.requests))
+            started_at = started_at or time.time()
+            try:
+                is_admitted = await self._submit(batch, asked, started_at)
+            finally:
+                if not is_admitted:
+                    self.office.places.give(len(asked.requests))
+            if not is_admitted:
+                await asyncio.sleep(AGAIN_S)
 
     def _leave(self, count: int, _: "asyncio.Task[None]") -> None:
         self.office.places.give(count)
 
-    async def _begin(self, batch: Batch, line: Line, attempt: int = 0) -> Asked | Answer:
-        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages that are missing."""
+    async def _begin(self, batch: Batch, line: Line, attempt: int = 0, *, may_be_left: bool = False) -> Asked | Answer:
+        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages that are missing.
+
+        may_be_left: by an earlier run. What that has handed over is looked for also in a batch that closes: an answer stays, and what runs is cancelled.
+        """
         key = key_of(self.batch_id, line.custom_id)
         own = key_of(self.batch_id, line.custom_id, attempt)
-        while not self.closing:
+        while not self.closing or may_be_left:
             seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % SEEDS
             try:
                 context = replace(self.office.context, caller=Caller(batch.record.tenant))
                 asked = await ask(context, batch.record, line, own, seed)
+                if self.closing and not await is_known(self.office.client, asked):
+                    break
                 return self.spans.joined(asked, own) if self.spans is not None else asked
             except Invalid as error:
                 return self._refused(line, RequestError(str(error), error.status, error.param, error.code))
             except Rejected:
+                if self.closing:
+                    break
                 await asyncio.sleep(AGAIN_S)
             except Exception as error:
                 return self._broken(line, error)
@@ -304,8 +318,9 @@ class BatchRun:
             if isinstance(begun, Answer):
                 answer = begun
                 break
-            asked = begun
-            await self._submit(batch, asked)
+            asked, started_at = begun, time.time()
+            while not await self._submit(batch, asked, started_at):
+                await asyncio.sleep(AGAIN_S)
         await self._settle(block, place, answer or self._refused(line, LOST))
 
     async def _outcome(self, line: Line, asked: Asked) -> Answer | None:
@@ -325,19 +340,17 @@ class BatchRun:
             return self._broken(line, error)
         return answered(key, line.custom_id, 200, body, totals)
 
-    async def _submit(self, batch: Batch, asked: Asked) -> None:
-        """Hand the requests over, unless that has been done. Waits while the server is full, or the tenant has no more to spend in this minute."""
+    async def _submit(self, batch: Batch, asked: Asked, started_at: float) -> bool:
+        """Hand the requests over, unless that has been done. Returns False where they have to wait."""
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
-        started_at = time.time()
-        while True:
-            try:
-                await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
-                break
-            except Rejected:
-                await asyncio.sleep(AGAIN_S)
+        try:
+            await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
+        except Rejected:
+            return False
         if self.spans is not None:
             self.spans.admitted(asked, started_at)
+        return True
 
     def _refused(self, line: Line, error: RequestError) -> Answer:
         body = error_body(error.status, error.message, error.param, error.code)
@@ -345,7 +358,7 @@ class BatchRun:
 
     def _broken(self, line: Line, error: Exception) -> Answer:
         """A mistake of ours, at one line: the others go on."""
-        log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(error))
+        log.exception("unexpected error", batch_id=self.batch_id, custom_id=line.custom_id, error=repr(without_command(error)))
         return self._refused(line, RequestError("internal error"))
 
     async def _settle(self, block: Block, place: int, answer: Answer) -> None:
@@ -368,6 +381,7 @@ class BatchRun:
         parts = await asyncio.to_thread(output.find_parts, storage, self.batch_id)
         if len(parts) < num_blocks:
             return True
+        self.done = sum((output.totals_of(name) for name in parts.values()), Totals())  # what is counted is what is written
         made: dict[str, str] = {}
         for kind, mark in (("output", output.COMPLETED), ("error", output.FAILED)):
             file_id = f"file-{hashlib.blake2b(f'{self.batch_id}/{kind}'.encode(), digest_size=12).hexdigest()}"
@@ -379,7 +393,7 @@ class BatchRun:
                 made[f"{kind}_file_id"] = file_id
         status = CLOSED[self.closing][0] if self.closing else "completed"
         await persist(self._note_done)
-        await persist(lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.completed + self.done.failed, **made, **asdict(self.done)))
+        await persist(lambda: batches.move(self.batch_id, RUNNING, status, total=self.done.num_lines, **made, **asdict(self.done)))
         await asyncio.to_thread(storage.remove, folder_of(self.batch_id))
-        log.info("batch ended", batch_id=self.batch_id, status=status, num_completed=self.done.completed, num_failed=self.done.failed)
+        log.info("batch ended", batch_id=self.batch_id, status=status, num_completed=self.done.completed, num_failed=self.done.num_lines - self.done.completed)
         return False

@@ -1,4 +1,4 @@
-"""Upkeep: what a worker does now and then, most of it when Celery's beat says so. Every worker has a beat, so that none is the one that must not die; a key
+"""Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so that none is the one that must not die; a key
 in Redis says that a part of the upkeep has just been done, by whichever worker.
 
 What the stages do by themselves is not done here: logs and records expire, dead replicas' names, streams and consumers go (docs/protocol.md).
@@ -7,7 +7,6 @@ What the stages do by themselves is not done here: logs and records expire, dead
 import asyncio
 import time
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import redis
@@ -17,10 +16,10 @@ from services.gateway.batches.store import Batch, read_batch
 from services.gateway.files.store import CONTENTS
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
-from services.jobs.patience import persist
 from services.jobs.run import RENEW
+from shared.job_queue import QUEUED_S
 from shared.registry import look
-from shared.streams import BATCHES_RUNNING, LOG_TTL_S, batch_key, batch_lease_key, log_key, prompts, requests, upkeep_key
+from shared.streams import BATCHES_RUNNING, JOB_QUEUE, LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, log_key, prompts, requests, upkeep_key
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.jobs")
@@ -47,12 +46,17 @@ async def sweep(office: Office) -> None:
         return
     names = await running_batches(office)
     async with office.client.pipeline(transaction=False) as pipe:
+        pipe.llen(JOB_QUEUE)
         for name in names:
             pipe.get(batch_lease_key(name))
             pipe.hgetall(batch_key(name))
-        replies = await pipe.execute()
+            pipe.exists(batch_queued_key(name))
+        num_tasks, *replies = await pipe.execute()
+    queued = [name for name, is_queued in zip(names, replies[2::3], strict=True) if is_queued]
+    if len(queued) <= num_tasks:  # none is lost: those that wait for long are not to be sent again and again
+        await keep_queued(office, queued)
     alive, running = office.stage.registry.ids("jobs"), []
-    for name, lease, values in zip(names, replies[::2], replies[1::2], strict=True):
+    for name, lease, values in zip(names, replies[::3], replies[1::3], strict=True):
         batch = read_batch(values)
         holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
@@ -67,24 +71,25 @@ async def sweep(office: Office) -> None:
         await pipe.execute()
 
 
+async def keep_queued(office: Office, names: list[str]) -> None:
+    """The tasks of these batches are still in the queue."""
+    async with office.client.pipeline(transaction=False) as pipe:
+        for name in names:
+            pipe.expire(batch_queued_key(name), QUEUED_S)
+        await pipe.execute()
+
+
 def backlog_of(batches: list[Batch]) -> Backlog | None:
     """What waits of those that have not ended."""
     if not batches:
         return None
-    waiting = sum(batch.total - batch.totals.completed - batch.totals.failed for batch in batches)
+    waiting = sum(batch.total - batch.totals.num_lines for batch in batches)
     return Backlog(waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches))
 
 
 async def running_batches(office: Office) -> list[str]:
     members: Any = await office.client.smembers(BATCHES_RUNNING)
     return [name.decode() for name in members]
-
-
-async def look_after_memory(office: Office) -> None:
-    """Until cancelled. Not a task of Celery's: a full Redis takes none, and it is then that this must be done."""
-    while True:
-        await persist(partial(check_memory, office))
-        await asyncio.sleep(MEMORY_EVERY_S)
 
 
 async def check_memory(office: Office) -> None:

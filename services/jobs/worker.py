@@ -1,36 +1,42 @@
-"""Celery's worker: its tasks, its beat, and their way into the office."""
+"""Celery's worker: its task, its beat, and their way into the office."""
 
 import logging
+import os
+import threading
 import warnings
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import redis
 from celery import Celery, signals
-from celery.beat import EmbeddedService
+from celery.beat import EmbeddedService, ScheduleEntry, Scheduler
 from celery.platforms import SecurityWarning
 from kombu.exceptions import OperationalError
 
 from services.jobs.office import Office
 from services.jobs.run import BatchRun
-from services.jobs.upkeep import SWEEP_EVERY_S, TIDY_EVERY_S, look_after_memory, sweep, tidy
+from services.jobs.upkeep import MEMORY_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, check_memory, sweep, tidy
 from shared.job_queue import RUN_BATCH
-from shared.line import reason_of
+from shared.line import DENIED, reason_of, without_command
 from shared.streams import batch_queued_key
 from shared.telemetry import get_logger
 from shared.transport import is_temporary
 
 log = get_logger("penstock.jobs")
 
-CONCURRENCY = 4  # batches that one worker has under way; the upkeep has its turn among them
+CONCURRENCY = 4  # batches that one worker has under way
+STOP_TIMEOUT_S = 15.0  # for them to be left in good order: half a second, where Redis replies
 UPKEEP: dict[str, tuple[Callable[[Office], Awaitable[None]], int]] = {
-    "penstock.sweep": (sweep, SWEEP_EVERY_S),
-    "penstock.tidy": (tidy, TIDY_EVERY_S),
+    "sweep": (sweep, SWEEP_EVERY_S),
+    "memory": (check_memory, MEMORY_EVERY_S),
+    "tidy": (tidy, TIDY_EVERY_S),
 }
 
 
 def add_tasks(queue: Celery, office: Office) -> None:
-    """What a worker does, by the names under which it is asked; and when beat asks."""
+    """What a worker does when it is asked, and when beat asks for what."""
 
     def run_batch(batch_id: str) -> None:
         """One slice of a batch. Whatever this task leaves undone, another does: by its own message, or by the sweep's."""
@@ -38,44 +44,59 @@ def add_tasks(queue: Celery, office: Office) -> None:
             office.call(run_slice(office, batch_id))
         except (redis.RedisError, OSError, OperationalError) as error:
             if isinstance(error, redis.RedisError) and not is_temporary(error):
-                raise
+                raise without_command(error) from None
             log.warning("a batch is left for later", batch_id=batch_id, error=reason_of(error))
 
     queue.task(name=RUN_BATCH)(run_batch)
-    for name, (work, every_s) in UPKEEP.items():
-        queue.task(name=name)(upkeep_task(office, name, work))
-        queue.conf.beat_schedule[name] = {"task": name, "schedule": every_s, "options": {"expires": every_s}}
+    queue.conf.beat_schedule = {name: {"task": name, "schedule": every_s} for name, (_, every_s) in UPKEEP.items()}
 
 
 async def run_slice(office: Office, batch_id: str) -> None:
-    await office.client.delete(batch_queued_key(batch_id))
+    if not await office.client.delete(batch_queued_key(batch_id)):
+        return  # one of two for the same batch; or its mark has run out, and the sweep sends another
     if await BatchRun(office, batch_id).run():
         await office.send(batch_id)
 
 
-def upkeep_task(office: Office, name: str, work: Callable[[Office], Awaitable[None]]) -> Callable[[], None]:
-    async def working() -> None:
+class Beat(Scheduler):  # type: ignore[misc]
+    """Celery's, but that the upkeep is done here when it is due. As a message it would wait behind all batches that wait for their turn."""
+
+    def __init__(self, office: Office, **others: Any) -> None:
+        self.office = office
+        self._under_way: dict[str, Future[None]] = {}
+        super().__init__(**others)
+
+    def apply_async(self, entry: ScheduleEntry, *_: Any, **__: Any) -> None:
+        last = self._under_way.get(entry.task)
+        if last is None or last.done():
+            self._under_way[entry.task] = self.office.begin(keep_up(self.office, entry.task))
+
+
+async def keep_up(office: Office, name: str) -> None:
+    """A part of the upkeep. What can't be done now is done the next time. Raises what ends the worker: a Redis that refuses it."""
+    work, _ = UPKEEP[name]
+    try:
         await work(office)
-
-    def task() -> None:
-        try:
-            office.call(working())
-        except (redis.RedisError, OSError, OperationalError) as error:
-            if isinstance(error, redis.RedisError) and not is_temporary(error):
-                raise
+    except DENIED:
+        raise
+    except Exception as error:
+        if isinstance(error, OperationalError | OSError) or is_temporary(error):
             log.warning("the upkeep is left for later", part=name, error=reason_of(error))
-
-    return task
+        else:
+            log.exception("unexpected error", part=name, error=repr(without_command(error)))
 
 
 def work(office: Office) -> None:
     """Take tasks until SIGTERM; then leave every batch where it is, and return."""
     queue = office.queue
     add_tasks(queue, office)
-    beat = EmbeddedService(queue, thread=True, scheduler_cls="celery.beat:Scheduler")
+    beat = EmbeddedService(queue, thread=True, scheduler_cls=partial(Beat, office))
 
     def stop(**_: Any) -> None:
         office.ask_to_stop()
+        timer = threading.Timer(STOP_TIMEOUT_S, give_up)
+        timer.daemon = True
+        timer.start()
 
     warnings.simplefilter("ignore", SecurityWarning)  # about root, for tasks may be pickles: ours are JSON
     logging.getLogger("celery.beat").setLevel(logging.CRITICAL)  # a traceback each time that Redis is away, of which the transport has told
@@ -84,12 +105,16 @@ def work(office: Office) -> None:
     signals.worker_ready.connect(lambda **_: office.stage.join(), weak=False)
     worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
     beat.start()
-    memory = office.begin(look_after_memory(office))
     try:
         worker.start()
     finally:
-        memory.cancel()
         beat.stop()
+
+
+def give_up() -> None:
+    """A Redis that does not reply would keep Celery, and a run that can't give its lease up, for ever."""
+    log.warning("stopped in the middle of something; its work will be taken up by another")
+    os._exit(0)
 
 
 def ignore(**_: Any) -> None:

@@ -67,8 +67,11 @@ class RequestState:
                 self._hold_logprob(replace(logprob, is_end=True), self.num_chars)
         else:
             start = self.num_chars
-            released, matched = self._feed(self.detokenizer.add(token_id))
+            text = self.detokenizer.add(token_id)
+            released, matched = self._feed(text)
             if logprob is not None:
+                if text.endswith(logprob.token):  # what comes before it is U+FFFD, of tokens before this one
+                    start = self.num_chars - len(logprob.token)
                 self._hold_logprob(logprob, start)
             if matched is not None:
                 finish_reason, stop_reason = "stop", matched

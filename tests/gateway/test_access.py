@@ -1,11 +1,16 @@
 """Who may do what: keys, tenants and their limits, over all gateways; and what is one tenant's is nobody else's."""
 
 import json
+import socket
 import ssl
 import time
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from select import select
 from typing import Any
 
 import httpx
@@ -15,6 +20,8 @@ from pydantic import SecretStr
 
 from services import cli
 from services.gateway.auth import KeyRing
+from services.gateway.batches.store import MAX_RUNNING
+from services.gateway.files.routes import MAX_UPLOADS, MAX_UPLOADS_OF_ONE
 from services.gateway.server import check_tls
 from shared.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.errors import StartupError
@@ -145,6 +152,10 @@ def test_a_broken_or_missing_file_opens_nothing_and_closes_nothing(site: Site) -
         site.path.chmod(0o666)
         time.sleep(1.1)
         assert site.get("/v1/models", key).status_code == 200, "what everybody may write was read"
+        site.path.chmod(0o600)  # as the log asks for
+        wait_until(lambda: site.get("/v1/models", key).status_code == 401, description="the file is read, though only its mode has changed")
+        site.path.write_text(good)
+        wait_until(lambda: site.get("/v1/models", key).status_code == 200, description="the key is good again")
         site.path.unlink()
         time.sleep(1.1)
         assert (site.get("/v1/models", key).status_code, site.get("/v1/models").status_code) == (200, 401)
@@ -282,6 +293,47 @@ def test_files_and_batches_are_the_tenants_own(site: Site) -> None:
     assert site.get(f"/v1/files/{file_id}/content", owner, site.second).content == b"{}"
     assert site.get("/v1/batches", owner, site.second).json()["data"][0]["id"] == batch_id
     assert site.post(f"/v1/batches/{batch_id}/cancel", {}, owner).json()["status"] == "cancelling"
+
+
+def test_slow_uploads_of_one_tenant_leave_room_for_another(site: Site) -> None:
+    slow, other = site.key("slow-uploads"), site.key("other-uploads")
+    head = (
+        "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=x\r\n"
+        f"Content-Length: 9999\r\nAuthorization: Bearer {slow}\r\n\r\n--x\r\n"
+    )
+
+    def upload(key: str) -> int:
+        reply = site.http.post(site.deployment.url(site.first) + "/v1/files", files={"file": ("x", b"{}")}, data={"purpose": "batch"}, headers=bearer(key))
+        return reply.status_code
+
+    with ExitStack() as stack:
+        address = "127.0.0.1", site.deployment.ports[site.first]
+        connections = [stack.enter_context(socket.create_connection(address)) for _ in range(MAX_UPLOADS)]
+        for connection in connections:
+            connection.sendall(head.encode())
+        wait_until(lambda: len(select(connections, [], [], 0)[0]) == MAX_UPLOADS - MAX_UPLOADS_OF_ONE, description="the others are refused", timeout_s=20)
+        assert (upload(slow), upload(other)) == (503, 200)
+    wait_until(lambda: upload(slow) == 200, description="connections that are gone make room")
+
+
+def test_no_more_than_a_hundred_batches_of_a_tenant_run_however_they_are_asked_for(site: Site) -> None:
+    owner = site.key("many-batches")
+    upload = site.http.post(site.deployment.url() + "/v1/files", files={"file": ("x.jsonl", b"{}")}, data={"purpose": "batch"}, headers=bearer(owner))
+    body = {"input_file_id": upload.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+    with ThreadPoolExecutor(16) as pool:
+        gateways = [(site.first, site.second)[number % 2] for number in range(MAX_RUNNING + 15)]
+        replies = list(pool.map(lambda gateway: site.post("/v1/batches", body, owner, gateway), gateways))
+    assert Counter(each.status_code for each in replies) == {200: MAX_RUNNING, 429: 15}
+    found: list[str] = []
+    while True:
+        page = site.get(f"/v1/batches?limit=30{f'&after={found[-1]}' if found else ''}", owner).json()
+        found += [each["id"] for each in page["data"]]
+        if not page["has_more"]:
+            break
+    assert sorted(found) == sorted(each.json()["id"] for each in replies if each.status_code == 200)
+    assert site.get("/v1/batches?after=batch_of_nobody", owner).status_code == 400
+    site.post(f"/v1/batches/{found[0]}/cancel", {}, owner)
+    assert site.post("/v1/batches", body, owner).status_code == 429, "it is ended by a worker, and there is none"
 
 
 def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:

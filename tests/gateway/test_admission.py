@@ -74,7 +74,9 @@ def test_every_name_is_served_and_echoed_and_a_missing_stage_is_said_of_its_mode
         ask = partial(deployment.post, "/v1/completions", WHOLE | {"model": "stone"})
         missing = wait_until(lambda: (reply := ask()).status_code == 503 and reply, description="the gateway knows that there is such a model")
         assert "no compute is alive for the model stone" in missing.json()["error"]["message"]
-        assert deployment.post("/v1/completions", WHOLE | {"model": "sand"}).status_code == 404
+        for asked in (deployment.get("/v1/models/stone"), deployment.post("/api/show", {"model": "stone"})):
+            assert asked.status_code == 503 and asked.headers["Retry-After"], "a model that is on its way has not vanished"
+        assert deployment.post("/v1/completions", WHOLE | {"model": "sand"}).status_code == 404 == deployment.get("/v1/models/sand").status_code
         assert {card["id"]: card["root"] for card in deployment.get("/v1/models").json()["data"]} == {NAME: NAME, ALIAS: NAME}
         assert deployment.get(f"/v1/models/{ALIAS}").json()["id"] == ALIAS
         with begun(deployment, own, 1, model=ALIAS, priority=-2) as (stream, request):

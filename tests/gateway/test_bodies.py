@@ -56,6 +56,8 @@ def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways
         ("prompt", ["x"] * 129, "prompt"),
         ("stop", ["x"] * 17, "stop"),
         ("logit_bias", {str(token): 1 for token in range(1025)}, "logit_bias"),
+        ("logit_bias", {"10": 1, "1_0": 2}, "logit_bias"),
+        ("logit_bias", {"": 1}, "logit_bias"),
         ("n", "many", "n"),
         ("weird", 1, "weird"),
         ("stream_options", {"weird": 1}, "stream_options.weird"),

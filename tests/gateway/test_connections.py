@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from services.gateway.protocol import patient
+from services.gateway.protocol import MAX_HEAD_BYTES, patient
 from shared.settings import GatewaySettings
 from shared.streams import tombstone_key
 from tests.conftest import running_redis
@@ -48,6 +48,15 @@ def connection(deployment: Deployment) -> Iterator[socket.socket]:
         yield sock
 
 
+def answer_to_a_flood(sock: socket.socket, head: bytes, piece: bytes) -> bytes:
+    """What comes back to a head and then one piece after the other without an end; empty if the connection was cut."""
+    with suppress(ConnectionError):
+        sock.sendall(head)
+        sock.sendall(piece * (1 + MAX_HEAD_BYTES // len(piece)))
+        return read_response(sock)
+    return b""
+
+
 def trickle_until_closed(sock: socket.socket, data: bytes) -> float:
     """Send a byte now and then until the other side has had enough; returns after how many seconds."""
     started_at = time.monotonic()
@@ -69,7 +78,9 @@ def trickle_until_closed(sock: socket.socket, data: bytes) -> float:
 def read_response(sock: socket.socket) -> bytes:
     data = b""
     while b"\r\n\r\n" not in data or len(data.partition(b"\r\n\r\n")[2]) < int(data.lower().partition(b"content-length: ")[2].split(b"\r\n")[0]):
-        data += sock.recv(4096)
+        if not (some := sock.recv(4096)):
+            raise ConnectionResetError
+        data += some
     return data
 
 
@@ -88,6 +99,21 @@ def test_headers_that_trickle_or_never_come_are_not_waited_for(impatient: tuple[
         assert silent.recv(1) == b""
         second.settimeout(10)
         assert trickle_until_closed(second, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < CLOSED_WITHIN_S  # a request after one that was answered
+
+
+@pytest.mark.parametrize("head", [GET[:-2], b"GET /", b"GET / HTTP/1.1\r\nX: ", b""], ids=["many headers", "path", "header", "nothing"])
+def test_headers_have_a_bound_on_their_bytes(impatient: tuple[Deployment, Backstage], head: bytes) -> None:
+    with connection(impatient[0]) as sock:
+        reply = answer_to_a_flood(sock, head, b"X: x\r\n" if head == GET[:-2] else b"x" if head else b"\r\n")
+    assert reply.startswith(b"HTTP/1.1 431 ") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "headers_too_long"
+
+
+def test_trailers_have_it_too_and_long_bodies_in_small_chunks_do_not(impatient: tuple[Deployment, Backstage]) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with connection(impatient[0]) as sock:
+        assert answer_to_a_flood(sock, head + b"1\r\n{\r\n0\r\n" + b"X: x\r\n" * 50_000, b"X: x\r\n") == b""
+    reply = answer(impatient[0], head + b"1\r\n \r\n" * 40_000 + b"0\r\n\r\n")
+    assert reply.startswith(b"HTTP/1.1 400") and json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_json"
 
 
 def test_an_upgrade_to_websockets_is_answered_as_what_it_is_without(impatient: tuple[Deployment, Backstage]) -> None:

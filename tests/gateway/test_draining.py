@@ -1,9 +1,12 @@
 """SIGTERM with open responses: they end with a word on where to go on, nothing is cancelled, and nothing is said in tracebacks."""
 
+import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -47,6 +50,17 @@ def test_sigterm_hands_open_responses_over(deployment: Deployment, own: Backstag
             own.write(request, 2, finish=2, gateway=second)
             again.wait_end()
             assert again.text == "2 " and again.finish_reasons == ["length"]
+
+
+def test_a_gateway_stops_though_redis_does_not_reply(deployment: Deployment, own: Backstage) -> None:
+    [gateway] = start_gateways(deployment)
+    server = int(own.client.info("server")["process_id"])
+    os.kill(server, signal.SIGSTOP)
+    try:
+        time.sleep(1.5)  # a heartbeat waits for its reply
+        assert deployment.terminate(gateway, timeout_s=30) == 0
+    finally:
+        os.kill(server, signal.SIGCONT)
 
 
 def test_a_taken_port_is_one_line(own: Backstage, deployment: Deployment) -> None:

@@ -6,8 +6,9 @@ import httpx
 
 from shared.messages import RequestError
 from shared.streams import log_key, tombstone_key
+from shared.streams import response_of as response_of_id
 from tests.deployment import Deployment
-from tests.gateway.backstage import Backstage
+from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.streams import begun, streaming
 from tests.waiting import wait_until
 
@@ -51,6 +52,17 @@ def test_nonsense_disturbs_nobody(gateways: Deployment, backstage: Backstage) ->
         backstage.write(request, 3, finish=3)
         stream.wait_end()
         assert stream.text == "1 2 3 " and stream.error is None
+    assert not [each for each in backstage.controls("attach") if request.request_id in each.request_ids]
+
+
+def test_head_takes_no_response_over(gateways: Deployment, backstage: Backstage) -> None:
+    body = {"model": NAME, "input": "x", "stream": True, "max_output_tokens": 3}
+    with httpx.stream("POST", gateways.url("gateway-1") + "/v1/responses", json=body, timeout=30, trust_env=False) as stream:
+        [request] = backstage.take()
+        path = f"/v1/responses/{response_of_id(request.request_id)}?stream=true"
+        assert httpx.head(gateways.url("gateway-2") + path, timeout=5, trust_env=False).status_code == 405
+        backstage.write(request, 1, finish=1)
+        assert "response.incomplete" in stream.read().decode()
     assert not [each for each in backstage.controls("attach") if request.request_id in each.request_ids]
 
 

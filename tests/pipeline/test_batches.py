@@ -127,6 +127,27 @@ def test_a_cancelled_batch_keeps_what_it_has_and_answers_every_line_once(served:
         client.batches.cancel(batch.id)
 
 
+def test_what_was_answered_stays_though_the_batch_is_cancelled_while_nobody_has_it(served: Deployment, client: openai.OpenAI) -> None:
+    lines = [line(number, COMPLETIONS, prompt="A", max_tokens=1) for number in range(4)]
+    lines += [line(4, COMPLETIONS, prompt="A", n=200), *(line(number, COMPLETIONS, prompt="Pipes", **LONG) for number in range(5, 40))]
+    counted = counts_of_batches(served)
+    batch = start(client, COMPLETIONS, lines)
+    wait_until(lambda: client.batches.retrieve(batch.id).request_counts.completed >= 4, description="some lines are answered")
+    assert served.terminate(next(name for name in served.processes if name.startswith("jobs"))) == 0
+    client.batches.cancel(batch.id)
+    served.start("jobs", "jobs-later", batch_requests=8, busy_batch_requests=8)
+    batch = ended(client, batch.id)
+    wait_until(lambda: not served.redis().exists(f"inflight:{MODEL}"), description="what was in the pipeline is cancelled", timeout_s=3)
+    answers, errors = lines_of(client, batch.output_file_id), lines_of(client, batch.error_file_id)
+    assert [each["custom_id"] for each in answers][:4] == [f"line-{number:04}" for number in range(4)], "they were counted as completed"
+    assert sorted(each["custom_id"] for each in answers + errors) == [f"line-{number:04}" for number in range(40)]
+    assert errors[0]["response"]["status_code"] == 400 and {each["error"]["code"] for each in errors[1:]} == {"batch_cancelled"}
+    assert batch.request_counts is not None and (batch.request_counts.completed, batch.request_counts.failed) == (len(answers), len(errors))
+    found = {name: value - counted[name] for name, value in counts_of_batches(served).items()}
+    assert found['penstock_batch_lines_total{outcome="failed"}'] == 1, "its own fault, though the batch was closing"
+    assert found['penstock_batch_lines_total{outcome="not_executed"}'] == len(errors) - 1
+
+
 def test_what_is_not_done_in_the_window_expires(client: openai.OpenAI) -> None:
     batch = ended(client, start(client, COMPLETIONS, [line(number, COMPLETIONS, prompt="Pipes", **LONG) for number in range(200)], "2s").id)
     assert batch.status == "expired" and batch.expired_at is not None

@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.deployment import Deployment
 from tests.waiting import wait_until
 
 WIDTH, HEIGHT = 80, 100
+MARKED_PASTES = 2004 << 5  # as pyte numbers the terminal's mode
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
@@ -41,6 +43,10 @@ class Terminal:
 
     def send(self, text: str) -> None:
         self.process.send(text)
+
+    def waits_for_an_answer(self) -> bool:
+        """Neither the prompt has the keyboard nor a command: keys do not show, but Ctrl-C is a signal."""
+        return bool(termios.tcgetattr(self.process.child_fd)[3] & (termios.ECHO | termios.ISIG) == termios.ISIG)
 
     def lines(self) -> list[str]:
         """The screen as it is now."""
@@ -127,6 +133,24 @@ def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
     finally:
         compute.send_signal(signal.SIGCONT)
         chat.process.close(force=True)
+
+
+def test_what_is_pasted_in_mid_answer_is_one_question(demo: Deployment, chat: Terminal) -> None:
+    [compute] = [process for name, process in demo.processes.items() if name.startswith("compute")]
+    compute.send_signal(signal.SIGSTOP)
+    try:
+        chat.send("What is Penstock?\r")
+        wait_until(chat.waits_for_an_answer, description="it waits for the answer")
+        chat.lines()
+        assert MARKED_PASTES in chat.screen.mode
+        chat.send("\x1b[200~Thank\n/reset\n" + "x" * 5_000 + "\nyou!\x1b[201~")  # more than a terminal keeps of a line
+    finally:
+        compute.send_signal(signal.SIGCONT)
+    chat.wait_for("^  you!$")
+    chat.send(CTRL_C)
+    chat.wait_for("Ctrl-D or /exit ends the chat")
+    chat.send("/regenerate\r")  # nothing was sent, and nothing forgotten
+    chat.wait_for(r"\[37 tokens", 2)
 
 
 def test_a_full_context_loses_its_oldest_turn(demo: Deployment, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """What a worker looks after now and then: batches that nobody has, Redis' memory, and what nobody needs any more."""
 
+import io
 import os
+import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
@@ -13,10 +15,13 @@ from services.gateway.batches.figures import queue_note
 from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
+from services.jobs.worker import CONCURRENCY, run_slice
 from shared.settings import JobsSettings
 from shared.stage import Stage
-from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_lease_key, batch_queued_key, upkeep_key
+from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, upkeep_key
 from shared.tenants import EVERYBODY
+from tests.deployment import Deployment
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -62,6 +67,62 @@ def test_a_batch_that_no_live_worker_has_gets_one_task(redis_url: str, client: "
     assert client.smembers("batches-running") == {b"batch_lost", b"batch_of_a_dead_worker"}
 
 
+def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    async def create(office: Office) -> None:
+        for name in ("batch_a", "batch_b"):
+            await office.batches.create(record(name))
+
+    def wait_for(seconds: int) -> None:
+        """As long as the mark of a task lives, but for a moment."""
+        for name in ("batch_a", "batch_b"):
+            client.expire(batch_queued_key(name), max(1, client.ttl(batch_queued_key(name)) - seconds))
+
+    do(redis_url, tmp_path, create, sweep)
+    wait_for(50)
+    do(redis_url, tmp_path, sweep)
+    assert min(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) > 50 and client.llen("celery:jobs") == 2
+    client.rpop("celery:jobs")  # and whoever took it is dead
+    wait_for(50)
+    do(redis_url, tmp_path, sweep)
+    assert max(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) <= 10, "they are sent again soon"
+
+
+def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    async def create(office: Office) -> None:
+        await office.batches.create(record("batch_a"))
+
+    async def run(office: Office) -> None:
+        await run_slice(office, "batch_a")
+
+    do(redis_url, tmp_path, create, run)
+    assert client.hget(batch_key("batch_a"), "status") == b"validating", "no mark: it is one too many"
+    do(redis_url, tmp_path, sweep, run)
+    assert client.hget(batch_key("batch_a"), "status") == b"failed", "it was looked at, and its file is nowhere"
+
+
+def test_the_upkeep_does_not_wait_behind_batches_that_wait_for_their_turn(deployment: Deployment, client: "redis.Redis", tmp_path: Path) -> None:
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
+
+    async def create(office: Office) -> None:
+        file = await office.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
+        for number in range(CONCURRENCY + 2):
+            await office.batches.create(replace(record(f"batch_{number}"), input_file_id=file.file_id))
+
+    do(deployment.redis_url, tmp_path / "files", create, sweep)
+    worker = deployment.start("jobs", files_url=str(tmp_path / "files"))
+    wait_until(lambda: len(client.keys(batch_lease_key("*"))) == CONCURRENCY, description="no more batches can be under way")
+    for _ in range(2):
+        client.delete(upkeep_key("sweep"))
+        wait_until(lambda: client.exists(upkeep_key("sweep")), description="the next sweep", timeout_s=20)
+    assert client.llen("celery:jobs") == 2, "nothing but the batches that wait"
+    server = int(client.info("server")["process_id"])
+    os.kill(server, signal.SIGSTOP)
+    try:
+        assert deployment.terminate(worker, timeout_s=40) == 0, "it stops though Redis does not reply"
+    finally:
+        os.kill(server, signal.SIGCONT)
+
+
 def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
     def figures() -> dict[bytes, bytes]:
         return dict(client.hgetall("batch-figures"))
@@ -74,8 +135,8 @@ def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "re
         await office.batches.move("batch_old", ("validating",), "in_progress", total=10)
         async with office.client.pipeline(transaction=False) as pipe:
             for counts in ({"completed": 3, "failed": 1}, {"completed": 2, "failed": 0}, {"completed": 3, "failed": 2}):  # the second: by who begins again
-                queue_note(pipe, "batch_old", counts, is_closing=False)
-            queue_note(pipe, "batch_of_nobody", {"completed": 3}, is_closing=False)
+                queue_note(pipe, "batch_old", counts)
+            queue_note(pipe, "batch_of_nobody", {"completed": 3})
             await pipe.execute()
 
     async def end(office: Office) -> None:

@@ -47,8 +47,9 @@ FORBIDDEN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gateway", ("XRANGE", "requests:{model}", "-", "+")),
     ("gateway", ("XRANGE", "prompts:{model}", "-", "+")),
     ("gateway", ("XADD", "candidates:s", "*", "m", "x")),
+    *((user, ("SCAN", "0")) for user in STAGES if user != "jobs"),
     *((user, command) for user in STAGES for command in (
-        ("CONFIG", "GET", "*"), ("FLUSHALL",), ("KEYS", "*"), ("ACL", "LIST"), ("MONITOR",), ("SHUTDOWN",), ("SCRIPT", "FLUSH"),
+        ("CONFIG", "GET", "*"), ("FLUSHALL",), ("KEYS", "*"), ("RANDOMKEY",), ("ACL", "LIST"), ("MONITOR",), ("SHUTDOWN",), ("SCRIPT", "FLUSH"),
         ("CLIENT", "KILL", "ID", "1"), ("REPLICAOF", "NO", "ONE"), ("MODULE", "LIST"), ("GET", "anything"), ("FUNCTION", "LIST"),
     )),
 )  # fmt: skip
@@ -116,12 +117,18 @@ def works(deployment: Deployment) -> None:
         next(iter(stream))
         stream.close()
         print("ok: responses stored, gone on with, cancelled and deleted; a client that went away")
-        line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "The", "max_tokens": 5}}
+        line: dict[str, Any] = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": MODEL, "prompt": "The", "max_tokens": 5}}
         file = client.files.create(file=("lines.jsonl", json.dumps(line).encode()), purpose="batch")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         wait_until(lambda: client.batches.retrieve(batch.id).status == "completed", description="a batch", timeout_s=60)
         client.files.delete(file.id)
-        print("ok: a file, and a batch of it")
+        long = line | {"body": line["body"] | {"max_tokens": 900, "ignore_eos": True}}
+        file = client.files.create(file=("long.jsonl", json.dumps(long).encode()), purpose="batch")
+        batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
+        wait_until(lambda: deployment.redis().exists(f"inflight:{MODEL}"), description="its line is in the pipeline", timeout_s=60)
+        client.batches.cancel(batch.id)
+        wait_until(lambda: client.batches.retrieve(batch.id).status == "cancelled", description="a batch is cancelled", timeout_s=60)
+        print("ok: a file, a batch of it, and one that is cancelled while it runs")
     with httpx.stream("GET", f"{deployment.url()}/live", timeout=10, trust_env=False) as live:
         assert any('"num_held_blocks"' in line for line in islice(live.iter_lines(), 40)), "compute shows nothing"
     for path in ("/health", "/ready", "/metrics"):

@@ -1,6 +1,7 @@
 """Redis' errors, each made on a real server; and a group's entries: nobody's is lost, whatever is in it."""
 
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from services.redis_server import socket_path
 from shared import transport as transport_module
 from shared.errors import Recoverable
+from shared.line import without_command
 from shared.messages import Control, GenerateRequest, encode
 from shared.streams import CONTROL, DEAD_LETTER, GATEWAY_ID, MESSAGE, REQUEST_ID, GroupStream, requests
 from shared.transport import Backoff, DirectReader, GroupReader, Transport, append_to_group, is_temporary
@@ -160,6 +162,8 @@ def test_a_refusal_is_told_without_what_was_sent(client: "redis.Redis", transpor
         backoff = Backoff()
         backoff.failed(found.value)
     assert "asked" not in backoff.problem and "maxmemory" in backoff.problem
+    last_line = "".join(traceback.format_exception_only(without_command(found.value)))
+    assert "asked" not in last_line and "maxmemory" in last_line
 
 
 def test_a_password_that_is_missing_or_wrong_is_not_waited_for(client: "redis.Redis", url: str) -> None:

@@ -1,10 +1,10 @@
 """`make telemetry`: is what the pipeline tells of itself true? Real processes, a real Prometheus, an OTLP collector; some four minutes.
 
-    python -m tests.telemetry [traces] [batches] [metrics]
+    python -m tests.telemetry [rules] [traces] [batches] [metrics]
 
-traces: a request whose compute replica is killed in the middle is one trace. batches: so is each line of a batch whose worker is killed. metrics: a pipeline
-under load, two gateways, replicas killed, scraped by Prometheus (Debian's package): every expression of the dashboard and of the alerts is evaluated, and
-counts are compared with what clients counted.
+rules: alerts fire for what they are about, by promtool. traces: a request whose compute replica is killed in the middle is one trace. batches: so is each
+line of a batch whose worker is killed. metrics: a pipeline under load, two gateways, replicas killed, scraped by Prometheus (Debian's package): every
+expression of the dashboard and of the alerts is evaluated, and counts are compared with what clients counted.
 """
 
 import sys
@@ -13,10 +13,10 @@ from pathlib import Path
 
 from tests.conftest import running_redis
 from tests.telemetry.batches import follow_batch
-from tests.telemetry.metrics import scrape
+from tests.telemetry.metrics import check_rules, scrape
 from tests.telemetry.traces import follow
 
-PARTS = {"traces": follow, "batches": follow_batch, "metrics": scrape}
+PARTS = {"rules": check_rules, "traces": follow, "batches": follow_batch, "metrics": scrape}
 
 
 def main() -> int:

@@ -4,8 +4,10 @@ import asyncio
 import time
 from pathlib import Path
 
+import pytest
 import redis.asyncio
 
+from services.gateway.batches import store as stores
 from services.gateway.batches.figures import BatchFigures, queue_backlog
 from services.gateway.batches.store import BatchRecord, BatchStore
 from services.jobs.upkeep import backlog_of
@@ -35,3 +37,22 @@ def test_a_new_batch_does_not_have_the_age_of_one_that_ended(tmp_path: Path) -> 
     with running_redis(tmp_path / "redis", None) as url:
         found = asyncio.run(ages(url))
     assert found["penstock_batch_oldest_seconds"] < 60 and found["penstock_batch_longest_pause_seconds"] < 60
+
+
+def test_of_an_owners_batches_those_that_ended_first_are_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def kept(url: str) -> tuple[list[str], int]:
+        client, now = redis.asyncio.Redis.from_url(url), int(time.time())
+        store = BatchStore(client)
+        for number in range(6):
+            await store.create(BatchRecord(f"batch_{number}", EVERYBODY, "/v1/completions", "file-x", "24h", now, now + 60))
+            if number not in (0, 5):
+                await store.move(f"batch_{number}", ("validating",), "failed")
+        found = [each.record.batch_id for each in await store.list_of("", None, 100)]
+        num_keys = len([key async for key in client.scan_iter("batch:*")])
+        await client.aclose()
+        return found, num_keys
+
+    monkeypatch.setattr(stores, "MAX_KEPT", 3)
+    with running_redis(tmp_path / "redis", None) as url:
+        found, num_keys = asyncio.run(kept(url))
+    assert found == ["batch_5", "batch_4", "batch_3", "batch_0"] and num_keys == 4, "one that runs stays"

@@ -231,6 +231,17 @@ def test_the_scanner_takes_all_of_json(value: Any, indent: int | None, is_ascii:
         assert read(parse(marker + '{"name": "f", "arguments": ' + text + "}", form))[2] == [("f", value)]
 
 
+@pytest.mark.parametrize("end", ["}", ""], ids=["whole", "cut off"])
+def test_a_long_number_is_an_argument_in_one_piece(end: str) -> None:
+    """A grammar sets digits no bound, so a forced call may have hundreds."""
+    arguments = '{"a": ' + "12" * 500 + end
+    text = '[{"name": "add", "parameters": ' + arguments
+    parser = AnswerParser(Parsing("", "calls", ("add",)))
+    pieces = [piece for at in range(0, len(text), 7) for piece in parser.feed(text[at : at + 7])] + parser.finish()
+    assert pieces[0] == Piece("call", "add") and {piece.kind for piece in pieces[1:]} == {"arguments"}
+    assert "".join(piece.text for piece in pieces[1:]) == arguments
+
+
 @settings(deadline=None)
 @given(text=st.text(st.sampled_from('{}[]":,\\ue1-+.0tfn \n'), max_size=12))
 def test_the_scanner_takes_nothing_but_json(text: str) -> None:

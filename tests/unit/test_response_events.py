@@ -74,6 +74,26 @@ def test_events_are_openai_s_and_tell_what_the_object_holds(chat: list[Any], end
     assert [item["call_id"] for item in whole["output"] if item["type"] == "function_call"] == [call["id"] for call in begun if "id" in call]
 
 
+def without_logprobs(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    parts = [[{key: value for key, value in part.items() if key != "logprobs"} for part in item.get("content", [])] for item in output]
+    return [item | {"id": "", "content": content} for item, content in zip(output, parts, strict=True)]
+
+
+@given(chats, ends)
+def test_logprobs_of_thoughts_and_calls_begin_no_message(chat: list[Any], end: str) -> None:
+    """Each delta with the logprob of its token, also one whose text is held back."""
+    plain, given = (ResponseEvents(make_record("response", "m", "m"), ASKED) for _ in range(2))
+    for number, delta in enumerate(chat):
+        choice = {"index": 0, "delta": delta, "finish_reason": end if number == len(chat) - 1 else None}
+        plain.chunk({"choices": [choice]})
+        given.chunk({"choices": [choice | {"logprobs": {"content": [{"token": str(number), "logprob": -1.0, "bytes": [], "top_logprobs": []}]}}]})
+    for made in (plain, given):
+        made.closing(USAGE)
+    assert without_logprobs(given.output) == without_logprobs(plain.output)
+    said = [entry["token"] for item in given.output if item["type"] == "message" for entry in item["content"][0]["logprobs"]]
+    assert {str(number) for number, delta in enumerate(chat) if delta.get("content")} <= set(said) and said == sorted(set(said), key=int)
+
+
 @given(chats, ends, st.booleans(), st.integers(-1, 30))
 def test_a_reader_that_comes_back_gets_exactly_what_it_lacks(chat: list[Any], end: str, is_background: bool, after: int) -> None:
     everything = events_of(chat, end, is_background=is_background)[1]

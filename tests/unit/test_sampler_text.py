@@ -114,6 +114,14 @@ def test_an_offset_is_where_the_token_begins_in_the_returned_text() -> None:
     assert found == [4, 5, 6, 6, 6, 6, 7]
 
 
+def test_offsets_count_bytes_that_became_no_character() -> None:
+    ids = [*TOKENIZER.encode("a 🙂").ids[:-1], *TOKENIZER.encode("b 🙂").ids]
+    table, state = TokenTable(TOKENIZER), begin(SamplingParams(max_tokens=len(ids), logprobs=0))
+    events = [state.append(token_id, TokenLogprob(*table.describe(token_id), -1.0)) for token_id in ids]
+    assert "".join(event.text for event in events) == "a \ufffdb 🙂"
+    assert [each.text_offset for event in events for each in event.logprobs or ()] == [0, 1, 2, 2, 2, 3, 4, 5, 5, 5, 5]
+
+
 def test_what_ends_an_answer_may_be_in_its_text() -> None:
     """A stop string, across tokens; a stop token; an end token, whose text is special. Each has its logprob, and a state that is rebuilt says the same."""
     ids = TOKENIZER.encode("a token stops here").ids

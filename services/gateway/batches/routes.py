@@ -13,13 +13,11 @@ from services.gateway.files.pages import page_of
 from services.gateway.generation import away
 from services.gateway.openai.docs import takes
 from services.gateway.traces import current_root
-from shared.errors import Invalid, Rejected
+from shared.errors import Invalid
 from shared.streams import FILE_TTL_S
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
-
-MAX_RUNNING = 100  # of one owner
 
 router = APIRouter(prefix="/v1/batches")
 
@@ -37,8 +35,7 @@ async def create(request: Request) -> JSONResponse:
         raise Invalid(str(error), param="input_file_id", code="file_not_found") from None
     if file.purpose != "batch":
         raise Invalid(f"the file {file.file_id} has the purpose {file.purpose}, not batch", param="input_file_id")
-    if sum(batch.is_running for batch in await context.batches.list_of(owner)) >= MAX_RUNNING:
-        raise Rejected(f"{MAX_RUNNING} batches are running already", status=429, retry_after_s=60)
+    await context.files.check_room(owner, 0, max_size=context.settings.max_files_size)  # for what it will write
     ttl_s = body.output_expires_after.seconds if body.output_expires_after is not None else FILE_TTL_S
     record = BatchRecord(
         f"batch_{uuid.uuid4().hex}", context.tenant, body.endpoint, file.file_id, body.completion_window, now, now + window_s, body.metadata, ttl_s
@@ -54,7 +51,8 @@ async def create(request: Request) -> JSONResponse:
 async def list_batches(request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)) -> JSONResponse:
     """The batches that there are, the newest first."""
     context = context_of(request)
-    return JSONResponse(page_of(await context.batches.list_of(context.tenant.tenant_id), after, limit, lambda each: each.record.batch_id, Batch.describe))
+    found = await context.batches.list_of(context.tenant.tenant_id, after, limit + 1)
+    return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, Batch.describe))
 
 
 @router.get("/{batch_id}")

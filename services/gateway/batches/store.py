@@ -14,11 +14,36 @@ import redis.asyncio
 from services.gateway.batches.figures import ENDED, queue_created
 from services.gateway.batches.schemas import LONGEST_WINDOW_S
 from services.gateway.generation import away
-from shared.errors import Invalid
+from shared.errors import Invalid, Rejected
 from shared.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
 from shared.tenants import Tenant
 
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
+MAX_RUNNING = 100  # of one owner
+MAX_KEPT = 10_000  # of one owner: of more, those that ended first are forgotten
+TTL_S = FILE_TTL_S + LONGEST_WINDOW_S  # as long as what it writes
+
+# ARGV: batch key, owner's batches, set of running batches, batch id, the time, TTL in seconds, most that may run, most that are kept, the beginning of a
+# batch's key, then fields and values. Returns whether it was made: not if too many of the owner's are running.
+CREATE = """
+local key, owned, running, id, now, ttl, max_running, max_kept, prefix = unpack(ARGV, 1, 9)
+if #redis.call('ZINTER', 2, owned, running) >= tonumber(max_running) then return 0 end
+redis.call('ZREMRANGEBYSCORE', owned, '-inf', now - ttl)
+local surplus = redis.call('ZCARD', owned) + 1 - max_kept
+for _, old in ipairs(surplus > 0 and redis.call('ZRANGE', owned, 0, surplus - 1) or {}) do
+  if redis.call('SISMEMBER', running, old) == 0 then
+    redis.call('DEL', prefix .. old)
+    redis.call('ZREM', owned, old)
+  end
+end
+redis.call('HSET', key, unpack(ARGV, 10))
+redis.call('EXPIRE', key, ttl)
+redis.call('ZADD', owned, now, id)
+redis.call('EXPIRE', owned, ttl)
+redis.call('SADD', running, id)
+redis.call('EXPIRE', running, ttl)
+return 1
+"""
 
 # ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by commas), the next, '1' if that is an end, the time, figures key,
 # their life in seconds, then further fields and values. Returns the status that it has now.
@@ -41,11 +66,16 @@ class Totals:
     """Of a batch, or of a part of it."""
 
     completed: int = 0
-    failed: int = 0
+    failed: int = 0  # with an error of their own, or a stage's
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     reasoning_tokens: int = 0
+    not_executed: int = 0  # their batch was cancelled, or has expired
+
+    @property
+    def num_lines(self) -> int:
+        return self.completed + self.failed + self.not_executed
 
     def __add__(self, other: "Totals") -> "Totals":
         return Totals(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
@@ -119,7 +149,7 @@ class Batch:
             "created_at": record.created_at,
             "expires_at": record.expires_at,
             **{f"{status}_at": self.times.get(status) for status in statuses},
-            "request_counts": {"total": self.total, "completed": totals.completed, "failed": totals.failed},
+            "request_counts": {"total": self.total, "completed": totals.completed, "failed": totals.failed + totals.not_executed},
             "usage": {
                 "input_tokens": totals.input_tokens,
                 "input_tokens_details": {"cached_tokens": totals.cached_tokens},
@@ -136,18 +166,16 @@ class BatchStore:
         self.client = client
 
     async def create(self, record: BatchRecord, traceparent: str = "") -> Batch:
-        """Make it known, to its owner and to the workers. It is kept as long as what it writes."""
-        values: Any = {"record": msgpack.packb(asdict(record)), "status": "validating", "traceparent": traceparent}
+        """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the owner's are running."""
+        keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
+        values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent
         with away():
             async with self.client.pipeline(transaction=True) as pipe:
-                pipe.hset(batch_key(record.batch_id), mapping=values)
-                pipe.expire(batch_key(record.batch_id), FILE_TTL_S + LONGEST_WINDOW_S)
-                pipe.zadd(batches_key(record.owner), {record.batch_id: time.time()})
-                pipe.expire(batches_key(record.owner), FILE_TTL_S + LONGEST_WINDOW_S)
-                pipe.sadd(BATCHES_RUNNING, record.batch_id)
-                pipe.expire(BATCHES_RUNNING, FILE_TTL_S)
+                pipe.eval(CREATE, 0, *keys, record.batch_id, time.time(), TTL_S, MAX_RUNNING, MAX_KEPT, batch_key(""), *values)
                 queue_created(pipe, record.created_at)
-                await pipe.execute()
+                is_made, *_ = await pipe.execute()
+        if not is_made:
+            raise Rejected(f"{MAX_RUNNING} batches are running already", status=429, retry_after_s=60)
         return Batch(record, "validating", {})
 
     async def load(self, batch_id: str, owner: str) -> Batch:
@@ -159,10 +187,13 @@ class BatchStore:
             raise Invalid(f"No batch found with id '{batch_id}'.", param="batch_id", code="batch_not_found", status=404)
         return batch
 
-    async def list_of(self, owner: str) -> list[Batch]:
-        """All of an owner's, the newest first."""
+    async def list_of(self, owner: str, after: str | None, count: int) -> list[Batch]:
+        """At most so many of an owner's, the newest first, of those that follow `after`. Raises Invalid if that is none of them."""
         with away():
-            names: Any = await self.client.zrevrange(batches_key(owner), 0, -1)
+            place: Any = await self.client.zrevrank(batches_key(owner), after) if after is not None else -1
+            if place is None:
+                raise Invalid(f"no object {after!r} in this list", param="after")
+            names: Any = await self.client.zrevrange(batches_key(owner), place + 1, place + count)
             async with self.client.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hgetall(batch_key(name.decode()))

@@ -1,6 +1,7 @@
 """OpenAI's files: what batches read, and what they write."""
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import IO, Literal
 
@@ -18,6 +19,7 @@ from shared.telemetry import get_logger
 
 UPLOAD_TIMEOUT_S = 600.0
 MAX_UPLOADS = 8  # at once; each may take a file's size on this machine's disk until it is stored
+MAX_UPLOADS_OF_ONE = 4  # of them a tenant's: slow ones keep nobody else from uploading
 MAX_FILENAME = 255
 LEAST_TTL_S = 3600
 FIELDS = ("file", "purpose", "expires_after[anchor]", "expires_after[seconds]")
@@ -26,6 +28,7 @@ log = get_logger("penstock.gateway")
 
 router = APIRouter(prefix="/v1/files")
 uploads = asyncio.Semaphore(MAX_UPLOADS)
+uploads_of: Counter[str] = Counter()  # by tenant
 
 
 @router.post("")
@@ -34,21 +37,27 @@ async def upload(request: Request) -> JSONResponse:
     context = context_of(request)
     if not request.headers.get("content-type", "").startswith("multipart/form-data"):
         raise Invalid("a file is uploaded as multipart/form-data", code="invalid_content_type")
-    if uploads.locked():
+    owner = context.tenant.tenant_id
+    if uploads.locked() or (owner and uploads_of[owner] >= MAX_UPLOADS_OF_ONE):
         raise Rejected("too many files are being uploaded here", status=503, retry_after_s=5, code="too_many_uploads")
     async with uploads:
+        uploads_of[owner] += 1
         try:
             form = await receive(request)
             try:
                 file, ttl_s = read_form(form)
                 filename = (file.filename or "upload.jsonl")[:MAX_FILENAME]
                 limit = context.settings.max_files_size
-                record = await context.files.add(file.file, context.tenant.tenant_id, filename, "batch", ttl_s, max_size=limit)
+                record = await context.files.add(file.file, owner, filename, "batch", ttl_s, max_size=limit)
             finally:
                 await form.close()
         except OSError as error:
             log.error("a file can't be stored", error=error)
             raise Rejected("files can't be stored here at the moment", status=503, retry_after_s=60, code="storage_unavailable") from None
+        finally:
+            uploads_of[owner] -= 1
+            if not uploads_of[owner]:
+                del uploads_of[owner]
     return JSONResponse(record.describe())
 
 
@@ -123,7 +132,7 @@ async def pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
 
 @router.delete("/{file_id}")
 async def delete(file_id: str, request: Request) -> JSONResponse:
-    """Remove a file. A batch that was created with it goes on: it has what it needs."""
+    """Remove a file. A batch that was created with it goes on once its input has been checked: from then on it has what it needs."""
     context = context_of(request)
     await context.files.delete(await context.files.load(file_id, context.tenant.tenant_id))
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})

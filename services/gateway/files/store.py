@@ -65,14 +65,18 @@ class FileStore:
                 await self.client.zrem(files_key(owner), *gone)
         return [FileRecord(**msgpack.unpackb(value)) for value in values if value is not None]
 
-    async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int, most: int = MAX_FILES) -> FileRecord:
-        """Keep a file that has been received. max_size: of all of the owner's, in bytes. Raises Invalid (413) beyond the owner's bounds."""
-        num_bytes = await asyncio.to_thread(file.seek, 0, 2)
+    async def check_room(self, owner: str, num_bytes: int, *, max_size: int) -> None:
+        """For one more file. max_size: of all of the owner's, in bytes. Raises Invalid (413) beyond the owner's bounds."""
         held = await self.list_of(owner)
-        if len(held) >= most:
-            raise Invalid(f"there are {most} files already: delete some", code="too_many_files", status=413)
+        if len(held) >= MAX_FILES:
+            raise Invalid(f"there are {MAX_FILES} files already: delete some", code="too_many_files", status=413)
         if (size := sum(each.num_bytes for each in held)) + num_bytes > max_size:
             raise Invalid(f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some", code="storage_full", status=413)
+
+    async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int) -> FileRecord:
+        """Keep a file that has been received. Raises as `check_room`."""
+        num_bytes = await asyncio.to_thread(file.seek, 0, 2)
+        await self.check_room(owner, num_bytes, max_size=max_size)
         now = int(time.time())
         record = FileRecord(f"file-{uuid.uuid4().hex[:24]}", owner, filename, purpose, num_bytes, now, now + ttl_s)
         await asyncio.to_thread(self._copy, file, record.path)

@@ -15,7 +15,6 @@ from services.gateway.openai.docs import takes
 from services.gateway.openai.routes import parsers_of, prepare_chat
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.translate import TranslatedResponder, make_chat, own_terms, thinking_kwargs
-from shared.errors import Invalid
 from shared.messages import ChatOptions, Replica
 
 LATEST = ":latest"  # what Ollama's clients take for said where no tag is
@@ -103,9 +102,7 @@ async def show(request: Request) -> dict[str, Any]:
     body = await context.bodies.read(request, "ollama_model")
     assert isinstance(body, OllamaModelBody)
     name = name_here(context, body.model)
-    replica = context.served_names().get(name)
-    if replica is None:
-        raise Invalid(f"model '{body.model}' not found", param="model", code="model_not_found", status=404)
+    replica = context.served(name)
     described = card(name, replica)
     tool_calls, reasoning = parsers_of(context, replica.model or name)
     return {

@@ -20,7 +20,7 @@ from services.gateway.parsing.answer import REASONING, TOOL_CALLS
 from services.gateway.record import ResponseRecord, choice_params, make_record
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.messages import GenerateRequest
+from shared.messages import GenerateRequest, Replica
 from shared.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
 
 KINDS = ("chat.completion", "text_completion")  # of responses that are streamed as chunks with positions
@@ -88,27 +88,21 @@ async def resume_stream(response_id: str, request: Request, last_event_id: str |
 @router.get("/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The models that live compute replicas serve."""
-    return {"object": "list", "data": models(context_of(request))}
+    return {"object": "list", "data": [card(*each) for each in sorted(context_of(request).served_names().items())]}
 
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     """One of them."""
-    for card in models(context_of(request)):
-        if card["id"] == model:
-            return card
-    raise Invalid(f"the model {model!r} does not exist", param="model", code="model_not_found", status=404)
+    return card(model, context_of(request).served(model))
 
 
-def models(context: Context) -> list[dict[str, Any]]:
-    """A card for each name; `root` is the model's own."""
-    return [
-        {
-            "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
-            "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
-        }
-        for name, replica in sorted(context.served_names().items())
-    ]  # fmt: skip
+def card(name: str, replica: Replica) -> dict[str, Any]:
+    """A model in the list; `root` is its own name."""
+    return {
+        "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
+        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
+    }  # fmt: skip
 
 
 def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:

@@ -3,6 +3,7 @@
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
+import re
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -30,6 +31,7 @@ from shared.sampling_params import (
     SamplingParams,
 )
 
+TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,18}")
 MAX_MESSAGES = 4096
 MAX_USER = 4096
 MAX_DOCUMENTS = 1024
@@ -219,10 +221,10 @@ class GenerateBody(Body):
         return self.stream_options.resume_within_s if self.stream_options is not None else 0.0
 
     def _token_bias(self) -> dict[int, float] | None:
-        try:
-            return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
-        except ValueError:
-            raise Invalid("logit_bias takes token ids as keys", param="logit_bias") from None
+        for token in self.logit_bias or ():
+            if not TOKEN_ID.fullmatch(token):  # int() takes "1_0" and " 10", too: two keys of one token
+                raise Invalid(f"logit_bias takes token ids as keys, got {token[:20]!r}", param="logit_bias")
+        return {int(token): bias for token, bias in self.logit_bias.items()} if self.logit_bias else None
 
 
 def make_params(given: dict[str, Any]) -> SamplingParams:

@@ -8,9 +8,11 @@ import json
 import re
 
 MAX_DEPTH = 128
+MAX_WORD = 64  # characters
+MAX_NUMBER = 1 << 16
 PLAIN = re.compile(r'[^"\\\x00-\x1f]+')
 SPACE = re.compile(r"[ \t\r\n]+")
-WORD = re.compile(r"[-+.0-9A-Za-z]{1,64}")
+WORD = re.compile(r"[-+.0-9A-Za-z]+")
 SCALAR = re.compile(r"true|false|null|-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 BEGUN_ESCAPE = re.compile(r"\\(?:u[0-9a-fA-F]{0,4})?")
@@ -108,7 +110,8 @@ class JsonScanner:
     def _word(self, text: str, at: int) -> int:
         """A number, or true, false, null: certain once something else follows."""
         if (word := WORD.match(text, at)) is not None:
-            if len(self.held) + len(word[0]) > 64:
+            held = self.held or word[0]
+            if len(self.held) + len(word[0]) > (MAX_NUMBER if held[0] in "-0123456789" else MAX_WORD):
                 self._state = "broken"
                 return at
             self.held += word[0]

@@ -40,6 +40,7 @@ class ResponseEvents:
         self._open: Json | None = None  # the last item of output, while it grows
         self._text: list[str] = []  # of the item that grows
         self._logprobs: list[Json] = []
+        self._logprobs_ahead: list[Json] = []  # of tokens whose text is held back: of the message that may begin, if no thought and no call does
 
     def whole(self) -> Json:
         return {
@@ -72,8 +73,13 @@ class ResponseEvents:
             if delta.get("reasoning_content"):
                 events += self._grow("reasoning", delta["reasoning_content"], [])
             logprobs = (choice.get("logprobs") or {}).get("content") or []
-            if delta.get("content") or logprobs:
-                events += self._grow("message", delta.get("content") or "", logprobs)
+            if delta.get("content") or (logprobs and self._open is not None and self._open["type"] == "message" and not delta.get("tool_calls")):
+                events += self._grow("message", delta.get("content") or "", self._logprobs_ahead + logprobs)
+                self._logprobs_ahead = []
+            elif delta.get("reasoning_content") or delta.get("tool_calls"):
+                self._logprobs_ahead = []  # what is no message's text has none in a response
+            else:
+                self._logprobs_ahead += logprobs
             for call in delta.get("tool_calls") or ():
                 events += self._call(call)
             if choice.get("finish_reason") == "length":

@@ -1,0 +1,41 @@
+"""A batch's input in blocks: all lines in order, and no more in a block than its answers may take of memory."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.gateway.files.storage import Storage
+from services.jobs.input import check_input, read_block, read_index, weight_of
+
+
+@pytest.mark.parametrize(
+    ("body", "weight"),
+    [
+        ({"prompt": "x"}, 1),
+        ({"prompt": [1, 2, 3]}, 1),
+        ({"prompt": ["x", [1, 2]], "n": 3, "best_of": 5}, 10),
+        ({"input": ["x"] * 300}, 300),
+        ({"input": [{"role": "user", "content": "x"}] * 9}, 1),  # a conversation
+        ({"messages": [], "logprobs": True, "top_logprobs": 20}, 21),
+        ({"prompt": {}, "n": "many", "best_of": -7, "logprobs": None}, 1),  # nobody has checked it
+    ],
+)
+def test_a_line_weighs_what_its_answer_may_take(body: dict[str, Any], weight: int) -> None:
+    assert weight_of(body) == weight
+
+
+@pytest.mark.parametrize(
+    ("body", "sizes"), [({"prompt": "x"}, [100, 100, 50]), ({"prompt": "x", "logprobs": 4}, [100, 100, 50]), ({"prompt": "x", "n": 300}, [1] * 250)]
+)
+def test_blocks_have_all_lines_in_order(body: dict[str, Any], sizes: list[int], tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    lines = [{"custom_id": f"{number:03}", "method": "POST", "url": "/v1/completions", "body": {"model": "m"} | body} for number in reversed(range(250))]
+    storage.write("in", "\n".join(map(json.dumps, lines)).encode())
+    checked = check_input(storage, "in", "batch_a", "/v1/completions", 1000)
+    assert (checked.total, checked.model, checked.errors) == (250, "m", [])
+    index = read_index(storage, "batch_a")
+    blocks = [read_block(storage, "batch_a", "/v1/completions", *index[number : number + 2]) for number in range(len(index) - 1)]
+    assert [len(block) for block in blocks] == sizes
+    assert [line.custom_id for block in blocks for line in block] == [f"{number:03}" for number in range(250)]

@@ -1,0 +1,48 @@
+"""The users of deploy/redis/users.acl: what `make redis-test` shows with a Redis of its own, as far as the embedded server can."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+
+from shared.streams import RUNNING_LOG_TTL_S, inflight_key, log_key, reader_key
+from shared.token_log import end_request
+
+ROOT = Path(__file__).parent.parent.parent
+ACL = (ROOT / "deploy/redis/users.acl").read_text()
+STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
+
+
+@pytest.fixture
+def server(redis_url: str) -> "Iterator[redis.Redis]":
+    with redis.Redis.from_url(redis_url) as client:
+        for line in ACL.splitlines():
+            _, user, rules = line.split(" ", 2)
+            if user != "default":
+                client.execute_command("ACL", "SETUSER", user, *re.findall(r"\([^)]*\)|\S+", rules))  # a selector in parentheses is one rule
+        yield client
+
+
+def test_each_stage_can_end_a_request_and_only_jobs_can_list_keys(server: "redis.Redis", redis_url: str) -> None:
+    for user in STAGES:
+        request_id = f"resp_{user}.0"
+        server.hset(inflight_key("m"), mapping={"": 5, request_id: 5})
+        server.hset(reader_key(f"resp_{user}"), mapping={"generation": 1, "gateway": "gateway-1"})
+        server.expire(reader_key(f"resp_{user}"), RUNNING_LOG_TTL_S)
+        with redis.Redis.from_url(redis_url, username=user, password=f"{user.upper()}_PASSWORD") as client:
+            pipe = client.pipeline(transaction=False)
+            end_request(pipe, "m", request_id, None)
+            pipe.execute()
+            for command in (["RANDOMKEY"], *([["SCAN", "0"]] if user != "jobs" else [])):
+                with pytest.raises(redis.exceptions.NoPermissionError):
+                    client.execute_command(*command)
+        assert server.xlen(log_key(request_id)) == 1 and not server.hexists(inflight_key("m"), request_id)
+    assert server.xlen("events:gateway-1") == len(STAGES), "who reads a request hears of its end"
+
+
+@pytest.mark.parametrize("path", ["docs/access.md", "deploy/docker/make-secrets"])
+def test_what_sets_passwords_leaves_no_user_with_the_one_that_everybody_knows(path: str) -> None:
+    [loop] = re.findall(r"^ *for \w+ in ([A-Z ]+); do$", (ROOT / path).read_text(), re.MULTILINE)
+    assert sorted(loop.split()) == sorted(re.findall(r">(\w+)_PASSWORD", ACL))
