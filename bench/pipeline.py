@@ -15,7 +15,7 @@ at most three times, and the quietest counts.
 
     python -m bench.pipeline --rounds 3
     python -m bench.pipeline --shape smollm2-135m --streams 64 --quantization w8a8 --run-ahead 0
-    python -m bench.pipeline --device cuda --shape llama-3-8b --streams 1 32 256 --kv-cache-memory 12GiB
+    python -m bench.pipeline --device cuda --shape llama-3-8b --streams 1 32 64 --kv-cache-memory 4GiB
 
 On a GPU, which holds the model twice then, the loop has a step in flight as well, and only its whole time is told.
 """
