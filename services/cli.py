@@ -8,7 +8,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from services.keys import add_arguments as add_keys_arguments
-from shared.arguments import Parser
+from shared.arguments import Parser, positive_number, seconds, whole_number
 from shared.errors import StartupError
 from shared.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
 from shared.telemetry import setup_logging
@@ -64,7 +64,8 @@ PULL_EXAMPLES = """examples:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("up", add_help=False, help="start everything on this machine")
     serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)")
     serve.add_argument("stage", choices=STAGES, metavar="STAGE")
@@ -138,33 +139,12 @@ def add_force(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace the model that the folder holds already")
 
 
-def whole_number(text: str) -> int:
-    """From 0 to what torch takes for a seed."""
-    if not (text.isascii() and text.isdecimal()) or int(text) >= 1 << 63:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
-    return int(text)
-
-
-def positive_number(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 31:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.1 <= value <= 86_400:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0.1 or more")
-    return value
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run a command. Errors are one line on standard error and exit code 2."""
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
+    if args.command is None and not rest:
+        parser.error("the following arguments are required: COMMAND")
     if rest and args.parser is not None:
         args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from shared.api_keys import add_key, read_keys, revoke_key, rotate_key
+from shared.arguments import positive_number
 from shared.settings import DEFAULT_KEYS_FILE
 
 COLUMNS = "{:<24} {:<17} {:>8} {:>10} {:>11} {:>8}  {:<6} {}"
@@ -16,9 +17,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     add = actions.add_parser("add", help="make a key, of a new tenant; it is shown once")
     add.add_argument("name", help="of the tenant, as the log and `keys list` call it")
-    add.add_argument("--rpm", type=int, metavar="N", help="requests a minute")
-    add.add_argument("--tpm", type=int, metavar="N", help="tokens a minute, of prompt and output, estimated as for --max-tokens-in-flight")
-    add.add_argument("--concurrency", type=int, metavar="N", help="requests in the pipeline at once (n = 2 are two)")
+    add.add_argument("--rpm", type=positive_number, metavar="N", help="requests a minute")
+    add.add_argument("--tpm", type=positive_number, metavar="N", help="tokens a minute, of prompt and output, estimated as for --max-tokens-in-flight")
+    add.add_argument("--concurrency", type=positive_number, metavar="N", help="requests in the pipeline at once (n = 2 are two)")
     add.add_argument("--models", metavar="A,B", help="the models that it may use, by any of their names (default: all)")
     add.add_argument("--priority", type=int, default=0, metavar="N", help="added to that of each request; smaller is sooner (default: %(default)s)")
     add.add_argument("--admin", action="store_true", help="may read /metrics and whatever else shows the work of all tenants")

@@ -45,6 +45,29 @@ def unknown(kind: str, given: str, names: list[str]) -> str:
     return f"{what}: {which}" if which else what
 
 
+def whole_number(text: str) -> int:
+    """From 0 to what torch takes for a seed."""
+    if not (text.isascii() and text.isdecimal()) or int(text) >= 1 << 63:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
+    return int(text)
+
+
+def positive_number(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not 0 < int(text) < 1 << 31:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.1 <= value <= 86_400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0.1 or more")
+    return value
+
+
 def add_setting(parser: Any, *names: str, **options: Any) -> Any:
     """As argparse's add_argument, for a flag that pydantic-settings made of a field: a type in the words of a command line, no default of null."""
     metavar, text = options.get("metavar"), options.get("help")

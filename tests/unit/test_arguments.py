@@ -12,6 +12,8 @@ from services.compute.simulation.__main__ import simulate
         ("statsu", "no command 'statsu': did you mean status?"),
         ("launch", "no command 'launch': it is one of up, serve, status, chat, batch, pull, models, keys, simulate, quantize, build-kernels, make-model"),
         ("", "COMMAND is missing; penstock --help shows how it is used"),
+        ("--verson", "no flag '--verson': did you mean --version?; penstock --help lists them"),
+        ("keys add team --rpm -1", "--rpm: '-1' is not a whole number above 0"),
         ("serve samplr", "no stage 'samplr': did you mean sampler?"),
         ("up --prot 9000", "no flag '--prot': did you mean --port?; penstock up --help lists them"),
         ("up --max-num-seq=3", "no flag '--max-num-seq': did you mean --max-num-seqs?; penstock up --help lists them"),
