@@ -45,12 +45,9 @@ def test_any_bytes_are_a_message_or_invalid(data: bytes) -> None:
 @given(data=st.data())
 def test_a_message_with_any_field_changed_is_a_message_or_invalid(golden: Any, data: st.DataObject) -> None:
     tree = msgpack.unpackb(bytes.fromhex(golden.now), strict_map_key=False)
-    fields = [path for path in places(tree) if path not in ((0,), (1,))]
-    for path in data.draw(st.lists(st.sampled_from(fields), min_size=1, max_size=2)):
-        try:
-            tree = changed(tree, path, data.draw(VALUES))
-        except (KeyError, IndexError, TypeError):  # the first change has taken the second one's place away
-            continue
+    for _ in range(data.draw(st.integers(1, 2))):
+        fields = [path for path in places(tree) if path not in ((0,), (1,))]
+        tree = changed(tree, data.draw(st.sampled_from(fields)), data.draw(VALUES))
     try:
         packed = msgpack.packb(tree)
     except ValueError:
