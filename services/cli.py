@@ -109,6 +109,7 @@ def add_chat(chat: argparse.ArgumentParser) -> None:
     chat.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
     chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="of an answer, at most (default: what the context has room for)")
+    chat.add_argument("--seed", type=whole_number, metavar="N", help="the same conversation then gets the same answers")
 
 
 def add_batch(batch: argparse.ArgumentParser) -> None:
@@ -179,7 +180,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         case "chat":
             from services.chat.chat import ChatOptions, chat
 
-            return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens), args.question)
+            return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed), args.question)
         case "batch":
             from services.batch import run_batch
 

@@ -37,6 +37,7 @@ class ChatOptions:
     system: str = ""
     temperature: float | None = None
     max_tokens: int | None = None
+    seed: int | None = None
 
 
 @dataclass(slots=True)
@@ -125,7 +126,7 @@ class Chat:
 
     def _stream(self, question: str, answer: Answer) -> None:
         body: dict[str, Any] = {"model": self.model.name, "messages": self.conversation.messages(question)}
-        body |= {name: value for name in ("temperature", "max_tokens") if (value := getattr(self.options, name)) is not None}
+        body |= {name: value for name in ("temperature", "max_tokens", "seed") if (value := getattr(self.options, name)) is not None}
         started_at = time.monotonic()
         for piece in self.server.answer(body):
             now = time.monotonic() - started_at

@@ -111,7 +111,7 @@ def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> No
 
 def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
     [compute] = [process for name, process in demo.processes.items() if name.startswith("compute")]
-    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300")  # it goes on for long, whatever it says
+    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300", "--seed", "0")  # a long answer
 
     def some_of_an_answer() -> bool:
         """A few tokens at a time: left alone, compute would end it before this screen shows as much."""
@@ -154,7 +154,7 @@ def test_what_is_pasted_in_mid_answer_is_one_question(demo: Deployment, chat: Te
 
 
 def test_a_full_context_loses_its_oldest_turn(demo: Deployment, tmp_path: Path) -> None:
-    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "10")  # few: a random token may be the end
+    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "10", "--seed", "0")
     try:
         chat.wait_for_prompt()
         chat.send("\x1b[200~" + "What is a turbine? " * 165 + "\x1b[201~\r")  # most of the context of 1,024 tokens

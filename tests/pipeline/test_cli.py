@@ -56,7 +56,7 @@ def test_a_piped_question_has_the_answer_alone(up: Up) -> None:
 
 def test_a_chat_goes_on_when_its_gateway_is_killed(up: Up) -> None:
     """All that it printed is what the token log holds: nothing lost, nothing doubled."""
-    command = [*COMMAND, "chat", "--url", up.url, "--temperature", "100", "--max-tokens", "120", "Go."]
+    command = [*COMMAND, "chat", "--url", up.url, "--temperature", "100", "--max-tokens", "120", "--seed", "0", "Go."]
     with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as chat:
         assert chat.stdout is not None and chat.stderr is not None
         printed = chat.stdout.read(40)

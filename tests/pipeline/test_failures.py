@@ -130,11 +130,9 @@ def test_an_emptied_redis_stops_no_process(demo: Deployment) -> None:
     deployment = demo
     with deployment.redis() as client:
         client.flushall()
-    wait_until(lambda: deployment.get("/ready").status_code == 200, description="everybody is back in the registry")
-    wait_until(
-        lambda: deployment.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).status_code == 200,
-        description="an answer",
-    )
+    deployment.wait_live(*deployment.processes)
+    wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway knows that everybody is back in the registry")
+    assert deployment.post("/v1/completions", LONG | {"stream": False, "stream_options": None, "max_tokens": 3}).status_code == 200
     assert all(process.poll() is None for process in deployment.processes.values())
 
 
