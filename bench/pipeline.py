@@ -254,6 +254,20 @@ def measure(loop: Loop, served: Served, all_streams: list[int], rounds: int) -> 
     return {streams: {name: statistics.median(each[name] for each in some) for name in some[0]} for streams, some in found.items()}
 
 
+def compare_on(model: Path, flags: list[str], folder: Path, all_streams: list[int], rounds: int) -> tuple[int, dict[int, dict[str, float]]]:
+    """The loop's threads, and the median figures by the number of streams. flags: compute's, of both sides; folder: for logs and data."""
+    flags = ["--model", str(model), "--dtype", "bfloat16", "--no-prefix-caching", *flags]
+    loop = Loop(flags, folder / "loop.log")
+    try:
+        served = Served(flags, folder, model.name)
+        try:
+            return loop.num_threads, measure(loop, served, all_streams, rounds)
+        finally:
+            served.close()
+    finally:
+        loop.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The pipeline's cost: HTTP tokens/s over the compute loop's, and where the rest goes.")
     parser.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
@@ -269,19 +283,10 @@ def main() -> None:
         model = args.model or Path(folder) / args.shape
         if args.model is None:
             subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True, stderr=subprocess.DEVNULL)
-        flags = ["--model", str(model), "--dtype", "bfloat16", "--quantization", args.quantization, "--no-prefix-caching"]
-        flags += ["--device", args.device, "--kv-cache-memory", args.kv_cache_memory]
+        flags = ["--quantization", args.quantization, "--device", args.device, "--kv-cache-memory", args.kv_cache_memory]
         if args.run_ahead is not None:
             flags += ["--run-ahead", str(args.run_ahead)]
-        loop = Loop(flags, Path(folder) / "loop.log")
-        try:
-            served = Served(flags, Path(folder), model.name)
-            try:
-                found = measure(loop, served, args.streams, args.rounds)
-            finally:
-                served.close()
-        finally:
-            loop.close()
+        num_threads, found = compare_on(model, flags, Path(folder), args.streams, args.rounds)
     for streams, figures in found.items():
         show(streams, figures)
     head = {
@@ -290,7 +295,7 @@ def main() -> None:
         "quantization": args.quantization,
         "run_ahead": args.run_ahead,
         "rounds": args.rounds,
-        "threads": loop.num_threads,
+        "threads": num_threads,
     }
     rounded = {streams: {name: round(value, 4) for name, value in figures.items()} for streams, figures in found.items()}
     print(json.dumps(head | {"streams": rounded}))

@@ -3,7 +3,8 @@
 Method: every kernel against its definition, and whole models by bits and tokens; then each kernel's time over the layers of real shapes, steps of decoding at
 1,024 tokens by batch and a prompt of 1,024, with random weights, and with --trace a file of requests through the scheduler: each with a step in flight and
 without. The ceilings (a copy of 1 GiB, the vendor's products of 8192 x 8192 x 8192) are measured in the same run. Layers, and steps of the first shape, are
-measured with the vendor's products, too (--allow-batch-variance). It writes gpu.json and gpu.md to --out.
+measured with the vendor's products, too (--allow-batch-variance). Last the pipeline's cost with the last shape: requests over HTTP, through all processes,
+beside the same steps in a bare loop (bench.pipeline). It writes gpu.json and gpu.md to --out.
 
     python -m bench.gpu [--shapes llama-3-8b qwen2.5-7b qwen2.5-0.5b] [--modes none w8a8 w4 fp8] [--trace FILE] [--out DIR]
 
@@ -23,6 +24,7 @@ from bench.gpu.kernels import VENDORS, run_checks
 from bench.gpu.models import DRAWS, check_flight, check_model
 from bench.gpu.report import found_in_all, page, speed_lines
 from bench.gpu.speed import as_dict, measure_attention, measure_ceilings, measure_linears, measure_steps, serve_trace
+from bench.pipeline import compare_on, whole_machine
 from services.compute.backends.backend import QUANTIZATIONS
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.device import why_unusable
@@ -31,6 +33,7 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.simulation.trace import load_trace
 from services.compute.tools.make_model import SHAPES, make_model
 
+STREAMS = [1, 8, 64]
 BATCHES = [1, 2, 4, 8, 16, 32, 64, 128, 256]
 MODES = (
     ("none", 0),
@@ -40,6 +43,14 @@ MODES = (
     ("nf4", 0),
     ("fp8", 0),
 )  # quantization, and the groups of an int8 cache; tiny's heads have 16 dimensions
+
+
+def pipeline_cost(shape: str, folder: Path) -> dict[str, dict[str, float]]:
+    """bench.pipeline's figures by streams, in bf16: medians of three rounds."""
+    make_model(folder / shape, shape=shape, dtype="bfloat16", seed=0)
+    with whole_machine():
+        _, found = compare_on(folder / shape, ["--device", "cuda", "--kv-cache-memory", "4GiB"], folder, STREAMS, 3)
+    return {f"{shape}, {streams} streams": figures for streams, figures in found.items()}
 
 
 def main() -> int:
@@ -85,8 +96,10 @@ def main() -> int:
                 for shape in (args.shapes if requests else ())
                 for is_ahead in (False, True)
             }
-            speed = speed_lines(ceilings, kernels, steps, served)
-            found |= {"times": [as_dict(each) for each in kernels], "steps": [as_dict(each) for each in steps], "served": served}
+            torch.cuda.empty_cache()
+            pipeline = pipeline_cost(args.shapes[-1], Path(folder)) if args.shapes else {}
+            speed = speed_lines(ceilings, kernels, steps, served, pipeline)
+            found |= {"pipeline": pipeline, "times": [as_dict(each) for each in kernels], "steps": [as_dict(each) for each in steps], "served": served}
     args.out.mkdir(parents=True, exist_ok=True)
     (args.out / "gpu.md").write_text(text := page(name, checks, models, flights, speed))
     (args.out / "gpu.json").write_text(json.dumps({"device": name} | found, indent=1) + "\n")

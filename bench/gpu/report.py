@@ -31,7 +31,10 @@ def model_lines(checks: list[ModelCheck]) -> list[str]:
     return lines
 
 
-def speed_lines(ceilings: Ceilings, kernels: list[KernelTime], steps: list[StepTime], served: dict[str, dict[str, float]]) -> list[str]:
+def speed_lines(
+    ceilings: Ceilings, kernels: list[KernelTime], steps: list[StepTime], served: dict[str, dict[str, float]], pipeline: dict[str, dict[str, float]]
+) -> list[str]:
+    """served: a trace's figures by shape; pipeline: bench.pipeline's by streams."""
     lines = [
         f"Ceilings: {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s copied, {ceilings.bf16_flop_per_s / 1e12:.0f} TFLOP/s in bf16, "
         f"{ceilings.int8_op_per_s / 1e12:.0f} TOP/s in int8"
@@ -55,6 +58,13 @@ def speed_lines(ceilings: Ceilings, kernels: list[KernelTime], steps: list[StepT
         )
     for name, summary in served.items():
         lines += ["", f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in summary.items())]
+    if pipeline:
+        lines += ["", "| over HTTP | tokens/s | of the loop's | TTFT, ms | a step, ms | of the loop |", "|---|---|---|---|---|---|"]
+    for name, each in pipeline.items():
+        lines.append(
+            f"| {name} | {each['served_tokens_per_s']:,.0f} | {each['ratio']:.1%} | {each['ttft_ms']:.0f} | {each['step_ms']:.2f} "
+            f"| {each['loop_step_ms']:.2f} |"
+        )
     return lines
 
 

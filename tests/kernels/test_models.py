@@ -85,15 +85,15 @@ def test_the_demo_answers_through_transformers_too() -> None:
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     folder = DEMO_MODEL if name == "demo" else tmp_path
-    some = prompts(16, SIZES["vocab_size"])
-    alone = [Engine(folder).generate([prompt], NUM_TOKENS)[0] for prompt in some]
-    assert Engine(folder).generate(some, NUM_TOKENS) == alone
+    some, num_tokens = prompts(12, SIZES["vocab_size"]), 24
+    alone = [Engine(folder).generate([prompt], num_tokens)[0] for prompt in some]
+    assert Engine(folder).generate(some, num_tokens) == alone
     chunked = Engine(folder, max_num_seqs=16, max_batched_tokens=20)
-    assert chunked.generate(some, NUM_TOKENS) == alone
+    assert chunked.generate(some, num_tokens) == alone
     cramped = Engine(folder, num_blocks=18, strategy="paged")
-    assert cramped.generate(some, NUM_TOKENS) == alone
+    assert cramped.generate(some, num_tokens) == alone
     assert cramped.scheduler.num_preemptions > 0
-    assert Engine(folder, block_size=5, num_blocks=600).generate(some, NUM_TOKENS) == alone
+    assert Engine(folder, block_size=5, num_blocks=600).generate(some, num_tokens) == alone
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "demo"])
@@ -155,13 +155,13 @@ def test_torch_computes_the_quantized_modes_as_well() -> None:
     expected = Engine(DEMO_MODEL).generate([prompt], 40, eos=1)
     assert Engine(DEMO_MODEL, kv_group=32).generate([prompt], 40, eos=1) == expected
     code = (
-        "import sys, torch; from tests.kernels.families import Engine, DEMO_MODEL; prompt = list(map(int, sys.argv[2:]));"
-        "print(Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=sys.argv[1]).generate([prompt], 40, eos=1))"
+        "import sys, torch; from tests.kernels.families import Engine, DEMO_MODEL; prompt = list(map(int, sys.argv[1:]))\n"
+        "for quantization in ('none', 'w8a8', 'w4', 'nf4'):\n"
+        "    print(quantization, *Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate([prompt], 40, eos=1))"
     )
-    for quantization in ("none", "w8a8", "w4", "nf4"):
-        command = [sys.executable, "-c", code, quantization, *map(str, prompt)]
-        done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PENSTOCK_KERNELS": "torch", "PYTHONPATH": str(ROOT)}, check=True)
-        assert done.stdout.strip() == str(expected), quantization
+    environment = {**os.environ, "PENSTOCK_KERNELS": "torch", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code, *map(str, prompt)], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines() == [f"{quantization} {expected[0]}" for quantization in ("none", "w8a8", "w4", "nf4")]
 
 
 def test_sharded_checkpoints_load_the_same(tmp_path: Path) -> None:

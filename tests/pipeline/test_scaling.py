@@ -9,7 +9,7 @@ from tests.deployment import Deployment
 from tests.pipeline.streams import stream_all
 from tests.waiting import wait_until
 
-NUM_STREAMS, NUM_TOKENS = 32, 160
+NUM_STREAMS, NUM_TOKENS = 32, 120
 
 
 def test_a_sampler_and_a_tokenizer_leave_and_others_join_in_the_middle_of_32_streams(deployment: Deployment) -> None:
