@@ -97,7 +97,7 @@ class Attack:
                     sock.sendall(content.replace(b"%s", headers))
                     sock.shutdown(socket.SHUT_WR)
                     answer = sock.recv(65536)
-                except (TimeoutError, ConnectionError, BrokenPipeError):
+                except OSError:  # the gateway has hung up, or says nothing
                     answer = b""
             self.statuses["broken HTTP"] += 1
             if b" 500 " in answer.partition(b"\r\n")[0] or b"penstock_" in answer:
