@@ -36,15 +36,10 @@ class Dense:
 
 
 @dataclass(frozen=True, slots=True)
-class Int8Columns:
-    """codes * scale of the column."""
+class Coded:
+    """What has codes in the place of weights."""
 
-    codes: Tensor  # [n, k] int8
-    scales: Tensor  # [n] float32
-
-    def __post_init__(self) -> None:
-        if self.codes.dtype != torch.int8 or self.scales.shape != self.codes.shape[:1]:
-            raise ValueError(f"codes {describe(self.codes)}, scales {describe(self.scales)}: not int8 by column")
+    codes: Tensor  # [n, k]
 
     @property
     def shape(self) -> torch.Size:
@@ -53,6 +48,18 @@ class Int8Columns:
     @property
     def device(self) -> torch.device:
         return self.codes.device
+
+
+@dataclass(frozen=True, slots=True)
+class Int8Columns(Coded):
+    """codes * scale of the column."""
+
+    codes: Tensor  # [n, k] int8
+    scales: Tensor  # [n] float32
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.int8 or self.scales.shape != self.codes.shape[:1]:
+            raise ValueError(f"codes {describe(self.codes)}, scales {describe(self.scales)}: not int8 by column")
 
     def __str__(self) -> str:
         return "8 bits by column"
@@ -64,7 +71,7 @@ class Int8Columns:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class Grouped(Coded):
     """(value - zero) * scale + minimum, with one scale, and one zero or minimum if there is any, for each group of inputs of a column.
 
     The value is the code itself (eight bits), or what stands in `table` at the code (four bits).
@@ -85,14 +92,6 @@ class Grouped:
         if wrong or self.codes.dtype != (torch.int8 if self.table is None else torch.uint8):
             named = ", ".join(f"{name} {describe(each)}" for name, each in (wrong or {"scales": self.scales}).items())
             raise ValueError(f"codes {describe(self.codes)}, {named}: not {self}")
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
 
     def __str__(self) -> str:
         more = [name for name in ("zeros", "minima") if getattr(self, name) is not None]
@@ -118,7 +117,7 @@ class Grouped:
 
 
 @dataclass(frozen=True, slots=True)
-class Float8:
+class Float8(Coded):
     """code * scale, with one scale for each block of `height` outputs and `group` inputs."""
 
     codes: Tensor  # [n, k] float8_e4m3fn or float8_e5m2
@@ -130,14 +129,6 @@ class Float8:
         n, k = self.codes.shape
         if self.codes.dtype not in FLOAT8 or self.scales.shape != (-(-n // self.height), -(-k // self.group)):
             raise ValueError(f"codes {describe(self.codes)}, scales {describe(self.scales)}: not {self}")
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.codes.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.codes.device
 
     @property
     def is_by_column(self) -> bool:
