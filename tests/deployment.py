@@ -36,13 +36,14 @@ def free_port() -> int:
 
 @dataclass
 class Deployment:
-    """Owns the processes it has started. Logs go to files in `folder`, printed when a test fails to get what it waits for."""
+    """Owns the processes it has started, and the clients it has made. Logs go to files in `folder`, printed when a test fails to get what it waits for."""
 
     redis_url: str
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
+    clients: list[openai.OpenAI] = field(default_factory=list)
 
     def start(self, stage: str, replica_id: str | None = None, **settings: Any) -> str:
         """Start a replica; returns its id without waiting for it."""
@@ -93,6 +94,9 @@ class Deployment:
         process.wait()
 
     def stop(self) -> None:
+        for client in self.clients:
+            client.close()
+        self.clients.clear()
         for process in self.processes.values():
             process.send_signal(signal.SIGTERM)
         deadline = time.monotonic() + 15
@@ -127,7 +131,10 @@ class Deployment:
         return httpx.post(self.url() + path, json=body, headers=headers, timeout=60, trust_env=False)
 
     def client(self, gateway: str | None = None) -> openai.OpenAI:
-        return openai.OpenAI(base_url=self.url(gateway) + "/v1", api_key="none", max_retries=0, timeout=120)
+        """A new client, which is closed with the deployment: one that only the garbage collector closes may warn of its socket, in whatever test runs then."""
+        client = openai.OpenAI(base_url=self.url(gateway) + "/v1", api_key="none", max_retries=0, timeout=120)
+        self.clients.append(client)
+        return client
 
     def async_client(self, gateway: str | None = None) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(base_url=self.url(gateway) + "/v1", api_key="none", max_retries=0, timeout=120)
