@@ -130,7 +130,7 @@ def schema_of(tool: Tool) -> dict[str, Any]:
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without arguments that it does not name: a schema that does not say takes any, but whoever lists a function's parameters means these.
+    """The schema without properties that it does not name: a schema that does not say takes any, but whoever lists a function's parameters means these.
 
     Where schemas are put together (allOf, $ref and the like), one of them can't say so alone: they stay as they are.
     """
