@@ -12,7 +12,7 @@ import numpy as np
 import ollama
 import pytest
 
-from services.gateway.ollama.schemas import OllamaChatBody, read_messages
+from services.gateway.ollama.schemas import read_messages
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.test_openai_client import ANSWER
 
@@ -147,9 +147,3 @@ def test_calls_that_have_ids_keep_them() -> None:
     ])  # fmt: skip
     assert [call["id"] for call in messages[0]["tool_calls"]] == ["one", "two"]
     assert [message["tool_call_id"] for message in messages[1:]] == ["two", "one"]
-
-
-def test_a_format_allows_what_it_names() -> None:
-    schema = {"type": "object", "properties": {"name": {"type": "string"}}}
-    form = OllamaChatBody.model_validate({"model": "m", "format": schema}).response_format()
-    assert form is not None and form["json_schema"]["schema"] == schema | {"additionalProperties": False}, "as Ollama takes it"

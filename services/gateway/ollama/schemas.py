@@ -4,14 +4,13 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import orjson
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import Field, PlainValidator, WithJsonSchema
 
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt, shortened
 from services.gateway.openai.messages import MAX_NAME
 from services.gateway.openai.neutral import ANYTHING
 from services.gateway.openai.schemas import MAX_INPUTS, MAX_MESSAGES
-from services.gateway.openai.tools import check_depth, closed
 from shared.errors import Invalid
 
 Json = dict[str, Any]
@@ -88,7 +87,7 @@ class OllamaBody(Body):
     model: str = Field(max_length=MAX_NAME)
     stream: bool = True
     options: Json | None = Field(None, description="sampling; what says how Ollama runs a model is passed over")
-    format: Annotated[Json | str | None, BeforeValidator(check_depth)] = Field(None, description="json, or a JSON schema")
+    format: Json | str | None = Field(None, description="json, or a JSON schema")
     think: bool | str | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -106,7 +105,7 @@ class OllamaBody(Body):
             return {"type": "json_object"}
         if isinstance(self.format, str):
             raise Invalid("format takes json, or a JSON schema", param="format")
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": closed(self.format), "strict": True}}
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format, "strict": True}}
 
 
 class OllamaChatBody(OllamaBody):
