@@ -15,7 +15,7 @@ ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Echo the client's X-Request-Id, or make one up."""
+    """Echo the client's X-Request-Id, or make one up; Anthropic's clients read it as request-id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -29,7 +29,10 @@ class RequestId:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if scope["path"].startswith("/v1/messages"):
+                    headers["request-id"] = request_id
             await send(message)
 
         await self.app(scope, receive, send_with_id)
