@@ -94,6 +94,7 @@ class EncodingParams:
     parse_special_tokens: bool | None = None  # that users spelt; None: of a plain prompt yes, of a conversation no: there they are text
     truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: as many as leave room for max_tokens
     return_token_strs: bool = False  # of a task "tokenize": the tokens as the vocabulary has them, too
+    keeps_beginning: bool = False  # where tokens are cut off: at the end, but for the special ones that stand there
 
 
 @dataclass(frozen=True, slots=True)

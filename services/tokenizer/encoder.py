@@ -1,6 +1,7 @@
 """Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or the length."""
 
 import dataclasses
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -187,13 +188,25 @@ class Encoder:
         return describe(self.tokenizer, self.model, max_model_len, self.eos_token_ids)
 
     def _truncated(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> np.ndarray[Any, Any]:
-        """The last tokens of the prompt, as many as the request wants of it."""
+        """The last tokens of the prompt, or the first, as many as the request wants of it."""
         most = request.encoding.truncate_prompt_tokens
         if most is None:
             return token_ids
         if most < 0:
             most = max(1, max_model_len - (1 if request.params.max_tokens is None else request.params.max_tokens))
-        return token_ids[-most:]
+        if not request.encoding.keeps_beginning or most >= len(token_ids):
+            return token_ids[-most:]
+        ending = self.ending if token_ids[len(token_ids) - len(self.ending) :].tolist() == self.ending.tolist() else self.ending[:0]
+        return np.concatenate((token_ids[: max(0, most - len(ending))], ending[:most]))
+
+    @cached_property
+    def ending(self) -> np.ndarray[Any, Any]:
+        """The special tokens that the tokenizer puts at every text's end, such as [SEP]."""
+        empty, word = self._encode_batch(["", "a"], "input", add_special_tokens=True)
+        if isinstance(empty, Invalid) or isinstance(word, Invalid):
+            return np.zeros(0, np.int32)
+        num_shared = next((count for count, pair in enumerate(zip(empty[::-1], word[::-1], strict=False)) if pair[0] != pair[1]), len(empty))
+        return empty[len(empty) - num_shared :]
 
     def _decode(self, token_ids: np.ndarray[Any, Any], *, skips_special: bool = False) -> str:
         try:

@@ -109,6 +109,12 @@ def test_an_encoder_makes_embeddings_and_no_text(deployment: Deployment, tmp_pat
             vector = reference(input_ids=torch.tensor([ids])).last_hidden_state[0].mean(0)
         assert np.allclose(each.embedding, vector / vector.norm(), atol=1e-5)
     assert reply.usage.prompt_tokens == 5 + 3 + 48
+    too_long: Any = {"model": "encoder", "input": texts[2] + " w50 w51"}
+    cut = deployment.client().embeddings.create(**too_long, extra_body={"truncate_prompt_tokens": -1}).data[0].embedding
+    [of_ollama] = deployment.post("/api/embed", too_long).json()["embeddings"]
+    assert cut == reply.data[2].embedding, "the beginning, and [SEP]"
+    assert np.array_equal(np.float32(of_ollama), np.float32(cut))
+    assert deployment.post("/api/embed", too_long | {"truncate": False}).status_code == 400
     for wrong, code in (({"input": "w1 " * 47}, "context_length_exceeded"), ({"prompt": "w1", "max_tokens": 3}, "model_not_supported")):
         path = "/v1/embeddings" if "input" in wrong else "/v1/completions"
         refused = deployment.post(path, {"model": "encoder"} | wrong)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer.encoder import Encoder
@@ -240,6 +240,17 @@ def test_the_last_tokens_of_a_prompt_are_kept(asked: int, kept: int) -> None:
     assert found.echo_text == TOKENIZERS[KINDS[0]].decode(ids[-kept:].tolist())
     [found] = ENCODERS[KINDS[0]].encode([request], 8)
     assert isinstance(found, TokenizedRequest if asked in (3, -1) else Invalid)
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(2, [4, 3]), (3, [4, 5, 3]), (1, [3]), (6, [4, 5, 5, 5, 5, 3]), (-1, [4, 5, 5, 5, 5, 3]), (5, [4, 5, 5, 5, 3])])
+def test_the_first_tokens_are_kept_with_the_mark_of_the_end(asked: int, kept: list[int]) -> None:
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "</s>": 3, "<s>": 4, "w": 5}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing("<s> $A </s>", special_tokens=[("<s>", 4), ("</s>", 3)])
+    own = Encoder(PreTrainedTokenizerFast(tokenizer_object=words), ModelFiles(Path("."), Path("."), "m", {"vocab_size": 8}, {}))
+    encoding = EncodingParams(truncate_prompt_tokens=asked, keeps_beginning=True)
+    found = own.encode([GenerateRequest("r.0", None, "m", SamplingParams(max_tokens=0), prompt="w w w w", encoding=encoding)], 6)
+    assert [each.prompt_token_ids.tolist() for each in found] == [kept]
 
 
 def test_special_tokens_are_added_where_it_is_asked() -> None:

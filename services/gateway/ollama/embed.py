@@ -47,7 +47,10 @@ async def embed(request: Request) -> Response:
     began_ns = time.monotonic_ns()
     if not all(isinstance(each, str) for each in body.input):
         raise Invalid("input takes a text, or a list of texts", param="input")
-    asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=body.input, dimensions=body.dimensions)
+    truncation = None if body.truncate is False else -1
+    asked = EmbeddingBody.model_construct(
+        model=name_here(context, body.model), input=body.input, dimensions=body.dimensions, truncate_prompt_tokens=truncation
+    )  # fmt: skip
     responder = await submit_embeddings(context, asked, request, OllamaEmbeddings)
     responder.began_ns = began_ns
     return await responder.whole(request)
@@ -59,5 +62,5 @@ async def embeddings(request: Request) -> Response:
     context = context_of(request)
     body = await context.bodies.read(request, "ollama_embeddings")
     assert isinstance(body, OllamaEmbeddingsBody)
-    asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False)
+    asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False, truncate_prompt_tokens=-1)
     return await (await submit_embeddings(context, asked, request, OneEmbedding)).whole(request)

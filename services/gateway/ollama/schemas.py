@@ -120,11 +120,12 @@ class OllamaGenerateBody(OllamaBody):
 
 
 class OllamaEmbedBody(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"keep_alive": ANYTHING, "options": ANYTHING, "truncate": (True, False)}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
     model: str = Field(max_length=MAX_NAME)
     input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
     dimensions: int | None = Field(None, ge=1)
+    truncate: bool | None = Field(None, description="cut off what the model can't read; false: refuse it")
 
 
 class OllamaEmbeddingsBody(Body):

@@ -81,7 +81,7 @@ def prepare_embeddings(context: RequestContext, body: EmbeddingBody, gateway_id:
         GenerateRequest(
             request_id, gateway_id, model, SamplingParams(max_tokens=0),
             prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=None if isinstance(prompt, str) else prompt,
-            created_at=now, scheduling=scheduling, embedding=body.embedding,
+            created_at=now, scheduling=scheduling, embedding=body.embedding, encoding=body.encoding(),
         )
         for request_id, prompt in zip(record.request_ids, body.input, strict=True)
     ]  # fmt: skip

@@ -167,9 +167,7 @@ class GenerateBody(Body):
 
     def encoding(self) -> EncodingParams:
         """How the prompt is to be encoded."""
-        if self.truncate_prompt_tokens == 0:
-            raise Invalid("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0", param="truncate_prompt_tokens")
-        return EncodingParams(self.add_special_tokens, self.parse_special_tokens, self.truncate_prompt_tokens)
+        return EncodingParams(self.add_special_tokens, self.parse_special_tokens, checked_truncation(self.truncate_prompt_tokens))
 
     def _check_choices(self) -> None:
         """Raises Invalid where n, best_of, streams and beams don't go together."""
@@ -308,6 +306,13 @@ class ChatCompletionBody(GenerateBody):
         return self.sampling_params(max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=self.prompt_logprobs)
 
 
+def checked_truncation(num_tokens: int | None) -> int | None:
+    """Raises Invalid for 0."""
+    if num_tokens == 0:
+        raise Invalid("truncate_prompt_tokens must be at least 1, or -1 for as many as fit, got 0", param="truncate_prompt_tokens")
+    return num_tokens
+
+
 class EmbeddingBody(Body):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
 
@@ -317,6 +322,7 @@ class EmbeddingBody(Body):
     dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
     pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
     normalize: bool = Field(True, description="to length 1")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many; -1: as many as fit")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
     cache_salt: str = Field("", max_length=256)
@@ -325,6 +331,10 @@ class EmbeddingBody(Body):
     @property
     def embedding(self) -> EmbeddingParams:
         return EmbeddingParams(self.pooling or "", self.dimensions, self.normalize)
+
+    def encoding(self) -> EncodingParams:
+        """How an input is to be encoded."""
+        return EncodingParams(truncate_prompt_tokens=checked_truncation(self.truncate_prompt_tokens), keeps_beginning=True)
 
 
 class CompletionBody(GenerateBody):
