@@ -37,8 +37,10 @@ class Stage:
     """One replica of one stage: its id, its connections, and whether it has been told to stop."""
 
     def __init__(
-        self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None
-    ) -> None:
+        self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None,
+        step_timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """step_timeout_s: how long a turn of the loop may take, but for waits for Redis, until the process ends; None: it does not."""
         self.name = name
         self.settings = settings
         self.model = model
@@ -47,6 +49,7 @@ class Stage:
         self.replica_id = settings.replica_id or f"{name}-{uuid.uuid4().hex[:12]}"
         self.stopping = threading.Event()
         self.transport = Transport(settings.redis_url, self.stopping)
+        self.transport.on_wait = self.turn
         self.tracer = open_tracer(name, self.replica_id)
         self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
@@ -54,10 +57,11 @@ class Stage:
         self._started_at = time.time()
         self._turned_at = time.monotonic()
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
-        self._heartbeat = Heartbeat(Transport(settings.redis_url, self.stopping, LEASE_S), self.describe, lambda pipe: self.on_heartbeat(pipe))
+        own_line = Transport(settings.redis_url, self.stopping, LEASE_S)
+        self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), step_timeout_s)
 
     def turn(self) -> None:
-        """The loop came round: the sign of life that /health shows."""
+        """The loop came round, or waits for Redis: the sign of life that /health shows."""
         self._turned_at = time.monotonic()
 
     @property

@@ -114,6 +114,7 @@ class Transport:
         self.stopping = stopping
         self.groups: list[GroupReader] = []  # created again should Redis come back without them
         self.backoff = Backoff()
+        self.on_wait: Callable[[], None] = lambda: None  # called while Redis is waited for
 
     @property
     def problem(self) -> str:
@@ -134,8 +135,10 @@ class Transport:
         """Pause after a temporary error, and mend what Redis has lost. Raises the error if it is not temporary, Recoverable if told to stop."""
         if not is_temporary(error):
             raise error
+        self.on_wait()
         if self.stopping.wait(self.backoff.failed(error)):
             raise Recoverable("stopped while Redis could not serve") from error
+        self.on_wait()
         if NO_GROUP.search(reason_of(error)):
             for reader in self.groups:
                 try:
