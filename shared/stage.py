@@ -49,7 +49,6 @@ class Stage:
         self.replica_id = settings.replica_id or f"{name}-{uuid.uuid4().hex[:12]}"
         self.stopping = threading.Event()
         self.transport = Transport(settings.redis_url, self.stopping)
-        self.transport.on_wait = self.turn
         self.tracer = open_tracer(name, self.replica_id)
         self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
@@ -61,7 +60,7 @@ class Stage:
         self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), step_timeout_s)
 
     def turn(self) -> None:
-        """The loop came round, or waits for Redis: the sign of life that /health shows."""
+        """The loop came round: the sign of life that /health shows."""
         self._turned_at = time.monotonic()
 
     @property
@@ -87,7 +86,7 @@ class Stage:
             started_at=self._started_at,
             model=self.model,
             max_model_len=self.max_model_len,
-            idle_s=time.monotonic() - self._turned_at,
+            idle_s=time.monotonic() - max(self._turned_at, self.transport.backoff.failed_at),  # who asks Redis again is not stuck
             load=dict(self.load),
             aliases=self.aliases,
             problem=self.problem,

@@ -87,14 +87,14 @@ class Backoff:
     def __init__(self) -> None:
         self.problem = ""  # the error that is being waited out; empty: none
         self._delay_s = FIRST_RETRY_S
-        self._warned_at = 0.0
+        self.failed_at = self._warned_at = 0.0  # monotonic, s: the last time; when it was said last
 
     def failed(self, error: BaseException) -> float:
         """Seconds to wait before the next try."""
         self.problem = f"{type(error).__name__}: {reason_of(error)}"[:200]
-        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, LONGEST_RETRY_S)
-        if time.monotonic() - self._warned_at > WARN_EVERY_S:
-            self._warned_at = time.monotonic()
+        delay_s, self._delay_s, self.failed_at = self._delay_s, min(self._delay_s * 2, LONGEST_RETRY_S), time.monotonic()
+        if self.failed_at - self._warned_at > WARN_EVERY_S:
+            self._warned_at = self.failed_at
             log.warning("redis can't serve, trying again", error=self.problem)
         return delay_s * random.uniform(0.5, 1.0)
 
@@ -114,7 +114,6 @@ class Transport:
         self.stopping = stopping
         self.groups: list[GroupReader] = []  # created again should Redis come back without them
         self.backoff = Backoff()
-        self.on_wait: Callable[[], None] = lambda: None  # called while Redis is waited for
 
     @property
     def problem(self) -> str:
@@ -135,10 +134,8 @@ class Transport:
         """Pause after a temporary error, and mend what Redis has lost. Raises the error if it is not temporary, Recoverable if told to stop."""
         if not is_temporary(error):
             raise error
-        self.on_wait()
         if self.stopping.wait(self.backoff.failed(error)):
             raise Recoverable("stopped while Redis could not serve") from error
-        self.on_wait()
         if NO_GROUP.search(reason_of(error)):
             for reader in self.groups:
                 try:
