@@ -109,7 +109,7 @@ def measure_all_steps(backend: CudaBackend, shapes: list[str], modes: list[str],
     many = [batch for batch in BATCHES if batch > FEW_ROWS]
 
     def run(backend: CudaBackend, shape: str, mode: str, batches: list[int]) -> Iterator[Found]:
-        ceilings = next(iter(journal.all(Ceilings)), None) or measure_ceilings(backend)
+        ceilings = next(iter(journal.of_kind(Ceilings)), None) or measure_ceilings(backend)
         return measure_steps(backend, shape, mode, batches, ceilings)
 
     for shape in shapes:

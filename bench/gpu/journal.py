@@ -83,7 +83,7 @@ class Journal:
         self.write()
         return entry
 
-    def all(self, kind: type[Any]) -> Iterator[Any]:
+    def of_kind(self, kind: type[Any]) -> Iterator[Any]:
         """What was found of a kind."""
         for entry in self.entries.values():
             yield from (kind(**fields) for name, fields in entry.found or () if KINDS[name] is kind)

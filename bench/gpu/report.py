@@ -83,17 +83,17 @@ def page(journal: Journal) -> str:
     entries = list(journal.entries.values())
     failed = [each for each in entries if not each.holds]
     held = f"{len(entries) - len(failed)} of {len(entries)} cases hold; they took {sum(each.seconds for each in entries):,.0f} s."
-    ceilings = next(journal.all(Ceilings), None)
+    ceilings = next(journal.of_kind(Ceilings), None)
     parts = [[f"# {journal.on['device']}", "", f"{journal.on['torch']}, {journal.on['triton']}. {held}"]]
     sections = (
         ("What does not hold", failure_lines(failed) if failed else []),
-        ("Kernels against their definition", errors_by_type(checks) if (checks := list(journal.all(Check))) else []),
-        ("Whole models", model_lines(models) if (models := list(journal.all(ModelCheck))) else []),
-        ("A step in flight", flight_lines(flights) if (flights := list(journal.all(FlightCheck))) else []),
+        ("Kernels against their definition", errors_by_type(checks) if (checks := list(journal.of_kind(Check))) else []),
+        ("Whole models", model_lines(models) if (models := list(journal.of_kind(ModelCheck))) else []),
+        ("A step in flight", flight_lines(flights) if (flights := list(journal.of_kind(FlightCheck))) else []),
         ("Speed", ceiling_lines(ceilings) if ceilings is not None else []),
-        ("Steps", step_lines(steps) if (steps := list(journal.all(StepTime))) else []),
-        ("Layers", time_lines(times, ceilings) if (times := list(journal.all(KernelTime))) else []),
-        ("Requests", served_lines(served) if (served := list(journal.all(Served))) else []),
+        ("Steps", step_lines(steps) if (steps := list(journal.of_kind(StepTime))) else []),
+        ("Layers", time_lines(times, ceilings) if (times := list(journal.of_kind(KernelTime))) else []),
+        ("Requests", served_lines(served) if (served := list(journal.of_kind(Served))) else []),
     )
     parts += [[f"## {title}", "", *lines] for title, lines in sections if lines]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"

@@ -33,7 +33,7 @@ def test_a_step_that_does_not_end_ends_its_process_and_another_goes_on(tmp_path:
             time.sleep(STEP_TIMEOUT_S / 2)
             assert hanging in {each.replica_id for each in deployment.registry().replicas}, "a step may take that long: it keeps its requests"
             assert deployment.processes[hanging].wait(20) == 1, deployment.logs()
-            assert STEP_TIMEOUT_S <= time.monotonic() - began_at < STEP_TIMEOUT_S + 5
+            assert STEP_TIMEOUT_S - 1 <= time.monotonic() - began_at < STEP_TIMEOUT_S + 10
             assert (tmp_path / f"{hanging}.log").read_text().count(WORD) == 1
             start_fragile(deployment, "compute-1", FRAGILE_TOKEN="-1")
             wait_for_all(deployment, asked)
