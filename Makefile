@@ -67,8 +67,9 @@ telemetry: $(VENV)/dev
 
 # The CUDA backend without a GPU: every kernel in Triton's interpreter, with its errors, and compiled for Ampere, Ada and Hopper.
 cuda-kernels: $(VENV)/dev
+	rm -f build/gpu.json
 	TRITON_INTERPRET=1 $(BIN)/python -m bench.gpu --out build $(ARGS)
-	$(BIN)/python -m pytest --numprocesses auto tests/kernels/cuda/more_models.py
+	$(BIN)/python -m pytest --numprocesses auto tests/kernels/cuda/more_models.py tests/kernels/cuda/more_bench.py
 	$(BIN)/python -m tests.kernels.cuda.compiled 80 89 90
 
 # A Redis that speaks TLS only, with a user for each stage. Needs redis-server 7 or newer with TLS, and openssl.

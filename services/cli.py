@@ -48,7 +48,9 @@ It reads Redis alone, so it works while no gateway does. The exit code is 1 if a
 
 QUANTIZE_EXAMPLES = """examples:
   penstock quantize ~/models/mine ~/models/mine-w8a8
-  penstock quantize ~/models/mine ~/models/mine-w4 --quantization w4 --calibrate default"""
+  penstock quantize ~/models/mine ~/models/mine-w4 --quantization w4 --calibrate default
+
+What it writes is packed for a CPU's kernels. A GPU quantizes at load, in seconds: penstock up --device cuda --model ~/models/mine --quantization fp8"""
 
 MAKE_MODEL_EXAMPLES = """examples:
   penstock make-model /tmp/m --shape qwen2.5-0.5b
@@ -125,7 +127,9 @@ def add_batch(batch: argparse.ArgumentParser) -> None:
 def add_quantize(quantize: argparse.ArgumentParser) -> None:
     quantize.add_argument("source", metavar="SOURCE", help="a checkpoint folder, a hub id, or demo")
     quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
-    quantize.add_argument("--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s")
+    quantize.add_argument(
+        "--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s; fp8 is a GPU's, at load: penstock up --quantization fp8"
+    )
     quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
     quantize.add_argument("--attention-output", action="store_true", help="quantize attention's output projection too, whose inputs have outliers")
     quantize.add_argument("--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight")

@@ -109,8 +109,12 @@ class Heartbeat(threading.Thread):
     reply that comes after the lease: whoever leaves would wait for it.
     """
 
-    def __init__(self, transport: Transport, describe: Callable[[], Replica], on_beat: Callable[[Pipeline], None]) -> None:
+    def __init__(
+        self, transport: Transport, describe: Callable[[], Replica], on_beat: Callable[[Pipeline], None], step_timeout_s: float | None = None
+    ) -> None:  # fmt: skip
+        """step_timeout_s: of a loop that waits for a device, which may hang without an error: after that long in one step the process ends."""
         super().__init__(name="heartbeat", daemon=True)
+        self.step_timeout_s = step_timeout_s
         self.transport = transport
         self.describe = describe
         self.on_beat = on_beat
@@ -144,9 +148,12 @@ class Heartbeat(threading.Thread):
     def beat(self) -> None:
         """One renewal and one look."""
         replica = self.describe()
-        if replica.idle_s > STUCK_AFTER_S:
+        if self.step_timeout_s is None and replica.idle_s > STUCK_AFTER_S:
             log.error("the loop is stuck, not renewing", idle_s=replica.idle_s)
             return
+        if self.step_timeout_s is not None and replica.idle_s > self.step_timeout_s:
+            log.error("a step does not end, ending the process: its device hangs, or --step-timeout-s is too short", step_timeout_s=self.step_timeout_s)
+            os._exit(1)  # its leases run out, and another replica goes on with its requests
         pipe = self.transport.client.pipeline(transaction=False)
         self.on_beat(pipe)
         with self._lock:

@@ -175,6 +175,9 @@ class EngineSettings(StageSettings):
         False, description="on a GPU, use the vendor's matrix products where they may be faster: a token's bits then depend on the batch; docs/gpu.md"
     )
     reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
+    step_timeout_s: float | None = Field(
+        None, gt=0, description="a step that takes longer has hung: compute ends, and another replica goes on; by default 300 on a GPU, 3600 on a CPU"
+    )
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
     run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed upon before the log holds them; 0: wait for each")
     publish_interval_ms: float | None = Field(

@@ -37,8 +37,10 @@ class Stage:
     """One replica of one stage: its id, its connections, and whether it has been told to stop."""
 
     def __init__(
-        self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None
-    ) -> None:
+        self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None,
+        step_timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """step_timeout_s: how long a turn of the loop may take, but for waits for Redis, until the process ends; None: it does not."""
         self.name = name
         self.settings = settings
         self.model = model
@@ -54,7 +56,8 @@ class Stage:
         self._started_at = time.time()
         self._turned_at = time.monotonic()
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
-        self._heartbeat = Heartbeat(Transport(settings.redis_url, self.stopping, LEASE_S), self.describe, lambda pipe: self.on_heartbeat(pipe))
+        own_line = Transport(settings.redis_url, self.stopping, LEASE_S)
+        self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), step_timeout_s)
 
     def turn(self) -> None:
         """The loop came round: the sign of life that /health shows."""
@@ -83,7 +86,7 @@ class Stage:
             started_at=self._started_at,
             model=self.model,
             max_model_len=self.max_model_len,
-            idle_s=time.monotonic() - self._turned_at,
+            idle_s=time.monotonic() - max(self._turned_at, self.transport.backoff.failed_at),  # who asks Redis again is not stuck
             load=dict(self.load),
             aliases=self.aliases,
             problem=self.problem,

@@ -87,14 +87,14 @@ class Backoff:
     def __init__(self) -> None:
         self.problem = ""  # the error that is being waited out; empty: none
         self._delay_s = FIRST_RETRY_S
-        self._warned_at = 0.0
+        self.failed_at = self._warned_at = 0.0  # monotonic, s: the last time; when it was said last
 
     def failed(self, error: BaseException) -> float:
         """Seconds to wait before the next try."""
         self.problem = f"{type(error).__name__}: {reason_of(error)}"[:200]
-        delay_s, self._delay_s = self._delay_s, min(self._delay_s * 2, LONGEST_RETRY_S)
-        if time.monotonic() - self._warned_at > WARN_EVERY_S:
-            self._warned_at = time.monotonic()
+        delay_s, self._delay_s, self.failed_at = self._delay_s, min(self._delay_s * 2, LONGEST_RETRY_S), time.monotonic()
+        if self.failed_at - self._warned_at > WARN_EVERY_S:
+            self._warned_at = self.failed_at
             log.warning("redis can't serve, trying again", error=self.problem)
         return delay_s * random.uniform(0.5, 1.0)
 

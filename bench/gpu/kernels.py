@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -335,22 +336,22 @@ ATTENTIONS_ON_DEVICE = (
 )
 
 
-def run_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[Check]:
+def kernel_checks(backends: list[CudaBackend], *, on_device: bool) -> Iterator[partial[Check]]:
     """Of each backend, in its dtype; quantized layers in bfloat16 only. on_device: also what takes the interpreter hours, sorting above all."""
     for backend in backends:
         is_wide = backend.dtype == torch.float32
         for form in FORMS[: 1 if is_wide else None]:
             if backend.has_float8 or not form.startswith("fp8"):
-                yield from (check_linear(backend, form, linear) for linear in LINEARS)
+                yield from (partial(check_linear, backend, form, linear) for linear in LINEARS)
                 if form in VENDORS and not is_wide:
-                    yield from (check_linear(backend, form, linear, is_vendors=True) for linear in VENDORS_LINEARS)
+                    yield from (partial(check_linear, backend, form, linear, is_vendors=True) for linear in VENDORS_LINEARS)
         for attention in (*ATTENTIONS, *(ATTENTIONS_ON_DEVICE if on_device else ())):
-            yield check_attention(backend, attention)
+            yield partial(check_attention, backend, attention)
         for rows, hidden in ((1, 64), (5, 300), (40, 4096), (3, 14336)):
-            yield check_rows(backend, rows, hidden, has_norm=True, multiplier=0.22)
-            yield check_rows(backend, rows, hidden, has_norm=False, multiplier=1.0)
+            yield partial(check_rows, backend, rows, hidden, has_norm=True, multiplier=0.22)
+            yield partial(check_rows, backend, rows, hidden, has_norm=False, multiplier=1.0)
     for case in ((2, 300, 1), (2, 1500, 20), *(((5, 30_000, 64), (2, 151_936, 200), (4, 300, 300)) if on_device else ())):
-        yield check_search(backends[0], *case)
+        yield partial(check_search, backends[0], *case)
     for draws in ((18, 250), *(((900, 30_000), (90, 151_936)) if on_device else ())):
-        yield check_draws(backends[0], *draws)
-    yield check_logits(backends[0], 3, 1500)
+        yield partial(check_draws, backends[0], *draws)
+    yield partial(check_logits, backends[0], 3, 1500)

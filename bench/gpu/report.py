@@ -1,11 +1,11 @@
 """What was found as one page of Markdown."""
 
 from collections import defaultdict
-from typing import Any
 
+from bench.gpu.journal import Entry, Journal
 from bench.gpu.kernels import Check
 from bench.gpu.models import FlightCheck, ModelCheck
-from bench.gpu.speed import Ceilings, KernelTime, StepTime
+from bench.gpu.speed import Ceilings, KernelTime, Served, StepTime
 
 
 def errors_by_type(checks: list[Check]) -> list[str]:
@@ -31,15 +31,16 @@ def model_lines(checks: list[ModelCheck]) -> list[str]:
     return lines
 
 
-def speed_lines(
-    ceilings: Ceilings, kernels: list[KernelTime], steps: list[StepTime], served: dict[str, dict[str, float]], pipeline: dict[str, dict[str, float]]
-) -> list[str]:
-    """served: a trace's figures by shape; pipeline: bench.pipeline's by streams."""
-    lines = [
+def ceiling_lines(ceilings: Ceilings) -> list[str]:
+    return [
         f"Ceilings: {ceilings.copy_bytes_per_s / 1e12:.2f} TB/s copied, {ceilings.bf16_flop_per_s / 1e12:.0f} TFLOP/s in bf16, "
         f"{ceilings.int8_op_per_s / 1e12:.0f} TOP/s in int8"
-        + ("." if ceilings.fp8_flop_per_s is None else f", {ceilings.fp8_flop_per_s / 1e12:.0f} TFLOP/s in FP8."),
-        "",
+        + ("." if ceilings.fp8_flop_per_s is None else f", {ceilings.fp8_flop_per_s / 1e12:.0f} TFLOP/s in FP8.")
+    ]
+
+
+def step_lines(steps: list[StepTime]) -> list[str]:
+    lines = [
         "| step | batch | tokens | device, ms | floor, ms | floor / device | wall, ms, read before the next is launched | host's share | wall, ms, after it "
         "(TPOT) | host's share |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -50,22 +51,21 @@ def speed_lines(
             f"| {step.floor_ms / step.device_ms:.0%} | {step.wall_ms:.2f} | {step.host_share(step.wall_ms):.1%} "
             + ("| | |" if step.ahead_ms is None else f"| {step.ahead_ms:.2f} | {step.host_share(step.ahead_ms):.1%} |")
         )
-    lines += ["", "| kernel | shape | case | us | GB/s | of the bandwidth | TFLOP/s |", "|---|---|---|---|---|---|---|"]
+    return lines
+
+
+def time_lines(kernels: list[KernelTime], ceilings: Ceilings | None) -> list[str]:
+    lines = ["| kernel | shape | case | us | GB/s | of the bandwidth | TFLOP/s |", "|---|---|---|---|---|---|---|"]
     for each in kernels:
+        share = "" if ceilings is None else f"{each.share_of_bandwidth(ceilings):.0%}"
         lines.append(
-            f"| {each.kernel} | {each.shape} | {each.case} | {each.microseconds:.1f} | {each.gigabytes_per_s:,.0f} | {each.share_of_bandwidth(ceilings):.0%} "
-            f"| {each.teraflop_per_s:.1f} |"
-        )
-    for name, summary in served.items():
-        lines += ["", f"{name}: " + ", ".join(f"{key} {value:.3g}" for key, value in summary.items())]
-    if pipeline:
-        lines += ["", "| over HTTP | tokens/s | of the loop's | TTFT, ms | a step, ms | of the loop |", "|---|---|---|---|---|---|"]
-    for name, each in pipeline.items():
-        lines.append(
-            f"| {name} | {each['served_tokens_per_s']:,.0f} | {each['ratio']:.1%} | {each['ttft_ms']:.0f} | {each['step_ms']:.2f} "
-            f"| {each['loop_step_ms']:.2f} |"
+            f"| {each.kernel} | {each.shape} | {each.case} | {each.microseconds:.1f} | {each.gigabytes_per_s:,.0f} | {share} | {each.teraflop_per_s:.1f} |"
         )
     return lines
+
+
+def served_lines(served: list[Served]) -> list[str]:
+    return [f"- {each.name}: " + ", ".join(f"{key} {value:.4g}" for key, value in each.figures.items()) for each in served]
 
 
 def flight_lines(checks: list[FlightCheck]) -> list[str]:
@@ -74,18 +74,26 @@ def flight_lines(checks: list[FlightCheck]) -> list[str]:
     return lines
 
 
-def page(device: str, checks: list[Check], models: list[ModelCheck], flights: list[FlightCheck], speed: list[str]) -> str:
-    parts = [[f"# {device}"], ["## Kernels against their definition", "", *errors_by_type(checks)]]
-    parts.append(["## Whole models", "", *model_lines(models), "", *flight_lines(flights)])
-    if speed:
-        parts.append(["## Speed", "", *speed])
+def failure_lines(entries: list[Entry]) -> list[str]:
+    return [f"- {each.name}: {each.error or 'does not hold'}" for each in entries]
+
+
+def page(journal: Journal) -> str:
+    """Of all that is there; what has failed first."""
+    entries = list(journal.entries.values())
+    failed = [each for each in entries if not each.holds]
+    held = f"{len(entries) - len(failed)} of {len(entries)} cases hold; they took {sum(each.seconds for each in entries):,.0f} s."
+    ceilings = next(journal.of_kind(Ceilings), None)
+    parts = [[f"# {journal.on['device']}", "", f"{journal.on['torch']}, {journal.on['triton']}. {held}"]]
+    sections = (
+        ("What does not hold", failure_lines(failed) if failed else []),
+        ("Kernels against their definition", errors_by_type(checks) if (checks := list(journal.of_kind(Check))) else []),
+        ("Whole models", model_lines(models) if (models := list(journal.of_kind(ModelCheck))) else []),
+        ("A step in flight", flight_lines(flights) if (flights := list(journal.of_kind(FlightCheck))) else []),
+        ("Speed", ceiling_lines(ceilings) if ceilings is not None else []),
+        ("Steps", step_lines(steps) if (steps := list(journal.of_kind(StepTime))) else []),
+        ("Layers", time_lines(times, ceilings) if (times := list(journal.of_kind(KernelTime))) else []),
+        ("Requests", served_lines(served) if (served := list(journal.of_kind(Served))) else []),
+    )
+    parts += [[f"## {title}", "", *lines] for title, lines in sections if lines]
     return "\n\n".join("\n".join(part) for part in parts) + "\n"
-
-
-def found_in_all(checks: list[Check], models: list[ModelCheck], flights: list[FlightCheck]) -> dict[str, Any]:
-    """For the JSON."""
-    return {
-        "kernels": [{"kernel": each.kernel, "types": each.types, "case": each.case, "error": each.error, "holds": each.holds} for each in checks],
-        "models": [{"mode": each.mode, "error": each.error, "holds": each.holds} for each in models],
-        "flights": [{"mode": each.mode, "tokens": each.num_tokens, "surplus": each.num_surplus, "holds": each.holds} for each in flights],
-    }

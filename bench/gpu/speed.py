@@ -5,9 +5,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 import triton.testing
@@ -37,6 +36,7 @@ VENDORS_LEAST = {"none": 1, "w8a8": 17, "fp8": 1}  # rows: torch._int_mm takes n
 BLOCK_SIZE = 16
 CONTEXT = 1024  # tokens that each sequence has when it decodes
 MAX_BATCHED_TOKENS = 2048
+LAUNCH_CYCLES = 20_000_000  # of the device, some 10 ms, in which the host launches a step
 STEPS = 20  # of a batch, of which the median counts
 DRAW = SamplingParams(max_tokens=1 << 20, top_k=50)  # of random weights the logits are so flat that others would fall beyond the candidates
 
@@ -95,8 +95,16 @@ class StepTime:
         return max(0.0, 1.0 - self.device_ms / wall_ms)
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Served:
+    """Requests, as serve_trace or bench.pipeline sum them up."""
+
+    name: str
+    figures: dict[str, float]
+
+
+@dataclass(slots=True)
+class Trace:
     """A trace through scheduler and model, all there at once or as it arrived."""
 
     num_requests: int = 0
@@ -153,25 +161,22 @@ def layer_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
     }
 
 
-def measure_linears(backend: CudaBackend, name: str, modes: list[str], rows: list[int]) -> list[KernelTime]:
-    """Each by our kernels, and by the vendor's product where it has one for so many rows."""
-    found = []
-    for layer, (n, k) in layer_shapes(SHAPES[name]).items():
-        for mode in modes:
-            linear = random_linear(backend, n, k, mode, is_gated=layer == "gate, up")
-            for count in rows:
-                x = torch.randn(count, k, device=backend.device).to(backend.dtype)
-                moved = linear.num_bytes + x.nbytes + count * linear.num_outputs * x.element_size()
-                for is_vendors in (False, True) if count >= VENDORS_LEAST.get(mode, math.inf) else (False,):
-                    linear.vendor_from = 1 if is_vendors else None
-                    taken = median_us(lambda linear=linear, x=x: linear(x))  # type: ignore[misc]
-                    kernel = f"linear, {mode}" + (", vendor's" if is_vendors else "")
-                    found.append(KernelTime(kernel, name, f"{layer}, {count} rows", taken, moved, 2.0 * count * n * k))
-    return found
+def measure_linears(backend: CudaBackend, name: str, layer: str, mode: str, rows: list[int]) -> Iterator[KernelTime]:
+    """One kind of layer by our kernels, and by the vendor's product where it has one for so many rows."""
+    n, k = layer_shapes(SHAPES[name])[layer]
+    linear = random_linear(backend, n, k, mode, is_gated=layer == "gate, up")
+    for count in rows:
+        x = torch.randn(count, k, device=backend.device).to(backend.dtype)
+        moved = linear.num_bytes + x.nbytes + count * linear.num_outputs * x.element_size()
+        for is_vendors in (False, True) if count >= VENDORS_LEAST.get(mode, math.inf) else (False,):
+            linear.vendor_from = 1 if is_vendors else None
+            taken = median_us(lambda x=x: linear(x))  # type: ignore[misc]
+            kernel = f"linear, {mode}" + (", vendor's" if is_vendors else "")
+            yield KernelTime(kernel, name, f"{layer}, {count} rows", taken, moved, 2.0 * count * n * k)
 
 
-def measure_attention(backend: CudaBackend, name: str, batches: list[int]) -> list[KernelTime]:
-    shape, found = SHAPES[name], []
+def measure_attention(backend: CudaBackend, name: str, batches: list[int]) -> Iterator[KernelTime]:
+    shape = SHAPES[name]
     heads = Heads(shape.num_heads, shape.num_kv_heads, shape.head_dim)
     attention = backend.make_attention(heads)
     cases = [(batch, CONTEXT, 1) for batch in batches] + [(1, CONTEXT, CONTEXT)]
@@ -192,8 +197,7 @@ def measure_attention(backend: CudaBackend, name: str, batches: list[int]) -> li
             kind = "decode" if new == 1 else "prefill"
             operations = 4.0 * batch * new * seen * heads.num_heads * heads.head_dim
             case = f"{kind}, {batch} x {context}, KV {f'int8/{group}' if group else 'bf16'}"
-            found.append(KernelTime("attention", name, case, taken, kv.nbytes + 2 * qkv.nbytes, operations))
-    return found
+            yield KernelTime("attention", name, case, taken, kv.nbytes + 2 * qkv.nbytes, operations)
 
 
 def random_model(backend: CudaBackend, name: str, quantization: str) -> Decoder:
@@ -233,9 +237,9 @@ def begun(scheduler: Scheduler, count: int, num_tokens: int, num_computed: int) 
     return sequences
 
 
-def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int], ceilings: Ceilings) -> list[StepTime]:
+def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int], ceilings: Ceilings) -> Iterator[StepTime]:
     """Decoding at CONTEXT tokens by batch, and a prompt of CONTEXT tokens: scheduled, computed, drawn, read."""
-    shape, model, found = SHAPES[name], random_model(backend, name, mode), []
+    shape, model = SHAPES[name], random_model(backend, name, mode)
     blocks = CONTEXT // BLOCK_SIZE + 3 * STEPS // BLOCK_SIZE + 1  # what a sequence comes to
     num_blocks = min(max(batches) * blocks, room_for_blocks(backend, shape))
     runner = ModelRunner(model, KVCache(model.config, backend, num_blocks=num_blocks, block_size=BLOCK_SIZE))
@@ -254,8 +258,7 @@ def measure_steps(backend: CudaBackend, name: str, mode: str, batches: list[int]
         operations = 2.0 * (num_tokens * parameters + batch * shape.vocab_size * shape.hidden_size)
         floor = max((model_bytes(model) + cache_bytes) / ceilings.copy_bytes_per_s, operations / ceilings.product_rate(mode))
         kind = mode if backend.vendor_from is None else f"{mode}, vendor's"
-        found.append(StepTime(name, kind, batch, num_tokens, walls[0], walls[1] if len(walls) > 1 else None, device_ms, 1e3 * floor))
-    return found
+        yield StepTime(name, kind, batch, num_tokens, walls[0], walls[1] if len(walls) > 1 else None, device_ms, 1e3 * floor)
 
 
 def make_scheduler(num_blocks: int) -> Scheduler:
@@ -270,10 +273,11 @@ def device_times(runner: ModelRunner, backend: CudaBackend, batch: int, num_comp
     step = scheduler.schedule()
     assert step is not None
     for _ in range(STEPS):
-        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         prepared, plan = runner.prepare(step)
         torch.cuda.synchronize()
-        torch.cuda._sleep(20_000_000)  # some 10 ms, in which the host launches
+        cycles = LAUNCH_CYCLES * (3 if num_computed == 0 else 1)  # a prompt's kernels are launched one by one
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         began.record()
         logits = runner.model.logits(runner.model.forward(prepared, plan, runner.kv_cache.layers), prepared.logit_rows)
         reduction = begin_reduction(logits, sequences, backend.row_search)
@@ -318,7 +322,7 @@ def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *
     scheduler = make_scheduler(num_blocks)
     first: dict[int, float] = {}
     sequences: dict[int, Sequence] = {}
-    served = Served(len(requests))
+    served = Trace(len(requests))
     for number, request in enumerate(requests):
         prompt = [(7 * number + 13 * at) % 2000 + 5 for at in range(request.num_prompt_tokens)]
         params = SamplingParams(max_tokens=request.num_output_tokens, temperature=0.0)
@@ -337,7 +341,3 @@ def serve_trace(backend: CudaBackend, name: str, requests: list[TraceRequest], *
                     served.tpot_s.append((now - begun_at) / (sequence.num_output_tokens - 1))
     served.seconds = time.perf_counter() - started
     return served.summary()
-
-
-def as_dict(each: KernelTime | StepTime) -> dict[str, Any]:
-    return {entry.name: getattr(each, entry.name) for entry in fields(each)}

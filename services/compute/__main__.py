@@ -12,7 +12,7 @@ def main() -> None:
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name, weights=True)
     engine = build_engine(settings, files)
-    stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len)
+    stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
     stage.fingerprint = fingerprint(settings, files, engine)
     ComputeService(stage, settings, engine).run()
 

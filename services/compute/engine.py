@@ -33,6 +33,7 @@ from shared.telemetry import get_logger
 log = get_logger("penstock.compute")
 
 BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
+CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0  # beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow cores
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
@@ -48,6 +49,7 @@ class Engine:
     pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
     is_encoder: bool  # it makes embeddings, and no tokens
     publish_interval_s: float  # candidates of steps shorter than this go out together
+    step_timeout_s: float  # a step that takes longer has hung
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
@@ -171,4 +173,5 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         load_vocabulary=partial(load_vocabulary, files.folder, config.vocab_size, files.eos_token_ids), max_model_len=longest,
         pooling=files.pooling or ("last" if model.splits_prompts else "mean"), is_encoder=not model.splits_prompts,
         publish_interval_s=choose_publish_interval(settings, device),
+        step_timeout_s=settings.step_timeout_s or (CUDA_STEP_S if device.type == "cuda" else CPU_STEP_S),
     )  # fmt: skip

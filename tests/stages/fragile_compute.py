@@ -2,6 +2,8 @@
 
 FRAGILE_TOKEN: the token id. FRAGILE_STEP_S: how much longer a step takes, so that there is time to disturb it. Its leases are short.
 
+FRAGILE_HANGS: of that token it does not die; its step never ends, as on a device that hangs without an error.
+
 FRAGILE_DRAWS: steps are in flight, as on a device that draws, and one draw of so many is wrong. On SIGUSR1 the process then dies like on SIGKILL when it has
 launched a step upon one that nobody has read; on SIGUSR2 the device fails there, and computes nothing more.
 """
@@ -9,6 +11,7 @@ launched a step upon one that nobody has read; on SIGUSR2 the device fails there
 import os
 import random
 import signal
+import threading
 import time
 from dataclasses import replace
 from typing import NoReturn
@@ -29,6 +32,7 @@ from tests.kernels.drawing import DrawingSearch
 
 TOKEN = int(os.environ.get("FRAGILE_TOKEN", "-1"))
 STEP_S = float(os.environ.get("FRAGILE_STEP_S", "0"))
+HANGS = "FRAGILE_HANGS" in os.environ
 DRAWS = int(os.environ.get("FRAGILE_DRAWS", "0"))
 run = ModelRunner.run
 told: set[int] = set()  # signals
@@ -36,6 +40,8 @@ told: set[int] = set()  # signals
 
 def fragile(runner: ModelRunner, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
     if any(row.num_computed_tokens == 0 and TOKEN in row.token_ids[:4] for row in batch.rows):
+        if HANGS:
+            threading.Event().wait()
         os._exit(9)
     time.sleep(STEP_S)
     hidden = run(runner, batch, drawn)

@@ -100,6 +100,7 @@ class Decoder:
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
         """What a step of so many tokens takes beside weights and cache, of which so many get logits."""
+        self._take_rotary_tables(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
         linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
         step = LargestStep(linears, mlps, self.weights.lm_head, self.attention, self.stack, num_tokens, num_logits, max_model_len)

@@ -56,6 +56,10 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
     monkeypatch.setattr(torch.cuda, "mem_get_info", is_busy)
     with pytest.raises(StartupError, match=r"^--device cuda: CUDA error: CUDA-capable device\(s\) is/are busy or unavailable$"):
         choose.choose_device("cuda")
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 34, 1 << 34))
+    monkeypatch.setattr(device.sysconfig, "get_path", lambda *_: "/nowhere")
+    with pytest.raises(StartupError, match=r"^--device cuda: Triton needs Python's headers .* /nowhere/Python.h is not there: Debian's python3-dev has them"):
+        choose.choose_device("cuda")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     with pytest.raises(StartupError, match=r"^--device cuda: Triton needs a C compiler, gcc or clang, for what launches its kernels \(docs/gpu.md\)$"):

@@ -11,6 +11,7 @@ from services.compute.backends.backend import LargestStep
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.backends.torch.attention import AttentionInputs
+from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.models.moe import MoeMlp
 from shared.sampling_params import SamplingParams
 from tests.kernels.backends import CPU, FLOAT32
@@ -91,3 +92,15 @@ def test_the_largest_step_can_be_run_to_be_measured(tmp_path: Path, monkeypatch:
     LoadedModel(tmp_path, backend).model.workspace_bytes(3, 1, 64)
     backend._run_largest(steps[0])
     assert mixed == [3, 1]
+
+
+def test_no_step_moves_what_recordings_read(model: Path) -> None:
+    """The largest step's numbers have their places before the first step: nothing that is recorded is dropped for a longer prompt."""
+    backend = CudaBackend(torch.bfloat16, CPU)
+    loaded = LoadedModel(model, backend)
+    loaded.model.workspace_bytes(300, 8, 400)
+    runner, generation = loaded.make_runner(32), backend.buffers.generation
+    for length in (70, 150, 300):
+        row = BatchRow(0, (5,) * length, 0, tuple(range(20)), is_sampled=True, target_ids=(5,) * (length - 1), first_target=1)
+        runner.prepare(ScheduledBatch((row,), 0))
+        assert backend.buffers.generation == generation

@@ -1,6 +1,7 @@
 """FP8 on the CUDA backend, in the interpreter: codes and products against the definition, checkpoints that keep their form, and devices without it."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,17 @@ from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import CudaLinear, Form
 from services.compute.backends.cuda.row_math import quantize
 from services.compute.backends.matrix import Dense, Float8, Matrix, concatenate
+from services.compute.backends.torch import reference
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.backends.torch.reference import quantize_float8
+from services.compute.backends.torch.reference import quantize_float8, quantize_weight
+from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.models.decoder import ModelWeights
 from services.compute.weights.loader import load_weights
 from shared.errors import StartupError
-from tests.kernels.backends import CPU, FLOAT32, native_backend
+from shared.model_files import open_model
+from shared.settings import ComputeSettings
+from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.cuda.test_cuda_models import CONFIG
 from tests.kernels.families import reference_model
 from tests.kernels.quantized import float8, layers_only, write_checkpoint
@@ -90,8 +95,8 @@ def test_without_fp8_a_checkpoint_is_widened_and_quantizing_is_refused(tmp_path:
     assert "layers are widened to bfloat16" in caplog.text and "FP8 by column" in caplog.text
     with pytest.raises(StartupError, match=r"^--quantization fp8 needs a GPU of compute capability 8.9 \(Ada\) or newer, this one has 8.0: w8a8 takes as much"):
         no_float8().make_linear(Dense(torch.eye(32)), quantization="fp8")
-    with pytest.raises(StartupError, match=r"^--quantization fp8 runs on a GPU only \(--device cuda\); on a CPU there are w8a8, w4, nf4$"):
-        native_backend().make_linear(Dense(torch.eye(32).bfloat16()), quantization="fp8")
+    with pytest.raises(StartupError, match=r"^--quantization fp8 runs on a GPU only \(--device cuda\); on a CPU there are w8a8, w4 and nf4$"):
+        build_engine(ComputeSettings(model="demo", device="cpu", quantization="fp8"), open_model("demo"))
 
 
 def test_what_no_kernel_reads_is_widened() -> None:
@@ -126,3 +131,21 @@ def test_torch_computes_the_definition_on_a_cpu() -> None:
     exact = x.double() @ weight.double().T
     found = TorchBackend(torch.float32, CPU).make_linear(Dense(weight), quantization="fp8")(x)
     assert 0.02 < float((found - exact).norm() / exact.norm()) < 0.05
+
+
+@pytest.mark.parametrize("quantization", ["w8a8", "w4", "nf4", "fp8"])
+def test_weights_are_quantized_some_rows_at_a_time(quantization: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 a large layer would take several times its own memory."""
+    weight = randn(50, 96).bfloat16()
+    whole = quantize_weight(weight, quantization, 32)
+    sizes: list[int] = []
+
+    def noting(quantize: Callable[..., object]) -> Callable[..., object]:
+        return lambda part, *more: sizes.append(part.numel()) or quantize(part, *more)  # type: ignore[func-returns-value]
+
+    for name in ("quantize_rows", "quantize_four_bit", "quantize_float8"):
+        monkeypatch.setattr(reference, name, noting(getattr(reference, name)))
+    monkeypatch.setattr(reference, "SLICE", 7 * 96 + 5)
+    in_parts = quantize_weight(weight, quantization, 32)
+    assert len(sizes) >= 8 and max(sizes) == 7 * 96
+    assert type(in_parts) is type(whole) and torch.equal(in_parts.dequantize(torch.float64), whole.dequantize(torch.float64))

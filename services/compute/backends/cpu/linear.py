@@ -14,9 +14,8 @@ import torch
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context, Weight, pointer
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
-from services.compute.backends.torch.reference import quantize_four_bit
+from services.compute.backends.torch.reference import quantize_weight
 from services.compute.host_memory import mapped_zeros
-from shared.errors import StartupError
 
 Tensor = torch.Tensor
 
@@ -82,13 +81,12 @@ def pack_linear(
     activation: str = "silu",
 ) -> "NativeLinear":
     """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it is not packable, is quantized as `quantization` says;
-    all else stays what it is. Raises StartupError for a quantization that no kernel here reads."""
-    if quantization not in QUANTIZATIONS:
-        raise StartupError(f"--quantization {quantization} runs on a GPU only (--device cuda); on a CPU there are {', '.join(QUANTIZATIONS[1:])}")
+    all else stays what it is."""
+    assert quantization in QUANTIZATIONS
     if not is_packable(matrix):
         matrix = Dense(matrix.dequantize(torch.bfloat16))
     if isinstance(matrix, Dense) and quantization in ("w4", "nf4"):
-        matrix = quantize_four_bit(matrix.dequantize(torch.bfloat16), quantization, group)
+        matrix = quantize_weight(matrix.dequantize(torch.bfloat16), quantization, group)
     if isinstance(matrix, Grouped):
         kind = Kind.INT8_GROUPS if matrix.table is None else Kind.FOUR_BIT
         form = Form(kind, matrix.group, matrix.zeros is not None, matrix.minima is not None)

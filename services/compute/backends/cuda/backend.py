@@ -146,7 +146,7 @@ class CudaBackend:
         heads, num_tokens = attention.heads, sum(lens)
         table = tuple(range(-(-longest // RESERVED_BLOCK)))
         ropes = tuple(self.buffers.take(f"{name} 0", (num_tokens, (heads.rotary_dim or heads.head_dim) // 2), torch.float32) for name in ("cos", "sin"))
-        slots = self.buffers.fill("slot_mapping", list(range(num_tokens)))
+        *_, slots = (self.buffers.fill(name, list(range(num_tokens))) for name in ("input_ids", "positions", "logit_rows", "slot_mapping"))
         inputs = AttentionInputs(lens, [longest] * len(lens), [table] * len(lens), slots, ((ropes[0], ropes[1]),))
         plan = attention.plan(inputs, RESERVED_BLOCK)
         self.buffers.upload()

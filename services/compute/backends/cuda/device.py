@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 
@@ -22,6 +24,8 @@ def why_unusable() -> str | None:
         return "the kernels need the package triton, which torch's CUDA builds bring (docs/gpu.md)"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler, gcc or clang, for what launches its kernels (docs/gpu.md)"
+    if not python_header().is_file():
+        return f"Triton needs Python's headers beside the C compiler, and {python_header()} is not there: Debian's python3-dev has them (docs/gpu.md)"
     try:
         torch.cuda.mem_get_info()  # the first that needs the device itself
     except RuntimeError as error:
@@ -29,6 +33,12 @@ def why_unusable() -> str | None:
     if (capability := torch.cuda.get_device_capability()) < OLDEST:
         return f"{torch.cuda.get_device_name()} has compute capability {version_of(capability)}, the kernels need {version_of(OLDEST)} (Ampere) or newer"
     return None
+
+
+def python_header() -> Path:
+    """What Triton includes: of Debian's own scheme it takes the other."""
+    scheme = sysconfig.get_default_scheme()
+    return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)) / "Python.h"
 
 
 def version_of(capability: tuple[int, int]) -> str:

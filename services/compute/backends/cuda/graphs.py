@@ -27,7 +27,9 @@ def pad_to_bucket(count: int) -> int:
 
 def cuda_recorder() -> Record:
     """Records into CUDA graphs. They share one pool of memory: of what each leaves there, only the last one's result is read. When all of them are dropped
-    the pool goes with them, and torch takes none that has gone: the next ones need another recorder."""
+    the pool goes with them, and torch takes none that has gone: the next ones need another recorder. It waits for the device, where one of those that are
+    dropped then may still run."""
+    torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()
 
     def record(forward: Forward) -> Forward:
@@ -66,8 +68,8 @@ class Recordings:
             return replay()
         result = forward()  # compiles what it needs, and may take more memory; a recording can't
         if generation() != self._generation and self._held:
-            self._held.clear()
             self.record = self.make_recorder()
+            self._held.clear()
         self._generation = generation()
         self._held[key] = self.record(forward)
         if len(self._held) > MAX_RECORDINGS:

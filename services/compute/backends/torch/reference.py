@@ -6,7 +6,7 @@ T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and
 import torch
 import torch.nn.functional as F
 
-from services.compute.backends.matrix import SLICE, Float8, Grouped, Int8Columns, concatenate
+from services.compute.backends.matrix import SLICE, Dense, Float8, Grouped, Int8Columns, Matrix, concatenate
 
 Tensor = torch.Tensor
 
@@ -42,15 +42,18 @@ def quantize_float8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Columns | Grouped | Float8:
-    """`w8a8`: int8 by column; `fp8`: e4m3 by column; or four bits, see quantize_four_bit. weight: [n, k]."""
-    if quantization == "w8a8":
-        return Int8Columns(*quantize_rows(weight))
-    if quantization == "fp8":
-        k = weight.shape[1]
-        parts = concatenate([Float8(*quantize_float8(part, k), k) for part in torch.split(weight, max(1, SLICE // k))], weight.dtype)
-        assert isinstance(parts, Float8)
-        return parts
-    return quantize_four_bit(weight, quantization, group)
+    """`w8a8`: int8 by column; `fp8`: e4m3 by column; or four bits, see quantize_four_bit. weight: [n, k]. Some rows at a time: in float32 the whole would take
+    several times its own memory."""
+    k = weight.shape[1]
+
+    def quantize(part: Tensor) -> Matrix:
+        if quantization == "w8a8":
+            return Int8Columns(*quantize_rows(part))
+        return Float8(*quantize_float8(part, k), k) if quantization == "fp8" else quantize_four_bit(part, quantization, group)
+
+    whole = concatenate([quantize(part) for part in torch.split(weight, max(1, SLICE // k))], weight.dtype)
+    assert not isinstance(whole, Dense)
+    return whole
 
 
 # The 16 values of NF4, which split a normal distribution evenly: Dettmers et al., "QLoRA" (2023), appendix E.
@@ -64,10 +67,6 @@ FOUR_BIT_TABLES = {"w4": tuple(range(-8, 8)), "nf4": tuple(round(127 * value) fo
 def quantize_four_bit(weight: Tensor, kind: str, group: int) -> Grouped:
     """`w4`: 16 even steps from each group's smallest to its largest weight, with 0 on a step; `nf4`: NF4's values, rounded to int8, times the largest
     magnitude. weight: [n, k]."""
-    if len(weight) > SLICE:  # in float32 it would take several times the weight's own memory
-        parts = concatenate([quantize_four_bit(part, kind, group) for part in torch.split(weight, SLICE)], weight.dtype)
-        assert isinstance(parts, Grouped)
-        return parts
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     table = torch.tensor(FOUR_BIT_TABLES[kind], dtype=torch.int8, device=weight.device)

@@ -1,0 +1,95 @@
+"""What a step asks torch for. No kernel runs here: this is about what lies between them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig
+from triton.runtime.interpreter import InterpretedFunction
+
+from bench.gpu.models import LoadedModel
+from services.compute.backends.cuda.backend import CudaBackend
+from services.compute.backends.cuda.stack import CudaStack
+from services.compute.batch import BatchRow, ScheduledBatch
+from services.compute.candidates.reduction import begin_reduction
+from services.compute.model_runner import DrawnTokens
+from services.compute.sequence import PENDING, Sequence
+from shared.sampling_params import SamplingParams
+from tests.kernels.backends import CPU
+from tests.kernels.cuda.test_cuda_models import SIZES
+from tests.kernels.families import reference_model
+
+MEMORY = {"aten.empty.memory_format", "aten.empty_like.default", "aten.view.default", "aten.slice.Tensor"}  # taken, and looked at
+VENDORS = {"none": {"aten.matmul.default"}, "w8a8": {"aten._int_mm.default", "aten.matmul.default"}, "w4": {"aten.matmul.default"}}
+READS = ("_local_scalar_dense", "nonzero", "is_nonzero", "equal", "masked_select", "unique", "repeat_interleave.Tensor")  # the host waits for their results
+DRAWS = (
+    SamplingParams(max_tokens=9, temperature=0.0), SamplingParams(max_tokens=9, top_p=0.9, logprobs=2),
+    SamplingParams(max_tokens=9, frequency_penalty=0.5, repetition_penalty=1.1, min_tokens=3, logit_bias={3: 1.0}),
+)  # fmt: skip
+
+
+class Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.add(str(operation))
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The kernels' names, which are not run."""
+    found: list[str] = []
+    monkeypatch.setattr(InterpretedFunction, "run", lambda kernel, *_, **__: found.append(kernel.__name__))
+    yield found
+
+
+def singles(count: int) -> ScheduledBatch:
+    return ScheduledBatch(tuple(BatchRow(handle, (5,), 0, (0,), is_sampled=True) for handle in range(count)), count)
+
+
+@pytest.mark.parametrize("quantization", VENDORS)
+@pytest.mark.parametrize("is_variant", [False, True])
+def test_a_recording_holds_kernels_and_memory_and_nothing_else(
+    quantization: str, is_variant: bool, tmp_path: Path, launches: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """While CUDA records nothing may be copied from or read by the host."""
+    reference_model("llama", tmp_path, config=LlamaConfig(**SIZES | {"num_hidden_layers": 2}))
+    recorded, run, per_step = Operations(), CudaStack.run, []
+
+    def watched(stack: CudaStack, *args: Any) -> torch.Tensor:
+        first = len(launches)
+        with recorded:
+            result = run(stack, *args)
+        per_step.append(len(launches) - first)
+        return result
+
+    monkeypatch.setattr(CudaStack, "run", watched)
+    backend = CudaBackend(torch.bfloat16, CPU, allow_batch_variance=is_variant)
+    runner = LoadedModel(tmp_path, backend, quantization=quantization).make_runner(16)
+    for count in (3, 70):
+        runner.run(singles(count))
+    assert recorded.seen <= MEMORY | (VENDORS[quantization] | {"aten.numpy_T.default"} if is_variant else set())
+    assert recorded.seen & {"aten.matmul.default"} or not is_variant, "70 rows are multiplied by the vendor's"
+    assert per_step[0] == 2 * (9 if quantization == "none" else 10), "launches a layer, as docs/gpu.md counts them"
+
+
+def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[str]) -> None:
+    """Before its candidates are read: it is prepared upon tokens that the device has drawn, its logits are edited, and searched."""
+    reference_model("llama", tmp_path, config=LlamaConfig(**SIZES))
+    backend = CudaBackend(torch.bfloat16, CPU)
+    runner = LoadedModel(tmp_path, backend).make_runner(16)
+    for lens in ([1] * 9, [1, 1, 40]):
+        rows = [BatchRow(handle, (5,) * (length - 1) + (5 if handle else PENDING,), 0, (0, 1, 2), is_sampled=True) for handle, length in enumerate(lens)]
+        batch = ScheduledBatch(tuple(rows), lens.count(1))
+        sequences = [Sequence(row.handle, "", [5, *row.token_ids], 1, DRAWS[row.handle % len(DRAWS)], eos_token_ids=(1,)) for row in rows]
+        with Operations() as asked:
+            hidden = runner.run(batch, DrawnTokens(torch.tensor([7, 8]), {0: 1}))
+            begin_reduction(runner.logits(batch, hidden), sequences, backend.row_search)
+        assert asked.seen and not [name for name in asked.seen if any(each in name for each in READS)]
+        assert {"rotate_and_write", "attend", "multiply", "largest_logits", "sum_masses", "draw_tokens"} <= set(launches)
