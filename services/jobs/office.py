@@ -51,6 +51,7 @@ class Office:
         self.queue = make_queue(settings.redis_url)
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
+        self.closing: dict[str, asyncio.Task[None]] = {}  # batches that are ended beside Celery's queue
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()
         self._endless: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly

@@ -170,10 +170,7 @@ class BatchRun:
             await pipe.execute()
 
     def _note(self, batch: Batch) -> None:
-        if batch.status == "cancelling":
-            self.closing = "batch_cancelled"
-        elif time.time() > batch.record.expires_at and batch.status in ("validating", "in_progress"):
-            self.closing = "batch_expired"
+        self.closing = batch.closes(time.time()) or self.closing
 
     async def _work(self) -> bool:
         """Returns whether there is more to do."""

@@ -14,6 +14,7 @@ import redis
 from services.gateway.batches.figures import Backlog, queue_backlog
 from services.gateway.batches.store import Batch, read_batch
 from services.gateway.files.store import CONTENTS
+from services.jobs.closing import close_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
 from services.jobs.run import RENEW
@@ -41,7 +42,8 @@ async def claim(office: Office, name: str, every_s: int) -> bool:
 
 
 async def sweep(office: Office) -> None:
-    """Have the batches looked at that no worker has: theirs has died, their task was lost, or they have expired. And say what waits of all."""
+    """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those that are to end do not wait for their turn. And say
+    what waits of all."""
     if not await claim(office, "sweep", SWEEP_EVERY_S):
         return
     names = await running_batches(office)
@@ -65,7 +67,10 @@ async def sweep(office: Office) -> None:
         running.append(batch)
         if holder not in alive:
             await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
-            await office.send(name)
+            if batch.closes(time.time()):
+                close_soon(office, name)
+            else:
+                await office.send(name)
     async with office.client.pipeline(transaction=False) as pipe:
         queue_backlog(pipe, backlog_of(running))
         await pipe.execute()

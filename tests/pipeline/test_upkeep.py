@@ -5,9 +5,10 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
+import msgpack
 import pytest
 import redis
 
@@ -100,13 +101,18 @@ def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Red
     assert client.hget(batch_key("batch_a"), "status") == b"failed", "it was looked at, and its file is nowhere"
 
 
-def test_the_upkeep_does_not_wait_behind_batches_that_wait_for_their_turn(deployment: Deployment, client: "redis.Redis", tmp_path: Path) -> None:
+def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wait_for_their_turn(
+    deployment: Deployment, client: "redis.Redis", tmp_path: Path
+) -> None:
     line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
 
     async def create(office: Office) -> None:
         file = await office.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
         for number in range(CONCURRENCY + 2):
             await office.batches.create(replace(record(f"batch_{number}"), input_file_id=file.file_id))
+
+    def status_of(batch_id: str) -> bytes | None:
+        return client.hget(batch_key(batch_id), "status")
 
     do(deployment.redis_url, tmp_path / "files", create, sweep)
     worker = deployment.start("jobs", files_url=str(tmp_path / "files"))
@@ -115,6 +121,12 @@ def test_the_upkeep_does_not_wait_behind_batches_that_wait_for_their_turn(deploy
         client.delete(upkeep_key("sweep"))
         wait_until(lambda: client.exists(upkeep_key("sweep")), description="the next sweep", timeout_s=20)
     assert client.llen("celery:jobs") == 2, "nothing but the batches that wait"
+    cancelled, late = (name for name in map("batch_{}".format, range(CONCURRENCY + 2)) if not client.exists(batch_lease_key(name)))
+    client.hset(batch_key(cancelled), "status", "cancelling")
+    asked = BatchRecord.unpack(client.hget(batch_key(late), "record"))
+    client.hset(batch_key(late), "record", msgpack.packb(asdict(replace(asked, expires_at=1))))
+    wait_until(lambda: (status_of(cancelled), status_of(late)) == (b"cancelled", b"expired"), description="both have ended", timeout_s=20)
+    assert len(client.keys(batch_lease_key("*"))) == CONCURRENCY and client.llen("celery:jobs") == 2, "the others are where they were"
     server = int(client.info("server")["process_id"])
     os.kill(server, signal.SIGSTOP)
     try:
