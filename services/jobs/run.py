@@ -80,7 +80,8 @@ class BatchRun:
         self.office = office
         self.batch_id = batch_id
         self.token = f"{office.stage.replica_id}/{uuid.uuid4().hex}"
-        self.ends_at = time.monotonic() + SLICE_S
+        self.began_at = time.monotonic()
+        self.ends_at = self.began_at + SLICE_S
         self.closing = ""  # why no more lines are executed: of CLOSED
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
@@ -121,7 +122,7 @@ class BatchRun:
             self.spans.run(started_at, totals.completed, totals.num_lines - totals.completed, is_over=is_over)
         if self.is_answering:
             answered = max(0, totals.num_lines - self.found)
-            rate = round(answered / max(time.time() - started_at, 1e-3), 2)
+            rate = round(answered / max(time.monotonic() - self.began_at, 1e-3), 2)
             log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.num_lines - totals.completed, lines_per_s=rate)
 
     def _totals(self) -> Totals:

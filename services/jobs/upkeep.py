@@ -36,6 +36,8 @@ UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that no
 async def claim(office: Office, name: str, every_s: int) -> bool:
     """Whether this worker is to do this part now. A full Redis can't note who does: then it is every worker."""
     try:
+        if await office.client.pttl(upkeep_key(name)) > 1000 * every_s:  # from before Redis' clock went back: it would hold for as long as that was
+            await office.client.delete(upkeep_key(name))
         return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
     except redis.OutOfMemoryError:
         return True

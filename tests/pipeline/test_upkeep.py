@@ -16,7 +16,7 @@ from services.gateway.batches.figures import queue_note
 from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
-from services.jobs.worker import CONCURRENCY, run_slice
+from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
 from shared.settings import JobsSettings
 from shared.stage import Stage
 from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, upkeep_key
@@ -86,6 +86,19 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
     wait_for(50)
     do(redis_url, tmp_path, sweep)
     assert max(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) <= 10, "they are sent again soon"
+
+
+def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    async def sweep_after_a_jump(office: Office) -> None:
+        await office.batches.create(record("batch_a"))
+        await office.client.set(upkeep_key("sweep"), "jobs-other", ex=3600)  # what is left of four seconds when Redis' clock has gone back
+        await sweep(office)
+        add_tasks(office.queue, office)
+        for each in office.queue.conf.beat_schedule.values():
+            assert abs(each["schedule"].now().timestamp() - time.monotonic()) < 5, "the worker's does not matter"
+
+    do(redis_url, tmp_path, sweep_after_a_jump)
+    assert client.llen("celery:jobs") == 1
 
 
 def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
