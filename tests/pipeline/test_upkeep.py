@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import msgpack
 import pytest
@@ -124,7 +125,7 @@ def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wai
         for number in range(CONCURRENCY + 2):
             await office.batches.create(replace(record(f"batch_{number}"), input_file_id=file.file_id))
 
-    def status_of(batch_id: str) -> bytes | None:
+    def status_of(batch_id: str) -> Any:
         return client.hget(batch_key(batch_id), "status")
 
     do(deployment.redis_url, tmp_path / "files", create, sweep)
