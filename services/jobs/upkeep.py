@@ -17,7 +17,7 @@ from services.gateway.files.store import CONTENTS
 from services.jobs.closing import close_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
-from services.jobs.run import RENEW
+from services.jobs.run import LEASE_S, RENEW
 from shared.job_queue import QUEUED_S
 from shared.registry import look
 from shared.streams import BATCHES_RUNNING, JOB_QUEUE, LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, log_key, prompts, requests, upkeep_key
@@ -53,21 +53,22 @@ async def sweep(office: Office) -> None:
         pipe.llen(JOB_QUEUE)
         for name in names:
             pipe.get(batch_lease_key(name))
+            pipe.pttl(batch_lease_key(name))
             pipe.hgetall(batch_key(name))
             pipe.exists(batch_queued_key(name))
         num_tasks, *replies = await pipe.execute()
-    queued = [name for name, is_queued in zip(names, replies[2::3], strict=True) if is_queued]
+    queued = [name for name, is_queued in zip(names, replies[3::4], strict=True) if is_queued]
     if len(queued) <= num_tasks:  # none is lost: those that wait for long are not to be sent again and again
         await keep_queued(office, queued)
     alive, running = office.stage.registry.ids("jobs"), []
-    for name, lease, values in zip(names, replies[::3], replies[1::3], strict=True):
+    for name, lease, left_ms, values in zip(names, replies[::4], replies[1::4], replies[2::4], strict=True):
         batch = read_batch(values)
         holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
             await office.client.srem(BATCHES_RUNNING, name)
             continue
         running.append(batch)
-        if holder not in alive:
+        if holder not in alive or left_ms > 1000 * LEASE_S:  # so long: not renewed since Redis' clock went back, when its holder's lease became as long
             await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
             if batch.closes(time.time()):
                 close_soon(office, name)

@@ -18,6 +18,7 @@ from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
 from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
+from shared.registry import Registry
 from shared.settings import JobsSettings
 from shared.stage import Stage
 from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, upkeep_key
@@ -89,10 +90,12 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
     assert max(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) <= 10, "they are sent again soon"
 
 
-def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def sweep_after_a_jump(office: Office) -> None:
         await office.batches.create(record("batch_a"))
         await office.client.set(upkeep_key("sweep"), "jobs-other", ex=3600)  # what is left of four seconds when Redis' clock has gone back
+        await office.client.set(batch_lease_key("batch_a"), "jobs-dead/x", ex=3600)
+        office.stage._heartbeat.registry = Registry((replace(office.stage.describe(), replica_id="jobs-dead"),))  # its name has an hour, too
         await sweep(office)
         add_tasks(office.queue, office)
         for each in office.queue.conf.beat_schedule.values():
