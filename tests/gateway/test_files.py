@@ -51,3 +51,15 @@ def test_a_storage_that_fails_keeps_no_room(redis_url: str, tmp_path: Path) -> N
     assert isinstance(failed, OSError)
     (tmp_path / "contents").unlink()
     assert all(isinstance(each, FileRecord) for each in add_at_once(redis_url, tmp_path, ROOM))
+
+
+def test_what_was_asked_and_answered_is_for_nobody_else_on_the_machine(redis_url: str, tmp_path: Path) -> None:
+    with redis.Redis.from_url(redis_url) as client:
+        client.set("prompt", "a secret", ex=60)
+    kept = tmp_path / "redis" / "appendonlydir"
+    assert [path.name for path in (kept, *kept.iterdir()) if path.stat().st_mode & 0o077] == [] != list(kept.iterdir())
+    Storage(str(tmp_path / "new" / "files")).write("contents/a", b"a secret")
+    assert (tmp_path / "new" / "files").stat().st_mode & 0o077 == 0
+    (tmp_path / "shared").mkdir(mode=0o755)
+    Storage(str(tmp_path / "shared")).write("contents/a", b"for two users, as the operator likes it")
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o755
