@@ -7,14 +7,15 @@ LONGEST := tests/pipeline tests/stages
 SERVING := $(LONGEST) $(filter-out $(COMPUTING) $(LONGEST),$(sort $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py)))))
 .PHONY: up test check chaos batch-chaos browser clients compose-test redis-test proxy-test telemetry cuda-kernels hostile audit lm-eval bench
 
+# --no-compile: Python compiles what it imports when it first does so, seconds of what a whole installation takes.
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[all]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[all]"
 	touch $@
 
 $(VENV)/dev: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[dev]"
 	touch $@
 
 up: $(BIN)/penstock
@@ -96,7 +97,7 @@ audit: $(VENV)/dev $(VENV)-audit/audit
 
 # Loglikelihoods by lm-eval, through a pipeline and by transformers. Installs what it needs beside dev's.
 lm-eval: $(VENV)/dev
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[lm-eval]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[lm-eval]"
 	$(BIN)/python -m tests.lm_eval $(ARGS)
 
 bench: $(VENV)/dev

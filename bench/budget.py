@@ -11,7 +11,6 @@ nothing but AVX-512's dot products reaches (ceiling.cpp, one core, times the thr
 import argparse
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -22,6 +21,7 @@ from pathlib import Path
 import torch
 
 from bench.model import Engine, load, read_bandwidth, stored_bytes
+from bench.model_folder import model_folder
 from services.compute.backends.cpu.build import find_compiler
 from services.compute.backends.cpu.linear import QUANTIZATIONS, Kind, NativeLinear
 from services.compute.batch import ScheduledBatch
@@ -179,10 +179,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", choices=("auto", "int8"), default="auto")
     parser.add_argument("--cases", nargs="+", type=Case.parse, default=[Case.parse(each) for each in ("64x530", "1x32", "prefill-512")])
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder) / "model"
-        if args.model is None:
-            subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True)
+    with model_folder(args.model, args.shape) as model:
         try:
             served, apart = (load(model, args.quantization, kv_cache_dtype=args.kv_cache_dtype) for _ in range(2))
         except StartupError as error:

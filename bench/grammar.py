@@ -12,12 +12,10 @@ The last line is JSON.
 import argparse
 import json
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from pathlib import Path
 
+from bench.model_folder import model_folder
 from bench.reduction import BATCH, VOCABULARY, make_engine
 from services.compute.candidates.constraints import Constraints
 from services.compute.candidates.reduction import NO_MASKS, reduce
@@ -55,10 +53,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--model", type=Path, help="a folder made by make-model; by default one is made")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder) / "model"
-        if args.model is None:
-            subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", "qwen2.5-0.5b"], check=True)
+    with model_folder(args.model, "qwen2.5-0.5b") as model:
         engine = make_engine(model)
         assert engine.runner.vocab_size == VOCABULARY
         started = time.perf_counter()

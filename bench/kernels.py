@@ -102,7 +102,7 @@ def measure_attention(backend: Backend, shape: Shape, rounds: int) -> None:
         for number in range(rounds * max(4, len(copies))):
             at = number % len(copies)
             for group, made in caches.items():
-                call = lambda kv=made[at]: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)  # type: ignore[arg-type] # noqa: B023, E731
+                call = lambda kv=made[at]: attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)  # noqa: B023, E731
                 seconds.setdefault(group, []).append(timed(call))
             k, v = pieces[at]
             seconds.setdefault("sdpa", []).append(timed(lambda: F.scaled_dot_product_attention(q, k, v, is_causal=new > 1, enable_gqa=True)))  # noqa: B023

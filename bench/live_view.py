@@ -72,7 +72,8 @@ def step_s(deployment: Deployment, *, is_watched: bool) -> float:
 
 def compare(deployment: Deployment, num_pairs: int, seconds: float) -> list[tuple[float, float]]:
     """The time of a step watched and alone, of so many pairs of windows; of fewer, if the time is over."""
-    until, pairs = time.monotonic() + seconds, []
+    until = time.monotonic() + seconds
+    pairs: list[tuple[float, float]] = []
     print(f"{'pair':>4}{'watched, ms':>14}{'alone, ms':>14}{'ratio':>9}")
     while len(pairs) < num_pairs and (not pairs or time.monotonic() < until):
         measured = {is_watched: step_s(deployment, is_watched=is_watched) for is_watched in ((True, False), (False, True))[len(pairs) % 2]}

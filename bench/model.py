@@ -13,15 +13,13 @@ With --context: decoding of 8 sequences that are so long, with the KV cache in b
 
 import argparse
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from bench.model_folder import model_folder
 from services.compute.backends.backend import Linear, RowSearch
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.linear import QUANTIZATIONS, NativeLinear
@@ -29,6 +27,7 @@ from services.compute.backends.matrix import Dense
 from services.compute.batch import ScheduledBatch
 from services.compute.engine import build_engine
 from services.compute.model_runner import ModelRunner
+from services.compute.models.decoder import Decoder
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
@@ -76,11 +75,13 @@ def load(model: Path, mode: str, **more: object) -> Engine:
     files = open_model(str(model), weights=True)
     engine = build_engine(settings, files)
     scheduler, runner = engine.scheduler, engine.runner
-    config = runner.model.config
+    decoder = runner.model
+    assert isinstance(decoder, Decoder)
+    config = decoder.config
     attention = config.hidden_size * config.head_dim * 2 * (config.num_heads + config.num_kv_heads)
     layer = attention + 3 * config.hidden_size * config.intermediate_size
-    weights = runner.model.weights
-    linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]  # type: ignore[attr-defined]
+    weights = decoder.weights
+    linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]
     num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
     return Engine(scheduler, runner, engine.row_search, num_parameters, sum(map(stored_bytes, linears)))
 
@@ -130,10 +131,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--context", type=int, help="tokens that each of 8 sequences has when it decodes")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder) / "model"
-        if args.model is None:
-            subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True)
+    with model_folder(args.model, args.shape) as model:
         if args.context is not None:
             return long_contexts(model, args.modes, args.context, args.rounds)
         engines = {mode: load(model, mode) for mode in args.modes}

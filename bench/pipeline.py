@@ -42,6 +42,7 @@ import redis
 
 from bench.load import generate
 from bench.loop import Loop, prompts
+from bench.model_folder import model_folder
 from services.redis_server import socket_path
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
@@ -279,10 +280,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-memory", default="1GiB", help="of each side (default: %(default)s)")
     parser.add_argument("--run-ahead", type=int, help="of the pipeline's compute; by default the product's")
     args = parser.parse_args()
-    with whole_machine(), tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder) / args.shape
-        if args.model is None:
-            subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", args.shape], check=True, stderr=subprocess.DEVNULL)
+    with whole_machine(), model_folder(args.model, args.shape) as model, tempfile.TemporaryDirectory() as folder:
         flags = ["--quantization", args.quantization, "--device", args.device, "--kv-cache-memory", args.kv_cache_memory]
         if args.run_ahead is not None:
             flags += ["--run-ahead", str(args.run_ahead)]

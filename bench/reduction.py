@@ -10,9 +10,6 @@ reading the logits once, 19.4 MB.
 
 import argparse
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -20,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from bench.model_folder import model_folder
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import reduce
 from services.compute.engine import Engine, build_engine
@@ -43,10 +41,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--model", type=Path, help="a folder made by make-model; by default one is made")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        model = args.model or Path(folder) / "model"
-        if args.model is None:
-            subprocess.run([sys.executable, "-m", "services.cli", "make-model", str(model), "--shape", "qwen2.5-0.5b"], check=True)
+    with model_folder(args.model, "qwen2.5-0.5b") as model:
         engine = make_engine(model)
         step = make_step(engine)
         cases: dict[str, Callable[[], object]] = {"step": step}

@@ -68,6 +68,10 @@ class LocalStage(Stage):
     def join(self) -> None:
         self.transport.wait_until_up(self.settings.redis_timeout_s)
 
+    def leave(self) -> None:
+        super().leave()
+        self._heartbeat.transport.close()
+
 
 def replica(stage: str, replica_id: str) -> Replica:
     return Replica(stage, replica_id, "here", 1, 0.0, MODEL)
@@ -117,6 +121,7 @@ class LineOfStages:
 
     @contextmanager
     def running(self) -> Iterator["LineOfStages"]:
+        """While the services run in threads; at the end nothing of them is left, connections neither."""
         services: list[TokenizerService | ComputeService | SamplerService] = [self.tokenizer, self.compute, self.sampler]
         threads = [threading.Thread(target=self._guard, args=(each.run,)) for each in services]
         for thread in threads:
@@ -128,6 +133,9 @@ class LineOfStages:
                 each.stage.stopping.set()
             for thread in threads:
                 thread.join(30)
+            for each in services:
+                each.stage.transport.close()
+            self.client.close()
         assert self.failures == []
 
     def _guard(self, run: Callable[[], None]) -> None:

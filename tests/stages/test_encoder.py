@@ -1,6 +1,7 @@
 """The tokenizer stage: one text that can't be encoded is one request's error, and what a replica died of is claimed alone."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from shared.transport import append_to_group
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import FILES, MODEL, LocalStage, ask, ids, text_tokenizer
 
+MakeService = Callable[[str], TokenizerService]
 SURROGATE = "half a character: \ud83d"
 
 
@@ -84,20 +86,25 @@ def test_an_echo_that_can_not_be_made_fails_alone() -> None:
 
 
 @pytest.fixture
-def service(tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[TokenizerService]:
+def make_service(tmp_path: Path, redis_binary: Path | None, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeService]:
+    """Tokenizers of these names on one Redis; their connections are closed at the end."""
     monkeypatch.setattr(service_module, "CLAIM_IDLE_MS", 0)
     monkeypatch.setattr(service_module, "CLAIM_EVERY_S", 0)
-    with running_redis(tmp_path / "redis", redis_binary) as url:
-        service = make_service(url)
-        yield service
-        service.stage.transport.close()
+    with running_redis(tmp_path / "redis", redis_binary) as url, ExitStack() as at_the_end:
+
+        def make(replica_id: str) -> TokenizerService:
+            settings = TokenizerSettings(redis_url=url, replica_id=replica_id)
+            service = TokenizerService(LocalStage("tokenizer", settings), settings, Encoder(Fragile(), FILES), FILES.max_model_len)
+            at_the_end.callback(service.stage.transport.close)
+            service.reader.ensure_group()
+            return service
+
+        yield make
 
 
-def make_service(url: str, replica_id: str = "tokenizer-1") -> TokenizerService:
-    settings = TokenizerSettings(redis_url=url, replica_id=replica_id)
-    service = TokenizerService(LocalStage("tokenizer", settings), settings, Encoder(Fragile(), FILES), FILES.max_model_len)
-    service.reader.ensure_group()
-    return service
+@pytest.fixture
+def service(make_service: MakeService) -> TokenizerService:
+    return make_service("tokenizer-1")
 
 
 def put(client: "redis.Redis", *texts: str) -> None:
@@ -111,26 +118,26 @@ def handed_on(client: "redis.Redis") -> list[str]:
     return [decode(TokenizedRequest, values[MESSAGE]).request_id for _, values in client.xrange(prompts(MODEL).key)]
 
 
-def test_a_text_that_ends_the_process_takes_no_innocent_along(service: TokenizerService) -> None:
+def test_a_text_that_ends_the_process_takes_no_innocent_along(service: TokenizerService, make_service: MakeService) -> None:
     """Five successors claim one entry at a time, those first that were delivered least often; then it is a dead letter, with one clear error."""
-    client, url = service.stage.transport.client, service.settings.redis_url
+    client = service.stage.transport.client
     put(client, *(["fine"] * 5), "this ends it", *(["fine"] * 10))
     with pytest.raises(SystemExit):
         service.handle(*service.reader.read(count=64, block_ms=1))
     assert handed_on(client) == []
     for life in range(2, 6):
-        heir = make_service(url, f"tokenizer-{life}")
+        heir = make_service(f"tokenizer-{life}")
         with pytest.raises(SystemExit):
             heir.claim()
         assert all(len(batch) == 1 for batch in heir.encoder.tokenizer.batches)
     assert sorted(handed_on(client)) == sorted(f"r{number}.0" for number in range(16) if number != 5)
-    make_service(url, "tokenizer-6").claim()
+    make_service("tokenizer-6").claim()
     (end,) = parse_log(client.xrange(log_key("r5.0")))
     assert end.finish_reason == "error" and "could not be handled" in end.error.message
     assert client.xlen(DEAD_LETTER) == 1 and client.xlen(requests(MODEL).key) == 0
 
 
-def test_the_first_successor_hands_all_innocents_on(service: TokenizerService) -> None:
+def test_the_first_successor_hands_all_innocents_on(service: TokenizerService, make_service: MakeService) -> None:
     client = service.stage.transport.client
     put(client, "fine", "this ends it", "fine", "fine")
     with pytest.raises(SystemExit):
@@ -138,7 +145,7 @@ def test_the_first_successor_hands_all_innocents_on(service: TokenizerService) -
     entries: Any = client.xrange(requests(MODEL).key)
     client.xclaim(requests(MODEL).key, "tokenizer", "tokenizer-1", 0, [entries[1][0]])  # it was somebody's death before
     with pytest.raises(SystemExit):
-        make_service(service.settings.redis_url, "tokenizer-2").claim()
+        make_service("tokenizer-2").claim()
     assert sorted(handed_on(client)) == ["r0.0", "r2.0", "r3.0"]
 
 
