@@ -26,6 +26,7 @@ from shared.telemetry import get_logger
 log = get_logger("penstock.jobs")
 
 SWEEP_EVERY_S, MEMORY_EVERY_S, TIDY_EVERY_S = 5, 10, 600
+BEGUN_WITHIN_S = 10  # is a task that a worker has taken
 CROWDED, FULL = 0.8, 0.9  # of Redis' memory limit
 SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
 SCAN_COUNT, MAX_SCANNED = 1000, 200_000
@@ -55,11 +56,13 @@ async def sweep(office: Office) -> None:
             pipe.get(batch_lease_key(name))
             pipe.pttl(batch_lease_key(name))
             pipe.hgetall(batch_key(name))
-            pipe.exists(batch_queued_key(name))
+            pipe.pttl(batch_queued_key(name))
         num_tasks, *replies = await pipe.execute()
-    queued = [name for name, is_queued in zip(names, replies[3::4], strict=True) if is_queued]
+    queued = {name: left_ms for name, left_ms in zip(names, replies[3::4], strict=True) if left_ms > 0}
     if len(queued) <= num_tasks:  # none is lost: those that wait for long are not to be sent again and again
-        await keep_queued(office, queued)
+        await keep_queued(office, list(queued))
+    elif not num_tasks and (lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]):
+        await office.client.delete(*map(batch_queued_key, lost))  # a worker took them and died before it began
     alive, running = office.stage.registry.ids("jobs"), []
     for name, lease, left_ms, values in zip(names, replies[::4], replies[1::4], replies[2::4], strict=True):
         batch = read_batch(values)

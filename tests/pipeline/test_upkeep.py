@@ -88,6 +88,12 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
     wait_for(50)
     do(redis_url, tmp_path, sweep)
     assert max(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) <= 10, "they are sent again soon"
+    client.delete("celery:jobs")  # with nothing in the queue, all are lost
+    do(redis_url, tmp_path, sweep)
+    assert client.llen("celery:jobs") == 2
+    client.delete("celery:jobs")
+    do(redis_url, tmp_path, sweep)
+    assert client.llen("celery:jobs") == 0, "but for those that a worker may just have taken"
 
 
 def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
