@@ -18,11 +18,13 @@ from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.structural_tag import structural_tag_grammar, thought_grammar
 
-MAX_WHITESPACE = 64  # characters between two parts of a JSON text: a model that has nothing to say would go on with them for ever
+# Between two parts of a JSON text: a space, or a line's end and an indentation. With more to choose from, small models go on with white space until their
+# answer is cut off
+MAX_INDENTATION = 40  # characters
 MAX_REASON = 400  # characters of the library's word against a grammar
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 
-JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": rf"[ \t\n\r]{{1,{MAX_WHITESPACE}}}", "json_allow_general_unicode_escapes": True}
+JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": rf"(?: |\r?\n[ \t]{{0,{MAX_INDENTATION}}})", "json_allow_general_unicode_escapes": True}
 LENIENT_OPTIONS = {"lenient": True, "coerce_one_of": True}
 LIMITS = LLParserLimits(
     max_items_in_row=4000,  # a thousand optional properties of one object

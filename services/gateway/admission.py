@@ -139,9 +139,12 @@ def names_of(replica: Replica) -> tuple[str, ...]:
 
 
 def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
-    """Every name of every model that a live compute replica serves to the tenant, and one such replica."""
-    computes = sorted(registry.of("compute"), key=lambda each: each.started_at, reverse=True)
-    return {name: replica for replica in computes for name in names_of(replica) if tenant.may_use(names_of(replica))}
+    """Every name of every model that the tenant may use and any stage is there for, with a compute replica of it if one is alive.
+
+    A model whose compute is away for a moment has not vanished: as of any request for it, others say that it is not ready.
+    """
+    replicas = sorted(registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at))  # the last one stays: compute, the oldest
+    return {name: replica for replica in replicas for name in names_of(replica) if tenant.may_use(names_of(replica))}
 
 
 def estimate_prompt(request: GenerateRequest) -> int:

@@ -140,7 +140,7 @@ class Auth:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine; one that is missing comes from no browser."""
+    """Whether a Host header names this machine; an empty one, or HTTP/1.0's that is missing, comes from no browser."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
         return name in ("", "localhost") or ipaddress.ip_address(name).is_loopback

@@ -65,12 +65,13 @@ class Context(RequestContext):
     jobs: Jobs
 
     def served_names(self) -> dict[str, Replica]:
-        """Every name that the caller may use, and a live compute replica of its model."""
+        """Every name that the caller may use, and a replica of its model: compute's, if one is alive."""
         return served_names(self.stage.registry, self.tenant)
 
     def served(self, name: str) -> Replica:
         """A live compute replica of the model that the caller calls so. Raises Rejected (503) while it has none, Invalid (404)."""
-        return self.served_names().get(name) or self.stage.registry.of("compute", self.resolve(name))[0]
+        replica = self.served_names().get(name)
+        return replica if replica is not None and replica.stage == "compute" else self.stage.registry.of("compute", self.resolve(name))[0]
 
     def log_submitted(self, record: ResponseRecord, user: str | None, request_id: str) -> None:
         log.info(

@@ -107,8 +107,14 @@ async def on_gone(_: Request, __: Exception) -> Response:
 
 
 async def on_http(request: Request, error: Exception) -> JSONResponse:
+    """What the router says: above all, that there is no such endpoint."""
     assert isinstance(error, HTTPException)
-    return error_response(request.url.path, error.status_code, str(error.detail), headers=error.headers)
+    path, message, code = request.url.path, str(error.detail), None
+    if error.status_code == 404:
+        message, code = f"there is no {request.method} {path[:128]} here; /docs lists what there is", "unknown_url"
+    elif error.status_code == 405:
+        message, code = f"{path[:128]} does not take {request.method}", "method_not_supported"
+    return error_response(path, error.status_code, message, None, code, headers=error.headers)
 
 
 async def on_bug(request: Request, error: Exception) -> JSONResponse:

@@ -1,4 +1,4 @@
-"""What wraps every request: its X-Request-Id, and a bound on its body. Plain ASGI, so that streams pass untouched."""
+"""What wraps every request: its X-Request-Id, one Host, and a bound on its body. Plain ASGI, so that streams pass untouched."""
 
 import re
 import uuid
@@ -15,7 +15,7 @@ ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestId:
-    """Echo the client's X-Request-Id, or make one up."""
+    """Echo the client's X-Request-Id, or make one up; Anthropic's clients read it as request-id."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -29,10 +29,29 @@ class RequestId:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["X-Request-Id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if scope["path"].startswith("/v1/messages"):
+                    headers["request-id"] = request_id
             await send(message)
 
         await self.app(scope, receive, send_with_id)
+
+
+class OneHost:
+    """400 for a request of HTTP/1.1 without a Host header, and for one with several: RFC 9112, section 3.2."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        num_hosts = len(Headers(scope=scope).getlist("host"))
+        if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
+            message = f"a request of HTTP/1.1 has one Host header, this one has {num_hosts or 'none'}"
+            return await error_response(scope["path"], 400, message, None, "invalid_host", headers={"Connection": "close"})(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 class Head:

@@ -210,12 +210,12 @@ return [...document.querySelectorAll("body *")].filter(each => {
 
 @check
 def a_phone_needs_no_sideways_scrolling(page: Page) -> None:
-    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True})
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 360, "height": 780, "deviceScaleFactor": 2, "mobile": True})
     page.open()
     enter(page, temperature=0)
     page.say(QUESTION)
     page.answer()
-    assert page.run("return document.documentElement.scrollWidth") <= 390
+    assert page.run("return document.documentElement.scrollWidth") <= 360
     page.run("document.querySelectorAll('.tabs button')[1].click()")
     page.wait("the pipeline is drawn", lambda: page.all(".replica"))
     assert page.run("const pane = document.querySelector('.pipeline'); return pane.scrollWidth - pane.clientWidth") <= 0

@@ -77,7 +77,10 @@ def test_every_name_is_served_and_echoed_and_a_missing_stage_is_said_of_its_mode
         for asked in (deployment.get("/v1/models/stone"), deployment.post("/api/show", {"model": "stone"})):
             assert asked.status_code == 503 and asked.headers["Retry-After"], "a model that is on its way has not vanished"
         assert deployment.post("/v1/completions", WHOLE | {"model": "sand"}).status_code == 404 == deployment.get("/v1/models/sand").status_code
-        assert {card["id"]: card["root"] for card in deployment.get("/v1/models").json()["data"]} == {NAME: NAME, ALIAS: NAME}
+        listed = deployment.get("/v1/models").json()["data"]
+        assert {card["id"]: card["root"] for card in listed} == {NAME: NAME, ALIAS: NAME, "stone": "stone"}, "nor from the list"
+        assert len(deployment.get("/api/tags").json()["models"]) == 3 and len(deployment.get("/api/ps").json()["models"]) == 2
+        assert deployment.post("/api/chat", {"model": "stone:latest"}).status_code == 503
         assert deployment.get(f"/v1/models/{ALIAS}").json()["id"] == ALIAS
         with begun(deployment, own, 1, model=ALIAS, priority=-2) as (stream, request):
             assert request.model == NAME and request.scheduling.priority == -2 and stream.chunks[0]["model"] == ALIAS

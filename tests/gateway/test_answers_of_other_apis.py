@@ -151,7 +151,7 @@ def test_a_format_is_the_answer_s_constraint(thinking_stage: tuple[Deployment, B
     thread.join()
     assert reply.status_code == 200 and '{\\"x\\": 1}' in reply.text
     constraint = taken[0].constraint
-    assert constraint is not None and (constraint.kind, json.loads(constraint.text)) == ("json_schema", SCHEMA)
+    assert constraint is not None and (constraint.kind, json.loads(constraint.text)) == ("json_schema", SCHEMA | {"additionalProperties": False})
 
 
 WRONG = {"type": "object", "properties": {"x": {"type": "nothing"}}}

@@ -127,6 +127,15 @@ def test_no_shape_of_8_mib_keeps_others_waiting(gateways: Deployment) -> None:
     assert time.monotonic() - started_at < 60
 
 
+def test_what_is_not_here_is_said_in_each_api_s_shape(gateways: Deployment) -> None:
+    absent = gateways.get("/v1/assistants")
+    assert (absent.status_code, absent.json()["error"]["code"]) == (404, "unknown_url") and "no GET /v1/assistants" in absent.json()["error"]["message"]
+    other = gateways.post("/v1/responses/compact", {})
+    assert (other.status_code, other.json()["error"]["code"]) == (405, "method_not_supported") and other.headers["Allow"]
+    assert "no POST /api/pull" in gateways.post("/api/pull", {"model": "x"}).json()["error"]
+    assert gateways.get("/v1/messages/batches").json()["error"]["type"] == "not_found_error"
+
+
 def test_the_docs_list_the_bodies_fields(gateways: Deployment) -> None:
     described = gateways.get("/openapi.json").json()
     for path, name, field in (("/v1/completions", "CompletionBody", "prompt"), ("/v1/chat/completions", "ChatCompletionBody", "messages")):

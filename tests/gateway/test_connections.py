@@ -101,6 +101,17 @@ def test_headers_that_trickle_or_never_come_are_not_waited_for(impatient: tuple[
         assert trickle_until_closed(second, b"GET / HTTP/1.1\r\nX: " + b"x" * 500) < CLOSED_WITHIN_S  # a request after one that was answered
 
 
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [(b"HTTP/1.1\r\n", 400), (b"HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n", 400), (b"HTTP/1.1\r\nHost:\r\n", 200), (b"HTTP/1.0\r\n", 200)],
+    ids=["none", "two", "empty", "none in HTTP/1.0"],
+)
+def test_a_request_has_one_host(impatient: tuple[Deployment, Backstage], head: bytes, status: int) -> None:
+    reply = answer(impatient[0], b"GET /version " + head + b"\r\n")
+    assert int(reply.split()[1]) == status
+    assert status == 200 or json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_host"
+
+
 @pytest.mark.parametrize("head", [GET[:-2], b"GET /", b"GET / HTTP/1.1\r\nX: ", b""], ids=["many headers", "path", "header", "nothing"])
 def test_headers_have_a_bound_on_their_bytes(impatient: tuple[Deployment, Backstage], head: bytes) -> None:
     with connection(impatient[0]) as sock:

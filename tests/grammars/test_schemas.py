@@ -45,3 +45,25 @@ def test_what_is_valid_is_allowed(schema: Any, text: str) -> None:
     token_ids = vocabulary().tokenizer.tokenize_str(text)
     assert matcher.validate_tokens(token_ids) == len(token_ids)
     assert matcher.consume_tokens(token_ids) and matcher.is_accepting()
+
+
+VALUE = {"a": [1, {"b": []}], "c": {}}
+LAYOUTS = {"compact": {"separators": (",", ":")}, "plain": {}, "spaced": {"separators": (" , ", " : ")}, "lines": {"indent": 4}, "tabs": {"indent": "\t"}}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_json_may_be_laid_out_as_it_usually_is(layout: Any) -> None:
+    text = json.dumps(VALUE, **layout)
+    assert num_allowed(text) == num_allowed(text.replace("\n", "\r\n")) - text.count("\n") == len(text)
+
+
+@pytest.mark.parametrize("text", ['{  "a"', '{\n\n"a"', '{"a" \n:', '{"a":\t1', '{"a":\n' + 41 * " "])
+def test_white_space_has_an_end(text: str) -> None:
+    """Small models that have nothing to say would go on with it until their answer is cut off."""
+    assert num_allowed(text) < len(text)
+
+
+def num_allowed(text: str) -> int:
+    """How many of the first characters any object's JSON may begin with."""
+    matcher = compile_grammar(Constraint("json_schema", '{"type": "object"}'), vocabulary())
+    return next((number for number, each in enumerate(text) if not matcher.consume_tokens(vocabulary().tokenizer.tokenize_str(each))), len(text))

@@ -138,6 +138,6 @@ def test_what_is_wrong_is_named_in_anthropic_s_shape(client: anthropic.Anthropic
 def test_other_errors_have_the_shape_too(demo: Deployment, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as caught:
         ask(client, model="nobody")
-    assert caught.value.body["error"]["type"] == "not_found_error"
+    assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.request_id == caught.value.response.headers["X-Request-Id"]
     wrong = httpx.post(demo.url() + "/v1/messages", content=b"{", timeout=10, trust_env=False)
     assert (wrong.status_code, wrong.json()["type"]) == (400, "error")

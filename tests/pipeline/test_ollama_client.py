@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -82,10 +83,13 @@ def test_a_format_and_offered_tools_are_the_chat_s(client: ollama.Client) -> Non
 
 
 def test_models_are_listed_and_shown(demo: Deployment, client: ollama.Client) -> None:
-    assert [model.model for model in client.list().models] == [MODEL]
-    assert [model.model for model in client.ps().models] == [MODEL]
+    [listed], [running] = client.list().models, client.ps().models
+    assert listed.model == running.model == MODEL
+    assert listed.digest == running.digest and re.fullmatch("[0-9a-f]{64}", listed.digest or ""), "Ollama's command line fails at less"
     shown = client.show(MODEL)
     assert shown.modelinfo["penstock.context_length"] == 1024 and shown.capabilities == ["completion", "tools"]
+    assert demo.post("/api/show", {"model": "", "name": MODEL}).json() == demo.post("/api/show", {"model": MODEL}).json(), "as older clients say it"
+    assert demo.post("/api/show", {"model": ""}).status_code == 400
     assert demo.get("/api/version").json()["version"]
     assert client.generate(model=MODEL).done_reason == "load"
 
@@ -132,3 +136,14 @@ def test_a_conversation_with_calls_keeps_their_order() -> None:
     ])  # fmt: skip
     assert [call["id"] for call in messages[0]["tool_calls"]] == ["call_0_0", "call_0_1"] == [message["tool_call_id"] for message in messages[1:]]
     assert messages[0]["reasoning_content"] == "Hm." and messages[0]["tool_calls"][0]["function"]["arguments"] == '{"at":"here"}'
+
+
+def test_calls_that_have_ids_keep_them() -> None:
+    calls = [{"id": each, "function": {"name": "weather", "arguments": {}}} for each in ("one", "two")]
+    messages = read_messages([
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "content": "rain", "tool_call_id": "two"},
+        {"role": "tool", "content": "snow"},
+    ])  # fmt: skip
+    assert [call["id"] for call in messages[0]["tool_calls"]] == ["one", "two"]
+    assert [message["tool_call_id"] for message in messages[1:]] == ["two", "one"]

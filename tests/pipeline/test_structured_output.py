@@ -76,6 +76,7 @@ FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "guided_choice": ({"guided_choice": ["red", "green", "blue-green"]}, r"red|green|blue-green"),
     "guided_grammar": ({"guided_grammar": LARK}, r"[a-z]{2,4}(,[a-z]{2,4})*"),
     "json": ({"structured_outputs": {"json": {"type": "array", "items": {"type": "null"}, "maxItems": 2}}}, r"\[\s*(null(\s*,\s*null)?)?\s*\]"),
+    "json that lists its properties": ({"guided_json": {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"]}}, r'\{\s*"a"\s*:\s*1\s*\}'),
     "json without spaces": (
         {"structured_outputs": {"json": {"type": "array", "items": {"type": "null"}, "minItems": 2, "maxItems": 2}, "disable_any_whitespace": True}},
         r"\[null,null\]",

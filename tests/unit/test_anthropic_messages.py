@@ -65,7 +65,7 @@ def test_blocks_become_messages_with_calls_and_their_answers() -> None:
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": [
             {"type": "thinking", "thinking": "Hm.", "signature": ""}, {"type": "text", "text": "Let me see."},
-            {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"at": "here"}},
+            {"type": "tool_use", "id": "call_1", "name": "weather", "input": {"at": "here"}, "toolset_name": None},  # as the package dumps a block of ours
         ]},
         {"role": "user", "content": [
             {"type": "tool_result", "tool_use_id": "call_1", "content": [{"type": "text", "text": "rain"}]}, {"type": "text", "text": "So?"},

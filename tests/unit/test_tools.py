@@ -134,6 +134,18 @@ def test_arguments_that_a_schema_does_not_name_are_not_made_up() -> None:
     schema = {"properties": {"a": inner, "b": {"items": inner}, "c": {"allOf": [inner], "properties": {}}, "d": {**inner, "additionalProperties": True}}}
     shut = {**inner, "additionalProperties": False}
     assert closed(schema) == {"properties": {**schema["properties"], "a": shut, "b": {"items": shut}}, "additionalProperties": False}
+    for more in (
+        {"required": ["y"]},
+        {"required": [["x"]]},
+        {"required": True},
+        {"minProperties": 2},
+        {"properties": [1]},
+    ):  # which ask for others, or are no schemas
+        assert closed(inner | more) == inner | more
+    deep = inner
+    for _ in range(2000):
+        deep = {"items": deep}
+    assert closed(deep)["items"] is not None
 
 
 @pytest.mark.parametrize(

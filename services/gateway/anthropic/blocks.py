@@ -51,8 +51,8 @@ def read_messages(value: Any) -> list[tuple[int, Json]]:
 def _read_message(value: Any, path: str) -> list[Json]:
     if not isinstance(value, dict):
         raise at(path, f"expected a message, got {kind_of(value)}")
-    for key in value:
-        if key not in ("role", "content"):
+    for key, each in value.items():
+        if key not in ("role", "content") and each is not None:
             raise at(f"{path}.{shortened(key)}", "unknown field")
     role = value.get("role")
     if role not in ROLES:
@@ -91,8 +91,8 @@ def _read_block(value: Any, role: str, path: str) -> Json:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in BLOCKS[role]:
         raise at(f"{path}.type", f"of the {role}'s blocks, only {', '.join(BLOCKS[role])} are understood, got {shortened(kind)}")
-    for key in value:
-        if key != "type" and key not in FIELDS[kind]:
+    for key, each in value.items():
+        if key != "type" and key not in FIELDS[kind] and each is not None:  # a package sends back every field it knows, null where we said nothing
             raise at(f"{path}.{shortened(key)}", "unknown field")
     if kind == "tool_result":
         content = value.get("content", "")

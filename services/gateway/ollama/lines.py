@@ -56,7 +56,7 @@ class OllamaLines:
             for call in delta.get("tool_calls") or ():
                 function = call.get("function") or {}
                 if "id" in call:
-                    self._calls.append({"name": function["name"], "arguments": ""})
+                    self._calls.append({"id": call["id"], "name": function["name"], "arguments": ""})
                 self._calls[-1]["arguments"] += function.get("arguments") or ""
             if text or thought or logprobs:
                 lines.append(self._head(is_done=False) | self._body(text, thought, []) | ({"logprobs": logprobs} if logprobs else {}))
@@ -94,7 +94,10 @@ class OllamaLines:
         return {"message": {"role": "assistant", "content": text, **thinking, **({"tool_calls": calls} if calls else {})}}
 
     def _called(self) -> list[Json]:
-        return [{"function": {"name": call["name"], "arguments": arguments_of(call["arguments"])}} for call in self._calls]
+        return [
+            {"id": call["id"], "function": {"index": index, "name": call["name"], "arguments": arguments_of(call["arguments"])}}
+            for index, call in enumerate(self._calls)
+        ]
 
 
 def now_text(at_s: float | None = None) -> str:

@@ -1,5 +1,6 @@
 """Ollama's endpoints, for the front ends that speak it: a chat inside. docs/api-others.md says what is understood."""
 
+import hashlib
 from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
@@ -17,6 +18,7 @@ from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.translate import TranslatedResponder, make_chat, own_terms, thinking_kwargs
 from shared.messages import ChatOptions, Replica
 
+STAYS_UNTIL = "9999-12-31T23:59:59Z"
 LATEST = ":latest"  # what Ollama's clients take for said where no tag is
 
 router = APIRouter(prefix="/api")
@@ -84,15 +86,15 @@ def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
 
 @router.get("/tags")
 async def tags(request: Request) -> dict[str, Any]:
-    """The models that live compute replicas serve."""
+    """The models that are served."""
     return {"models": [card(name, replica) for name, replica in sorted(context_of(request).served_names().items())]}
 
 
 @router.get("/ps")
 async def running(request: Request) -> dict[str, Any]:
-    """The same: what is served is in memory, and stays there."""
-    names = sorted(context_of(request).served_names().items())
-    return {"models": [card(name, replica) | {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0} for name, replica in names]}
+    """Those that a live compute replica has in memory, where they stay."""
+    loaded = [(name, replica) for name, replica in sorted(context_of(request).served_names().items()) if replica.stage == "compute"]
+    return {"models": [card(name, replica) | {"expires_at": STAYS_UNTIL, "size_vram": 0, "context_length": replica.max_model_len} for name, replica in loaded]}
 
 
 @router.post("/show", openapi_extra=takes("ollama_model"))
@@ -101,7 +103,7 @@ async def show(request: Request) -> dict[str, Any]:
     context = context_of(request)
     body = await context.bodies.read(request, "ollama_model")
     assert isinstance(body, OllamaModelBody)
-    name = name_here(context, body.model)
+    name = name_here(context, body.wanted)
     replica = context.served(name)
     described = card(name, replica)
     tool_calls, reasoning = parsers_of(context, replica.model or name)
@@ -128,6 +130,10 @@ def name_here(context: Context, name: str) -> str:
 
 
 def card(name: str, replica: Replica) -> Json:
-    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left empty."""
+    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left empty.
+
+    Its digest is of what tells one model from another here, as the fingerprint does; Ollama's command line cuts twelve digits off it, and fails at fewer.
+    """
+    digest = hashlib.sha256(f"{replica.model} {replica.fingerprint}".encode()).hexdigest()
     details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
-    return {"name": name, "model": name, "modified_at": now_text(replica.started_at), "size": 0, "digest": "", "details": details}
+    return {"name": name, "model": name, "modified_at": now_text(replica.started_at), "size": 0, "digest": digest, "details": details}

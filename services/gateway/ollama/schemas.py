@@ -33,20 +33,20 @@ ASK_NOTHING = {"num_predict": (-1, -2), "typical_p": (1, 0), "mirostat": (0,), "
 
 
 def read_messages(value: Any) -> list[Json]:
-    """A conversation as a chat's messages. Calls have no ids here: they get some, and the answers of tools follow in their order."""
+    """A conversation as a chat's messages. Calls need no ids here: those without get some, and the answers of tools follow in their order."""
     if not isinstance(value, list):
         raise at("", f"expected a list of messages, got {kind_of(value)}")
     if len(value) > MAX_MESSAGES:
         raise at("", f"at most {MAX_MESSAGES} messages, got {len(value)}")
     messages: list[Json] = []
-    unanswered: list[str] = []
+    unanswered: dict[str, None] = {}  # in their order
     for number, message in enumerate(value):
         messages.append(_read_message(message, f"[{number}]"))
         for index, call in enumerate(messages[-1].get("tool_calls", ())):
-            call["id"] = f"call_{number}_{index}"
-            unanswered.append(call["id"])
+            call.setdefault("id", f"call_{number}_{index}")
+            unanswered[call["id"]] = None
         if messages[-1]["role"] == "tool" and unanswered:
-            messages[-1].setdefault("tool_call_id", unanswered.pop(0))
+            unanswered.pop(messages[-1].setdefault("tool_call_id", next(iter(unanswered))), None)
     return messages
 
 
@@ -75,7 +75,8 @@ def _read_call(value: Any, path: str) -> Json:
     function = value.get("function") if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(function.get("arguments", {}), dict):
         raise at(path, "expected a function with a name and arguments")
-    return {"type": "function", "function": {"name": function["name"], "arguments": orjson.dumps(function.get("arguments", {})).decode()}}
+    call = {"type": "function", "function": {"name": function["name"], "arguments": orjson.dumps(function.get("arguments", {})).decode()}}
+    return call | {"id": value["id"]} if isinstance(value.get("id"), str) and value["id"] else call
 
 
 class OllamaBody(Body):
@@ -134,6 +135,14 @@ class OllamaEmbeddingsBody(Body):
 
 
 class OllamaModelBody(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbose": ANYTHING, "name": ANYTHING}
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbose": ANYTHING, "system": ANYTHING, "template": ANYTHING, "options": ANYTHING}
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME)
+    name: str = Field("", max_length=MAX_NAME, description="the older name of model")
+
+    @property
+    def wanted(self) -> str:
+        """Raises Invalid where neither says it."""
+        if not (wanted := self.model or self.name):
+            raise Invalid("missing required parameter: model", param="model", code="missing_required_parameter")
+        return wanted

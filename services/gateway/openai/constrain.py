@@ -7,6 +7,7 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.gateway.openai.fields import kind_of, refuse_unknown, shortened
+from services.gateway.openai.tools import closed
 from shared.constraint import Constraint, Kind
 from shared.errors import Invalid
 
@@ -66,7 +67,7 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
     if kind == "json_schema":
         return _of_json_schema(value.get("json_schema"))
     if value.get("schema") is not None:  # llama.cpp's way to say it
-        return Constraint("json_schema", to_json(value["schema"], "response_format.schema"), "response_format.schema")
+        return Constraint("json_schema", schema_text(value["schema"], "response_format.schema"), "response_format.schema")
     return Constraint("json_object", "", "response_format")
 
 
@@ -82,7 +83,7 @@ def _of_json_schema(value: Any) -> Constraint:
     schema = value.get("schema")
     if schema is None:
         return Constraint("json_object", "", param)
-    return Constraint("json_schema", to_json(schema, f"{param}.schema"), f"{param}.schema", is_lenient=value.get("strict") is False)
+    return Constraint("json_schema", schema_text(schema, f"{param}.schema"), f"{param}.schema", is_lenient=value.get("strict") is False)
 
 
 def _of_structured_outputs(value: StructuredOutputs) -> list[Constraint | None]:
@@ -120,13 +121,18 @@ def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> C
             if not isinstance(schema, dict):
                 raise Invalid(f"{param}: a JSON schema is an object", param=param)
             schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **whitespace}}
-        return Constraint("json_schema", to_json(schema, param), param)
+        return Constraint("json_schema", schema_text(schema, param), param)
     if name == "choice":
         return Constraint("choice", to_json(value, param), param)
     if name == "structural_tag":
         return Constraint("structural_tag", value if isinstance(value, str) else to_json(value, param), param)
     kind: Kind = "regex" if name == "regex" else "gbnf" if "::=" in value else "lark"
     return Constraint(kind, value, param)
+
+
+def schema_text(schema: Any, param: str) -> str:
+    """A JSON schema, without properties that it does not name."""
+    return to_json(closed(schema) if isinstance(schema, dict) else schema, param)
 
 
 def to_json(value: Any, param: str) -> str:

@@ -87,7 +87,7 @@ async def resume_stream(response_id: str, request: Request, last_event_id: str |
 
 @router.get("/models")
 async def list_models(request: Request) -> dict[str, Any]:
-    """The models that live compute replicas serve."""
+    """The models that are served. One whose compute is away for a moment is among them, without its length."""
     return {"object": "list", "data": [card(*each) for each in sorted(context_of(request).served_names().items())]}
 
 

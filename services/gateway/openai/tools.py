@@ -20,7 +20,7 @@ MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
 # Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-COMPOSED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "if"}
+COMPOSED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "if"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -129,17 +129,17 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     return {**schema, "x-guidance": {**SPACING, "lenient": not tool.function.strict}}
 
 
-def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without arguments that it does not name: a schema that does not say takes any, but whoever lists a function's parameters means these.
+def closed(schema: dict[str, Any], levels: int = MAX_DEPTH) -> dict[str, Any]:
+    """The schema without properties that it does not name: one that does not say takes any, but whoever lists them means these, and a model may go on for ever.
 
-    Where schemas are put together (allOf, $ref and the like), one of them can't say so alone: they stay as they are.
+    Where schemas are put together (allOf, $ref and the like), one of them can't say so alone: they stay as they are. So does what lies deeper than the levels.
     """
-    made = dict(schema)
-    if isinstance(properties := schema.get("properties"), dict) and not COMPOSED & schema.keys():
-        made["properties"] = {name: closed(each) if isinstance(each, dict) else each for name, each in properties.items()}
+    made, properties, required = dict(schema), schema.get("properties"), schema.get("required", [])
+    if isinstance(properties, dict) and isinstance(required, list) and set(map(str, required)) <= properties.keys() and not COMPOSED & schema.keys():
+        made["properties"] = {name: closed(each, levels - 1) if isinstance(each, dict) and levels else each for name, each in properties.items()}
         made["additionalProperties"] = False
-    if isinstance(schema.get("items"), dict):
-        made["items"] = closed(schema["items"])
+    if isinstance(schema.get("items"), dict) and levels:
+        made["items"] = closed(schema["items"], levels - 1)
     return made
 
 
