@@ -1,10 +1,12 @@
 """`penstock batch`: a file of requests, answered; with a progress bar."""
 
+import codecs
 import json
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 from tqdm import tqdm
@@ -13,6 +15,7 @@ from shared.errors import StartupError
 
 POLL_S = 0.5
 PATIENCE_S = 60.0  # for a gateway that does not answer, once the batch runs
+MAX_LINE_BYTES = 64 << 20  # that is looked at, to see what the file asks for
 FINAL = ("completed", "failed", "expired", "cancelled")
 
 
@@ -33,7 +36,7 @@ def create(client: httpx.Client, source: Path, window: str) -> dict[str, Any]:
     """A batch of the file's requests."""
     try:
         with source.open("rb") as file:
-            endpoint = endpoint_of(source, file.readline())
+            endpoint = endpoint_of(source, first_line(file))
             file.seek(0)
             uploaded = call(client, "POST", "/v1/files", files={"file": (source.name, file)}, data={"purpose": "batch"})
     except OSError as error:
@@ -43,11 +46,18 @@ def create(client: httpx.Client, source: Path, window: str) -> dict[str, Any]:
     return batch
 
 
+def first_line(file: IO[bytes]) -> bytes:
+    """The first that is not empty, as far as a line may be long."""
+    while (line := file.readline(MAX_LINE_BYTES)) and not line.removeprefix(codecs.BOM_UTF8).strip():
+        pass
+    return line.removeprefix(codecs.BOM_UTF8)
+
+
 def endpoint_of(source: Path, line: bytes) -> str:
     """What the first line asks for; the others must ask for the same."""
     try:
         return str(json.loads(line)["url"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise StartupError(f'{source}: the first line is no request: {{"custom_id": …, "method": "POST", "url": …, "body": …}}') from None
 
 
@@ -92,14 +102,31 @@ def collect(client: httpx.Client, batch: dict[str, Any], out: Path) -> int:
 
 
 def download(client: httpx.Client, file_id: str, path: Path) -> None:
+    """A file, whole or not at all: a gateway that dies meanwhile is waited for."""
+    unfinished, until = path.with_name(f"{path.name}.part"), time.monotonic() + PATIENCE_S
     try:
-        with client.stream("GET", f"/v1/files/{file_id}/content") as response, path.open("wb") as file:
-            if response.status_code != 200:
-                raise StartupError(f"{file_id}: {response.read().decode(errors='replace')[:300]}")
-            for piece in response.iter_bytes():
-                file.write(piece)
+        while True:
+            try:
+                fetch(client, file_id, unfinished)
+                break
+            except (httpx.HTTPError, Unavailable):
+                if time.monotonic() > until:
+                    raise
+                time.sleep(POLL_S)
+        unfinished.replace(path)
     except OSError as error:
         raise StartupError(f"{path}: {error.strerror}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def fetch(client: httpx.Client, file_id: str, path: Path) -> None:
+    with client.stream("GET", f"/v1/files/{file_id}/content") as response, path.open("wb") as file:
+        if response.status_code != 200:
+            response.read()
+            raise failure_of(response)
+        for piece in response.iter_bytes():
+            file.write(piece)
 
 
 class Unavailable(StartupError):
@@ -109,11 +136,17 @@ class Unavailable(StartupError):
 def call(client: httpx.Client, method: str, path: str, **options: Any) -> dict[str, Any]:
     """The answer, JSON. Raises StartupError with the gateway's words, Unavailable if they may change."""
     response = client.request(method, path, **options)
-    try:
-        body: dict[str, Any] = response.json()
-        if response.status_code == 200:
+    if response.status_code == 200:
+        with suppress(ValueError):
+            body: dict[str, Any] = response.json()
             return body
-        message = str(body["error"]["message"])
+    raise failure_of(response)
+
+
+def failure_of(response: httpx.Response) -> StartupError:
+    """What the gateway says of what it could not do."""
+    try:
+        message = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        message = f"{method} {path}: {response.status_code}"
-    raise (Unavailable if response.status_code in (429, 500, 502, 503) else StartupError)(message)
+        message = f"{response.request.method} {response.request.url.path}: {response.status_code}"
+    return (Unavailable if response.status_code in (429, 500, 502, 503) else StartupError)(message)

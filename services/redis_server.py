@@ -52,6 +52,7 @@ def start_server(data_dir: Path, *, port: int = 0, binary: Path | None = None, i
         command += [f"--{name}", value]
     try:
         # its own session: Ctrl-C in the terminal reaches the launcher, which stops Redis last
-        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited)
+        # umask: what it keeps is what was asked and answered, and nobody else's on this machine
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True, pass_fds=inherited, umask=0o077)
     except OSError as error:
         raise StartupError(f"the embedded Redis can't be started: {error}") from None

@@ -136,6 +136,11 @@ def files_key(owner: str) -> str:
     return f"files:{owner}"
 
 
+def uploads_key(owner: str) -> str:
+    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by when their room is given up. Gateways."""
+    return f"uploads:{owner}"
+
+
 def batch_key(batch_id: str) -> str:
     """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both."""
     return f"batch:{batch_id}"

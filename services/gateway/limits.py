@@ -24,6 +24,7 @@ local function look_at_limits(quota, running, rpm, tpm, concurrency, requests, t
   local held = redis.call('HMGET', quota, 'requests', 'tokens', 'at')
   local minutes = math.max(now - (tonumber(held[3]) or now), 0) / 60000
   local function level(value, limit) return limit > 0 and math.min((tonumber(value) or limit) + minutes * limit, limit) or 0 end
+  if (tonumber(held[3]) or now) > now then redis.call('HSET', quota, 'at', now) end  -- Redis' clock went back: from here it fills again
   local left = {{level(held[1], rpm), level(held[2], tpm), now}}
   if rpm > 0 and left[1] < requests then return left, {{'requests', math.ceil((requests - left[1]) / rpm * 60000)}} end
   if tpm > 0 and left[2] < tokens then return left, {{'tokens', math.ceil((tokens - left[2]) / tpm * 60000)}} end

@@ -3,6 +3,7 @@
 Synchronous: it runs beside the event loop.
 """
 
+import codecs
 import itertools
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from services.gateway.openai.fields import kind_of, shortened
 from shared.errors import Invalid
 
 BLOCK_LINES = 100
-BLOCK_WEIGHT = 512  # of its lines together: their answers are in memory until all are there
+BLOCK_WEIGHT = 512  # of its lines together: their answers are held until all are there
 MAX_LINES = 50_000
 MAX_ERRORS = 50  # that are told of one file
 MAX_CUSTOM_ID = 512
@@ -52,7 +53,7 @@ def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_l
     errors: list[dict[str, Any]] = []
     with storage.open(path) as file:
         for number, raw in enumerate(file, 1):
-            text = raw.strip()
+            text = (raw.removeprefix(codecs.BOM_UTF8) if number == 1 else raw).strip()
             if not text:
                 continue
             try:

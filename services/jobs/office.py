@@ -30,6 +30,7 @@ log = get_logger("penstock.jobs")
 
 T = TypeVar("T")
 BEAT_S = 0.5
+MAX_READING = 4  # answers at once: the tokens that one is made of take many times its memory
 
 
 class Office:
@@ -51,6 +52,8 @@ class Office:
         self.queue = make_queue(settings.redis_url)
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
+        self.reading = asyncio.Semaphore(MAX_READING)
+        self.closing: dict[str, asyncio.Task[None]] = {}  # batches that are ended beside Celery's queue
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()
         self._endless: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly

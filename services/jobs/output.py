@@ -4,7 +4,9 @@ A part is there whole or not at all, and its name says what it counts: so the na
 Synchronous: it runs beside the event loop.
 """
 
-from dataclasses import astuple, dataclass
+import itertools
+import uuid
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import orjson
@@ -20,8 +22,9 @@ COMPLETED, FAILED = b"+", b"-"  # what a line of a part begins with: the file th
 class Answer:
     """A line that is answered."""
 
-    line: bytes
+    line: bytes  # empty: it is laid by
     totals: Totals
+    laid_by: tuple[str, int, int] | None = None  # path, and from which byte to which
 
     @property
     def is_completed(self) -> bool:
@@ -44,13 +47,28 @@ def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals)
     return Answer(orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY), totals)
 
 
+def laid_by_folder(batch_id: str) -> str:
+    return f"{folder_of(batch_id)}/laid-by"
+
+
+def lay_by(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer]:
+    """Write what a block has so far into a file that is for this run only. Returns the same answers, without their lines."""
+    path = f"{laid_by_folder(batch_id)}/{uuid.uuid4().hex}"
+    storage.write(path, b"".join(answer.line for answer in answers))
+    ends = itertools.accumulate(len(answer.line) for answer in answers)
+    return [replace(answer, line=b"", laid_by=(path, end - len(answer.line), end)) for answer, end in zip(answers, ends, strict=True)]
+
+
 def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answer]) -> Totals:
-    """Keep the answers to a block. Returns what they count."""
+    """Keep the answers to a block. Returns what they count. Raises FileNotFoundError if what was laid by is gone."""
     totals = sum((answer.totals for answer in answers), Totals())
     name = ".".join(map(str, (f"{number:06}", *astuple(totals))))
     with storage.writing(f"{folder_of(batch_id)}/parts/{name}") as file:
         for answer in answers:
-            file.writelines((COMPLETED if answer.is_completed else FAILED, answer.line, b"\n"))
+            line = storage.read(*answer.laid_by) if answer.laid_by is not None else answer.line
+            file.writelines((COMPLETED if answer.is_completed else FAILED, line, b"\n"))
+    for path in {answer.laid_by[0] for answer in answers if answer.laid_by is not None}:
+        storage.remove(path)
     return totals
 
 

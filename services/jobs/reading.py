@@ -12,7 +12,7 @@ from services.gateway.silence import GONE
 from services.jobs.asking import Asked, Logs
 from services.jobs.patience import persist
 from shared.errors import Lost
-from shared.messages import Control, TokenEvent
+from shared.messages import Control
 from shared.registry import broadcast
 from shared.streams import LOG_TTL_S, inflight_key, log_key, response_key, tombstone_key
 from shared.token_log import end_request, parse_log, queue_read
@@ -21,18 +21,29 @@ LOOK_AGAIN_S = 1.0
 SILENT_S = 60.0  # of a log that has no end, though nothing is in the pipeline
 
 
-async def read_answer(client: "redis.asyncio.Redis", asked: Asked) -> tuple[Any, Any]:
-    """The answer's body, and what it counts. Raises RequestFailed; Lost where Redis has lost the log, or a part of it."""
-    record, logs = await read_logs(client, asked)
-    for events in logs:
-        if (error := events[-1].error) is not None and error.code == GONE.code:
-            raise Lost(error.message)
-    return asked.fold(record, logs)
+async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio.Semaphore) -> tuple[Any, Any]:
+    """The answer's body, and what it counts, once all logs of the response have their ends. Raises RequestFailed; Lost where Redis has lost a log, or a
+    part of one."""
+    length, since = 0, time.monotonic()
+    while True:
+        async with turn:
+            record, logs = await read_logs(client, asked)
+            if all(events[-1].finish_reason is not None for events in logs):
+                for events in logs:
+                    if (error := events[-1].error) is not None and error.code == GONE.code:
+                        raise Lost(error.message)
+                return asked.fold(record, logs)
+            found = sum(map(len, logs))
+            del logs
+        if found > length:
+            length, since = found, time.monotonic()
+        elif time.monotonic() - since > SILENT_S:
+            await persist(lambda: _end(client, asked, is_lost=True))
+        await asyncio.sleep(LOOK_AGAIN_S)
 
 
 async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[ResponseRecord, Logs]:
-    """All logs of the response, whole; and its record as it was submitted. Raises Lost."""
-    length, since = 0, time.monotonic()
+    """All logs of the response as they are, and its record as it was submitted. Raises Lost."""
 
     async def ask() -> Any:
         async with client.pipeline(transaction=False) as pipe:
@@ -41,18 +52,11 @@ async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[Respon
                 queue_read(pipe, each.request_id)
             return await pipe.execute()
 
-    while True:
-        packed, *entries = await persist(ask)
-        logs: list[list[TokenEvent]] = [parse_log(each) for each in entries]
-        if not all(logs):
-            raise Lost("the token log is gone")
-        if all(events[-1].finish_reason is not None for events in logs):
-            return (ResponseRecord.unpack(packed) if packed is not None else asked.record), logs
-        if (found := sum(map(len, logs))) > length:
-            length, since = found, time.monotonic()
-        elif time.monotonic() - since > SILENT_S:
-            await persist(lambda: _end(client, asked, is_lost=True))
-        await asyncio.sleep(LOOK_AGAIN_S)
+    packed, *entries = await persist(ask)
+    logs: Logs = [parse_log(each) for each in entries]
+    if not all(logs):
+        raise Lost("the token log is gone")
+    return (ResponseRecord.unpack(packed) if packed is not None else asked.record), logs
 
 
 async def is_known(client: "redis.asyncio.Redis", asked: Asked) -> bool:

@@ -8,7 +8,7 @@ import asyncio
 import hashlib
 import time
 import uuid
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from services.gateway.limits import Caller
 from services.jobs import input as inputs
 from services.jobs import output
 from services.jobs.asking import Asked, ask, key_of
+from services.jobs.blocks import MAX_OPEN, Block, OpenBlocks
 from services.jobs.input import Line, folder_of
 from services.jobs.office import Office
 from services.jobs.output import Answer, answered, not_answered
@@ -41,7 +42,6 @@ log = get_logger("penstock.jobs")
 SLICE_S = 60.0  # then other batches have their turn
 LEASE_S = 15.0
 WATCH_EVERY_S = 1.0
-MAX_OPEN_BLOCKS = 8  # that have answers in memory
 MAX_ATTEMPTS = 5  # at a line whose log Redis loses
 AGAIN_S = 1.0  # after the server was full, or a stage missing
 CLOSED = {
@@ -62,32 +62,19 @@ class LeaseLost(Exception):
     """Another worker has the batch: this one was silent for too long."""
 
 
-@dataclass(slots=True)
-class Block:
-    """Lines that are answered together."""
-
-    number: int
-    answers: list[Answer | None]
-    asked: list[Asked] = field(default_factory=list)  # what went into the pipeline
-
-    @property
-    def totals(self) -> Totals:
-        return sum((answer.totals for answer in self.answers if answer is not None), Totals())
-
-
 class BatchRun:
     def __init__(self, office: Office, batch_id: str) -> None:
         self.office = office
         self.batch_id = batch_id
         self.token = f"{office.stage.replica_id}/{uuid.uuid4().hex}"
-        self.ends_at = time.monotonic() + SLICE_S
+        self.began_at = time.monotonic()
+        self.ends_at = self.began_at + SLICE_S
         self.closing = ""  # why no more lines are executed: of CLOSED
         self.is_answering = False  # else it looks at files, and is best left to finish
         self.done = Totals()  # of the parts
         self.found = 0  # lines that were answered when this run began
         self.told = 0  # lines that the batch says are answered: those that this run has yet to read again among them
-        self.blocks: dict[int, Block] = {}
-        self.room = asyncio.Semaphore(MAX_OPEN_BLOCKS)
+        self.blocks = OpenBlocks(office.storage, batch_id)
         self.in_flight: dict[str, Asked] = {}  # by response
         self.spans: BatchSpans | None = None
 
@@ -121,12 +108,12 @@ class BatchRun:
             self.spans.run(started_at, totals.completed, totals.num_lines - totals.completed, is_over=is_over)
         if self.is_answering:
             answered = max(0, totals.num_lines - self.found)
-            rate = round(answered / max(time.time() - started_at, 1e-3), 2)
+            rate = round(answered / max(time.monotonic() - self.began_at, 1e-3), 2)
             log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.num_lines - totals.completed, lines_per_s=rate)
 
     def _totals(self) -> Totals:
         """Of the parts, and of the blocks that are being answered."""
-        return sum((block.totals for block in self.blocks.values()), self.done)
+        return self.done + self.blocks.totals
 
     async def _watch(self) -> bool:
         """Renew the lease, say how far the batch is, and see whether it is to end. Returns True when this run is over. Raises LeaseLost."""
@@ -170,10 +157,7 @@ class BatchRun:
             await pipe.execute()
 
     def _note(self, batch: Batch) -> None:
-        if batch.status == "cancelling":
-            self.closing = "batch_cancelled"
-        elif time.time() > batch.record.expires_at and batch.status in ("validating", "in_progress"):
-            self.closing = "batch_expired"
+        self.closing = batch.closes(time.time()) or self.closing
 
     async def _work(self) -> bool:
         """Returns whether there is more to do."""
@@ -200,6 +184,7 @@ class BatchRun:
                 return False
             index = [0]  # it never began
         parts = await asyncio.to_thread(output.find_parts, self.office.storage, self.batch_id)
+        await asyncio.to_thread(self.office.storage.remove, output.laid_by_folder(self.batch_id))  # by a run that was cut off
         self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
         missing = [number for number in range(len(index) - 1) if number not in parts]
         self.is_answering = bool(missing)
@@ -248,11 +233,11 @@ class BatchRun:
     async def _answer_each(self, batch: Batch, index: list[int], missing: list[int]) -> None:
         async with asyncio.TaskGroup() as group:
             for turn, number in enumerate(missing):
-                await self.room.acquire()
+                await self.blocks.room.acquire()
                 lines = await asyncio.to_thread(inputs.read_block, self.office.storage, self.batch_id, batch.record.endpoint, *index[number : number + 2])
-                block = self.blocks[number] = Block(number, [None] * len(lines))
+                block = self.blocks.open(number, len(lines))
                 for place, line in enumerate(lines):
-                    begun = await self._begin(batch, line, may_be_left=turn < MAX_OPEN_BLOCKS)
+                    begun = await self._begin(batch, line, may_be_left=turn < MAX_OPEN)
                     if isinstance(begun, Answer):
                         await self._settle(block, place, begun)
                         continue
@@ -328,7 +313,7 @@ class BatchRun:
         key = key_of(self.batch_id, line.custom_id)
         try:
             await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
-            body, totals = await read_answer(self.office.client, asked)
+            body, totals = await read_answer(self.office.client, asked, self.office.reading)
         except Lost as error:
             log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
             return None
@@ -363,14 +348,9 @@ class BatchRun:
 
     async def _settle(self, block: Block, place: int, answer: Answer) -> None:
         """Note the answer; with the block's last one, keep them."""
-        block.answers[place] = answer
-        answers = [each for each in block.answers if each is not None]
-        if len(answers) < len(block.answers):
-            return
-        self.done += await asyncio.to_thread(output.write_part, self.office.storage, self.batch_id, block.number, answers)
-        del self.blocks[block.number]
-        self.room.release()
-        await forget(self.office.client, [asked for asked in block.asked if not asked.stored])
+        if (kept := await self.blocks.settle(block, place, answer)) is not None:
+            self.done += kept
+            await forget(self.office.client, [asked for asked in block.asked if not asked.stored])
 
     async def _finish(self, batch: Batch, num_blocks: int) -> bool:
         """Make the files of the parts, and end the batch. Returns whether there is more to do: parts that were there are gone."""

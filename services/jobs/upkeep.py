@@ -14,9 +14,10 @@ import redis
 from services.gateway.batches.figures import Backlog, queue_backlog
 from services.gateway.batches.store import Batch, read_batch
 from services.gateway.files.store import CONTENTS
+from services.jobs.closing import close_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
-from services.jobs.run import RENEW
+from services.jobs.run import LEASE_S, RENEW
 from shared.job_queue import QUEUED_S
 from shared.registry import look
 from shared.streams import BATCHES_RUNNING, JOB_QUEUE, LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, log_key, prompts, requests, upkeep_key
@@ -25,6 +26,7 @@ from shared.telemetry import get_logger
 log = get_logger("penstock.jobs")
 
 SWEEP_EVERY_S, MEMORY_EVERY_S, TIDY_EVERY_S = 5, 10, 600
+BEGUN_WITHIN_S = 10  # is a task that a worker has taken
 CROWDED, FULL = 0.8, 0.9  # of Redis' memory limit
 SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
 SCAN_COUNT, MAX_SCANNED = 1000, 200_000
@@ -35,13 +37,16 @@ UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that no
 async def claim(office: Office, name: str, every_s: int) -> bool:
     """Whether this worker is to do this part now. A full Redis can't note who does: then it is every worker."""
     try:
+        if await office.client.pttl(upkeep_key(name)) > 1000 * every_s:  # from before Redis' clock went back: it would hold for as long as that was
+            await office.client.delete(upkeep_key(name))
         return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
     except redis.OutOfMemoryError:
         return True
 
 
 async def sweep(office: Office) -> None:
-    """Have the batches looked at that no worker has: theirs has died, their task was lost, or they have expired. And say what waits of all."""
+    """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those that are to end do not wait for their turn. And say
+    what waits of all."""
     if not await claim(office, "sweep", SWEEP_EVERY_S):
         return
     names = await running_batches(office)
@@ -49,23 +54,29 @@ async def sweep(office: Office) -> None:
         pipe.llen(JOB_QUEUE)
         for name in names:
             pipe.get(batch_lease_key(name))
+            pipe.pttl(batch_lease_key(name))
             pipe.hgetall(batch_key(name))
-            pipe.exists(batch_queued_key(name))
+            pipe.pttl(batch_queued_key(name))
         num_tasks, *replies = await pipe.execute()
-    queued = [name for name, is_queued in zip(names, replies[2::3], strict=True) if is_queued]
+    queued = {name: left_ms for name, left_ms in zip(names, replies[3::4], strict=True) if left_ms > 0}
     if len(queued) <= num_tasks:  # none is lost: those that wait for long are not to be sent again and again
-        await keep_queued(office, queued)
+        await keep_queued(office, list(queued))
+    elif not num_tasks and (lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]):
+        await office.client.delete(*map(batch_queued_key, lost))  # a worker took them and died before it began
     alive, running = office.stage.registry.ids("jobs"), []
-    for name, lease, values in zip(names, replies[::3], replies[1::3], strict=True):
+    for name, lease, left_ms, values in zip(names, replies[::4], replies[1::4], replies[2::4], strict=True):
         batch = read_batch(values)
         holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
             await office.client.srem(BATCHES_RUNNING, name)
             continue
         running.append(batch)
-        if holder not in alive:
+        if holder not in alive or left_ms > 1000 * LEASE_S:  # so long: not renewed since Redis' clock went back, when its holder's lease became as long
             await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
-            await office.send(name)
+            if batch.closes(time.time()):
+                close_soon(office, name)
+            else:
+                await office.send(name)
     async with office.client.pipeline(transaction=False) as pipe:
         queue_backlog(pipe, backlog_of(running))
         await pipe.execute()

@@ -3,9 +3,11 @@
 import logging
 import os
 import threading
+import time
 import warnings
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any
 
@@ -13,6 +15,7 @@ import redis
 from celery import Celery, signals
 from celery.beat import EmbeddedService, ScheduleEntry, Scheduler
 from celery.platforms import SecurityWarning
+from celery.schedules import schedule
 from kombu.exceptions import OperationalError
 
 from services.jobs.office import Office
@@ -48,7 +51,12 @@ def add_tasks(queue: Celery, office: Office) -> None:
             log.warning("a batch is left for later", batch_id=batch_id, error=reason_of(error))
 
     queue.task(name=RUN_BATCH)(run_batch)
-    queue.conf.beat_schedule = {name: {"task": name, "schedule": every_s} for name, (_, every_s) in UPKEEP.items()}
+    queue.conf.beat_schedule = {name: {"task": name, "schedule": schedule(every_s, nowfun=uptime, app=queue)} for name, (_, every_s) in UPKEEP.items()}
+
+
+def uptime() -> datetime:
+    """Beat's time of day: by that of the wall, the upkeep would rest for an hour when the clock goes back an hour."""
+    return datetime.fromtimestamp(time.monotonic(), UTC)
 
 
 async def run_slice(office: Office, batch_id: str) -> None:

@@ -26,7 +26,7 @@ from services.gateway.server import check_tls
 from shared.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.errors import StartupError
 from shared.settings import GatewaySettings
-from shared.streams import running_key
+from shared.streams import quota_key, running_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.gateway.backstage import ALIAS, NAME, Backstage
@@ -210,6 +210,16 @@ def test_requests_a_minute_are_bounded_over_all_gateways_and_told_in_headers(sit
     assert site.post("/v1/responses", {"model": NAME}, key).status_code == 400
     assert "x-ratelimit-limit-requests" not in site.post("/v1/responses", body, site.key("fast")).headers
     site.end(4)
+
+
+def test_limits_fill_again_though_the_clock_of_redis_went_back(site: Site) -> None:
+    key = site.key("out-of-time", requests_per_minute=120)
+    tenant_id = {each.name: each.tenant_id for each in read_keys(site.path)}["out-of-time"]
+    with site.deployment.redis() as client:
+        client.hset(quota_key(tenant_id), mapping={"requests": 0, "tokens": "", "at": (int(client.time()[0]) + 3600) * 1000})
+    assert error_of(site.background(key)) == (429, "rate_limit_exceeded")
+    wait_until(lambda: site.background(key).status_code == 200, description="half a second's share is there", timeout_s=10)
+    site.end(1)
 
 
 def test_tokens_a_minute_are_bounded_and_a_request_that_never_fits_is_told_so(site: Site) -> None:

@@ -5,9 +5,11 @@ import os
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
+import msgpack
 import pytest
 import redis
 
@@ -15,7 +17,8 @@ from services.gateway.batches.figures import queue_note
 from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
-from services.jobs.worker import CONCURRENCY, run_slice
+from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
+from shared.registry import Registry
 from shared.settings import JobsSettings
 from shared.stage import Stage
 from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, upkeep_key
@@ -85,6 +88,27 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
     wait_for(50)
     do(redis_url, tmp_path, sweep)
     assert max(client.ttl(batch_queued_key(name)) for name in ("batch_a", "batch_b")) <= 10, "they are sent again soon"
+    client.delete("celery:jobs")  # with nothing in the queue, all are lost
+    do(redis_url, tmp_path, sweep)
+    assert client.llen("celery:jobs") == 2
+    client.delete("celery:jobs")
+    do(redis_url, tmp_path, sweep)
+    assert client.llen("celery:jobs") == 0, "but for those that a worker may just have taken"
+
+
+def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def sweep_after_a_jump(office: Office) -> None:
+        await office.batches.create(record("batch_a"))
+        await office.client.set(upkeep_key("sweep"), "jobs-other", ex=3600)  # what is left of four seconds when Redis' clock has gone back
+        await office.client.set(batch_lease_key("batch_a"), "jobs-dead/x", ex=3600)
+        office.stage._heartbeat.registry = Registry((replace(office.stage.describe(), replica_id="jobs-dead"),))  # its name has an hour, too
+        await sweep(office)
+        add_tasks(office.queue, office)
+        for each in office.queue.conf.beat_schedule.values():
+            assert abs(each["schedule"].now().timestamp() - time.monotonic()) < 5, "the worker's does not matter"
+
+    do(redis_url, tmp_path, sweep_after_a_jump)
+    assert client.llen("celery:jobs") == 1
 
 
 def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
@@ -100,13 +124,18 @@ def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Red
     assert client.hget(batch_key("batch_a"), "status") == b"failed", "it was looked at, and its file is nowhere"
 
 
-def test_the_upkeep_does_not_wait_behind_batches_that_wait_for_their_turn(deployment: Deployment, client: "redis.Redis", tmp_path: Path) -> None:
+def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wait_for_their_turn(
+    deployment: Deployment, client: "redis.Redis", tmp_path: Path
+) -> None:
     line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
 
     async def create(office: Office) -> None:
         file = await office.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
         for number in range(CONCURRENCY + 2):
             await office.batches.create(replace(record(f"batch_{number}"), input_file_id=file.file_id))
+
+    def status_of(batch_id: str) -> Any:
+        return client.hget(batch_key(batch_id), "status")
 
     do(deployment.redis_url, tmp_path / "files", create, sweep)
     worker = deployment.start("jobs", files_url=str(tmp_path / "files"))
@@ -115,6 +144,12 @@ def test_the_upkeep_does_not_wait_behind_batches_that_wait_for_their_turn(deploy
         client.delete(upkeep_key("sweep"))
         wait_until(lambda: client.exists(upkeep_key("sweep")), description="the next sweep", timeout_s=20)
     assert client.llen("celery:jobs") == 2, "nothing but the batches that wait"
+    cancelled, late = (name for name in map("batch_{}".format, range(CONCURRENCY + 2)) if not client.exists(batch_lease_key(name)))
+    client.hset(batch_key(cancelled), "status", "cancelling")
+    asked = BatchRecord.unpack(client.hget(batch_key(late), "record"))
+    client.hset(batch_key(late), "record", msgpack.packb(asdict(replace(asked, expires_at=1))))
+    wait_until(lambda: (status_of(cancelled), status_of(late)) == (b"cancelled", b"expired"), description="both have ended", timeout_s=20)
+    assert len(client.keys(batch_lease_key("*"))) == CONCURRENCY and client.llen("celery:jobs") == 2, "the others are where they were"
     server = int(client.info("server")["process_id"])
     os.kill(server, signal.SIGSTOP)
     try:

@@ -13,8 +13,9 @@ from tests.collector import Collector
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 
-NUM_LINES, NUM_TOKENS = 60, 16
 KILL_AFTER = 15  # lines
+TOKENS_OF = [16] * (KILL_AFTER + 5) + [200] * 40  # by line: the long ones take seconds, and the counts that the kill waits for are up to a second old
+NUM_LINES, NUM_TOKENS = len(TOKENS_OF), sum(TOKENS_OF)
 WORKER = {"batch_requests": 8, "busy_batch_requests": 8}
 TIMEOUT_S = 180.0
 LINE = {"batch line", "admission", "tokenize", "queue", "prefill", "decode", "sample"}
@@ -22,10 +23,8 @@ LINE = {"batch line", "admission", "tokenize", "queue", "prefill", "decode", "sa
 
 def run(deployment: Deployment, while_away: Callable[[], None], **headers: str) -> dict[str, Any]:
     """Have a batch answered by two workers, the second begun when the first has been killed, and `while_away` called between. Returns the batch."""
-    body = {"model": MODEL, "max_tokens": NUM_TOKENS, "ignore_eos": True}
-    lines = [
-        {"custom_id": f"{number:03}", "method": "POST", "url": "/v1/completions", "body": body | {"prompt": f"Line {number}"}} for number in range(NUM_LINES)
-    ]
+    bodies = [{"model": MODEL, "prompt": f"Line {number}", "max_tokens": count, "ignore_eos": True} for number, count in enumerate(TOKENS_OF)]
+    lines = [{"custom_id": f"{number:03}", "method": "POST", "url": "/v1/completions", "body": body} for number, body in enumerate(bodies)]
     unshared = httpx.Limits(max_keepalive_connections=0)  # one that was idle for long may just be closed
     with httpx.Client(base_url=deployment.url(), timeout=60, trust_env=False, limits=unshared) as client:
 
@@ -40,6 +39,7 @@ def run(deployment: Deployment, while_away: Callable[[], None], **headers: str) 
         batch_id = client.post("/v1/batches", json=asked, headers=headers).raise_for_status().json()["id"]
         wait_until(lambda: found(batch_id)["request_counts"]["completed"] >= KILL_AFTER, description="some lines are answered", timeout_s=TIMEOUT_S)
         deployment.kill("jobs-1")
+        assert found(batch_id)["status"] == "in_progress", "the worker was killed after the batch's end"
         while_away()
         deployment.start("jobs", "jobs-2", **WORKER)
         wait_until(lambda: found(batch_id)["status"] == "completed", description="the batch is answered", timeout_s=TIMEOUT_S)

@@ -1,5 +1,6 @@
 """A batch's input in blocks: all lines in order, and no more in a block than its answers may take of memory."""
 
+import codecs
 import json
 from pathlib import Path
 from typing import Any
@@ -39,3 +40,12 @@ def test_blocks_have_all_lines_in_order(body: dict[str, Any], sizes: list[int], 
     blocks = [read_block(storage, "batch_a", "/v1/completions", *index[number : number + 2]) for number in range(len(index) - 1)]
     assert [len(block) for block in blocks] == sizes
     assert [line.custom_id for block in blocks for line in block] == [f"{number:03}" for number in range(250)]
+
+
+def test_a_byte_order_mark_and_empty_lines_are_no_requests(tmp_path: Path) -> None:
+    storage = Storage(str(tmp_path))
+    line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m"}}
+    storage.write("in", codecs.BOM_UTF8 + b"\n\r\n" + json.dumps(line).encode() + b"\r\n  \n")
+    assert check_input(storage, "in", "batch_a", "/v1/completions", 1000).total == 1
+    storage.write("in", codecs.BOM_UTF8 + json.dumps(line).encode() + b"\n" + codecs.BOM_UTF8)
+    assert [each["line"] for each in check_input(storage, "in", "batch_a", "/v1/completions", 1000).errors] == [2], "in the middle it is a mistake"

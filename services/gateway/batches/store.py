@@ -126,6 +126,12 @@ class Batch:
     def is_running(self) -> bool:
         return self.status in RUNNING
 
+    def closes(self, now: float) -> str:
+        """Why no more of its lines are executed, as their errors say it; empty: they are. now: wall clock, s."""
+        if self.status == "cancelling":
+            return "batch_cancelled"
+        return "batch_expired" if now > self.record.expires_at and self.status in ("validating", "in_progress") else ""
+
     @property
     def progressed_at(self) -> int:
         """When it last moved, or a line of it was answered."""

@@ -3,6 +3,7 @@
 Synchronous: callers run it beside their event loop.
 """
 
+import os
 import time
 import uuid
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import fsspec
+from fsspec.implementations.local import LocalFileSystem
 
 from shared.errors import StartupError
 
@@ -30,6 +32,8 @@ class Storage:
         """A file to write to, which is at `path` when the block ends well, and nowhere else."""
         whole = f"{self.root}/{path}"
         unfinished = f"{whole}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
+        if isinstance(self.fs, LocalFileSystem):
+            os.makedirs(self.root, 0o700, exist_ok=True)  # what is in it is nobody else's on this machine; a folder that is there keeps its mode
         self.fs.makedirs(whole.rpartition("/")[0], exist_ok=True)
         try:
             with self.fs.open(unfinished, "wb") as file:

@@ -3,6 +3,8 @@
 import asyncio
 import time
 import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from typing import IO, Any
 
@@ -11,11 +13,24 @@ import redis.asyncio
 
 from services.gateway.files.storage import PIECE_BYTES, Storage
 from services.gateway.generation import away
-from shared.errors import Invalid
-from shared.streams import FILE_TTL_S, file_key, files_key
+from shared.errors import Invalid, Recoverable
+from shared.streams import FILE_TTL_S, file_key, files_key, uploads_key
 
 MAX_FILES = 10_000  # of one owner
 CONTENTS = "contents"  # the folder of what is in files
+STORE_TIMEOUT_S = 600.0  # to store what was received
+RESERVED_S = STORE_TIMEOUT_S + 60  # for which a gateway that is killed keeps the room of what it was storing
+
+# ARGV: uploads key, "<file id>/<bytes>", ms. Reserves the room of a file that is about to be stored; returns those that have reserved theirs before.
+RESERVE = """
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+redis.call('ZREMRANGEBYSCORE', ARGV[1], '-inf', now)
+local before = redis.call('ZRANGE', ARGV[1], 0, -1)
+redis.call('ZADD', ARGV[1], now + ARGV[3], ARGV[2])
+redis.call('PEXPIRE', ARGV[1], ARGV[3])
+return before
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,23 +80,40 @@ class FileStore:
                 await self.client.zrem(files_key(owner), *gone)
         return [FileRecord(**msgpack.unpackb(value)) for value in values if value is not None]
 
-    async def check_room(self, owner: str, num_bytes: int, *, max_size: int) -> None:
-        """For one more file. max_size: of all of the owner's, in bytes. Raises Invalid (413) beyond the owner's bounds."""
-        held = await self.list_of(owner)
-        if len(held) >= MAX_FILES:
+    async def check_room(self, owner: str, num_bytes: int, *, max_size: int, coming: dict[str, int] | None = None) -> None:
+        """For one more file. max_size: of all of the owner's, in bytes; coming: sizes by id of those that are being stored.
+
+        Raises Invalid (413) beyond the owner's bounds.
+        """
+        sizes = {each.file_id: each.num_bytes for each in await self.list_of(owner)} | (coming or {})
+        if len(sizes) >= MAX_FILES:
             raise Invalid(f"there are {MAX_FILES} files already: delete some", code="too_many_files", status=413)
-        if (size := sum(each.num_bytes for each in held)) + num_bytes > max_size:
+        if (size := sum(sizes.values())) + num_bytes > max_size:
             raise Invalid(f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some", code="storage_full", status=413)
 
     async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int) -> FileRecord:
-        """Keep a file that has been received. Raises as `check_room`."""
+        """Keep a file that has been received. Raises as `check_room`; TimeoutError if the storage is too slow."""
         num_bytes = await asyncio.to_thread(file.seek, 0, 2)
-        await self.check_room(owner, num_bytes, max_size=max_size)
         now = int(time.time())
         record = FileRecord(f"file-{uuid.uuid4().hex[:24]}", owner, filename, purpose, num_bytes, now, now + ttl_s)
-        await asyncio.to_thread(self._copy, file, record.path)
-        await self.enter(record)
+        async with self._room_for(record, max_size):
+            await asyncio.to_thread(self._copy, file, record.path)
+            await self.enter(record)
         return record
+
+    @asynccontextmanager
+    async def _room_for(self, record: FileRecord, max_size: int) -> AsyncIterator[None]:
+        """Room that nobody else is given until the file is known. Reserved before it is looked for: of two that come at once, the second sees the first."""
+        key, own = uploads_key(record.owner), f"{record.file_id}/{record.num_bytes}"
+        with away():
+            before: Any = await self.client.eval(RESERVE, 0, key, own, int(RESERVED_S * 1000))
+        try:
+            coming = dict(each.decode().split("/") for each in before)
+            await self.check_room(record.owner, record.num_bytes, max_size=max_size, coming={name: int(size) for name, size in coming.items()})
+            yield
+        finally:
+            with suppress(Recoverable), away():  # should Redis be away, the reservation runs out
+                await self.client.zrem(key, own)
 
     async def enter(self, record: FileRecord) -> None:
         """Make a file known whose content is stored. Safe to repeat."""
@@ -101,9 +133,12 @@ class FileStore:
         await asyncio.to_thread(self.storage.remove, record.path)
 
     def _copy(self, file: IO[bytes], path: str) -> None:
+        until = time.monotonic() + STORE_TIMEOUT_S
         file.seek(0)
         with self.storage.writing(path) as kept:
             while piece := file.read(PIECE_BYTES):
+                if time.monotonic() > until:
+                    raise TimeoutError(f"the storage has not taken it within {STORE_TIMEOUT_S:g} s")
                 kept.write(piece)
 
 
