@@ -18,6 +18,8 @@ from shared.messages import ChatMessage, ChatOptions, GenerateRequest, Tokenized
 from shared.model_files import ModelFiles
 from shared.sampling_params import MAX_PROMPT_LOGPROBS
 
+LONG_TEXT = 16  # characters for each token that the model can read; four are usual
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
@@ -25,6 +27,11 @@ class Conversation:
 
     messages: tuple[ChatMessage, ...]
     options: ChatOptions
+
+
+def field_of(request: GenerateRequest) -> str:
+    """Where the client wrote what is encoded."""
+    return "messages" if request.messages is not None else "input" if request.embedding is not None else "prompt"
 
 
 class Encoder:
@@ -43,7 +50,7 @@ class Encoder:
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
         """For each request its tokens, or what else it asked for, or why there is neither."""
-        texts = self._texts(requests)
+        texts = [self._bounded(request, text, max_model_len) for request, text in zip(requests, self._texts(requests), strict=True)]
         token_ids = self._encode_texts(requests, texts)
         return [
             text if isinstance(text, Invalid) else ids if isinstance(ids, Invalid) else self._finish(request, text, ids, max_model_len)
@@ -89,6 +96,24 @@ class Encoder:
         if isinstance(again, Invalid):
             return again
         return MarkedText(text if text.replace(MARK, "") == plain else again)
+
+    def _bounded(self, request: GenerateRequest, text: str | None | Invalid, max_model_len: int) -> str | None | Invalid:
+        """The text, if it may fit. Megabytes take a tokenizer seconds, and other requests wait: of a long text a part is encoded, and where that is more than
+        the model reads, by more than the tokens of a word that is cut, the rest is not."""
+        encoding, longest = request.encoding, LONG_TEXT * max_model_len
+        if not isinstance(text, str) or len(text) <= longest or request.task != "generate":
+            return text
+        cuts = encoding.truncate_prompt_tokens is not None
+        if cuts and not encoding.keeps_beginning:
+            return text
+        [ids] = self._encode_batch([text[:longest]], "prompt", add_special_tokens=False)
+        if isinstance(ids, Invalid) or len(ids) <= max_model_len + max_model_len // 8:
+            return text
+        if cuts:
+            return type(text)(text[:longest])
+        wanted = f"more than {len(ids)} tokens (in the {field_of(request)})"
+        reason = f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted}. Please reduce it."
+        return Invalid(reason, param=field_of(request), code="context_length_exceeded")
 
     def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any] | Invalid]:
         """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""
@@ -237,8 +262,7 @@ class Encoder:
 
     def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
         """The request's max_tokens, bounded by what the prompt leaves of the model's length."""
-        params, n = request.params, len(token_ids)
-        field = "messages" if request.messages is not None else "input" if request.embedding is not None else "prompt"
+        params, n, field = request.params, len(token_ids), field_of(request)
         if n == 0:
             raise Invalid("the prompt is empty: it has no tokens", param=field)
         self._check_ids(request, token_ids)

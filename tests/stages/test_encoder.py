@@ -14,7 +14,7 @@ from services.tokenizer import service as service_module
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.service import TokenizerService
 from shared.errors import Invalid
-from shared.messages import ChatMessage, GenerateRequest, TokenizedRequest, decode
+from shared.messages import ChatMessage, EncodingParams, GenerateRequest, TokenizedRequest, decode
 from shared.sampling_params import SamplingParams
 from shared.settings import TokenizerSettings
 from shared.streams import DEAD_LETTER, MESSAGE, log_key, prompts, requests
@@ -83,6 +83,19 @@ def test_one_text_among_64_fails_alone(text: str, is_chat: bool) -> None:
 def test_an_echo_that_can_not_be_made_fails_alone() -> None:
     asked = [GenerateRequest(f"r{number}.0", None, MODEL, SamplingParams(), prompt_token_ids=ids(5, number), echo=True) for number in (6, 7, 8)]
     assert [type(each) for each in Encoder(Fragile(), FILES).encode(asked, 1024)] == [TokenizedRequest, Invalid, TokenizedRequest]
+
+
+@pytest.mark.parametrize("text", ["a", "a word ", "\n", "é"])
+def test_of_megabytes_a_part_is_encoded(text: str) -> None:
+    """The others wait for the tokenizer. What it can know only from the whole, it encodes whole."""
+    asked, tokenizer = ask("r.0", text * 1_000_000), Fragile()
+    cut = replace(asked, encoding=EncodingParams(truncate_prompt_tokens=7, keeps_beginning=True))
+    short = replace(cut, prompt=text * 100)
+    [refused, kept, same] = Encoder(tokenizer, FILES).encode([asked, cut, short], 256)
+    assert isinstance(refused, Invalid) and refused.code == "context_length_exceeded" and "maximum context length is 256 tokens" in str(refused)
+    assert isinstance(kept, TokenizedRequest) and isinstance(same, TokenizedRequest)
+    assert kept.prompt_token_ids.tolist() == same.prompt_token_ids.tolist() and len(kept.prompt_token_ids) == 7
+    assert sum(len(each) for batch in tokenizer.batches for each in batch) < 20_000
 
 
 @pytest.fixture
