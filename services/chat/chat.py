@@ -1,6 +1,7 @@
 """The chat itself: questions from the keyboard, or one from the command line or a pipe."""
 
 import re
+import signal
 import sys
 import time
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.chat.conversation import Conversation
-from services.chat.display import Display, clean, make_display, quiet_keyboard
+from services.chat.display import Display, clean, make_display, on_interrupt, quiet_keyboard
 from services.chat.prompt import NEWLINE_KEYS, Prompt, to_utf8
 from services.chat.server import ChatError, Model, Server, Usage
 from shared.errors import StartupError
@@ -94,7 +95,7 @@ class Chat:
         answer = Answer()
         is_stopped = False
         try:
-            with quiet_keyboard():
+            with quiet_keyboard(), on_interrupt(signal.default_int_handler):
                 self._receive(question, answer)
         except KeyboardInterrupt:
             is_stopped = True
@@ -225,7 +226,8 @@ def chat(options: ChatOptions, question: str) -> int:
     try:
         one = Chat(server, options, make_display())
         if is_interactive:
-            converse(one)
+            with on_interrupt(signal.SIG_IGN):  # between two answers Ctrl-C is the prompt's, which reads keys; as a signal it would end the chat
+                converse(one)
             return 0
         answer = one.ask(question)
         return 0 if answer is not None and answer.finish_reason else 1

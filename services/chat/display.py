@@ -6,11 +6,13 @@ scrolled away is not touched.
 
 import math
 import re
+import signal
 import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Protocol, TextIO
 
 from markdown_it import MarkdownIt
@@ -242,6 +244,16 @@ def make_display() -> Display:
 
 def make_console() -> Console:
     return Console(theme=THEME, highlight=False, markup=False, emoji=False)
+
+
+@contextmanager
+def on_interrupt(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """SIGINT goes to this handler."""
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager

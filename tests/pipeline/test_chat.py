@@ -70,7 +70,10 @@ class Terminal:
 
     def wait_for_prompt(self) -> None:
         """Until it waits for a question."""
-        wait_until(lambda: [line for line in self.lines() if line][-1:] == [">"], description="an empty prompt", timeout_s=60)
+        try:
+            wait_until(lambda: [line for line in self.lines() if line][-1:] == [">"], description="an empty prompt", timeout_s=60)
+        except AssertionError as error:
+            raise AssertionError("\n".join([str(error), *filter(None, self.lines())])) from None
 
 
 @pytest.fixture
@@ -140,6 +143,24 @@ def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
         chat.wait_for("^forgotten$")
     finally:
         compute.send_signal(signal.SIGCONT)
+        chat.process.close(force=True)
+
+
+def test_ctrl_c_again_and_again_ends_no_chat(demo: Deployment, tmp_path: Path) -> None:
+    """The first may stop an answer; the next ones come when it has ended, and there is no prompt yet."""
+    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300", "--seed", "0")
+    try:
+        chat.wait_for_prompt()
+        for _ in range(3):
+            chat.send("Go.\r")
+            wait_until(chat.waits_for_an_answer, description="it waits for the answer")
+            for _ in range(30):
+                chat.process.kill(signal.SIGINT)
+                time.sleep(0.001)
+            chat.wait_for_prompt()
+        chat.send("/reset\r")
+        chat.wait_for("^forgotten$")
+    finally:
         chat.process.close(force=True)
 
 
