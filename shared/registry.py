@@ -26,6 +26,7 @@ log = get_logger("penstock.registry")
 RENEW_EVERY_S = 1.0
 RENEW_WATCHED_EVERY_S = 0.5  # while somebody looks at the live view
 LEASE_S = 4.0
+END_TIMEOUT_S = 1.0  # a thread that waits for a Redis which does not answer is not waited for
 STUCK_AFTER_S = 120.0  # a loop that has not come round for this long is not alive, whatever its threads say
 
 
@@ -122,11 +123,14 @@ class Heartbeat(threading.Thread):
         self._wake = threading.Event()
         self._lock = threading.Lock()  # a renewal must not land after the withdrawal
         self._has_left = False
+        self._is_over = False
 
     def run(self) -> None:
         while not self.transport.stopping.is_set() or not self._has_left:
             self._wake.wait(RENEW_WATCHED_EVERY_S if self.registry.is_watched else RENEW_EVERY_S)
             self._wake.clear()
+            if self._is_over:
+                return
             try:
                 self.beat()
                 self.transport.backoff.succeeded()
@@ -165,6 +169,12 @@ class Heartbeat(threading.Thread):
     def refresh(self) -> None:
         """Look again now."""
         self._wake.set()
+
+    def end(self) -> None:
+        """Before the process ends: a thread that speaks TLS while the interpreter goes away may end it with SIGSEGV."""
+        self._is_over = True
+        self._wake.set()
+        self.join(END_TIMEOUT_S)
 
     def leave(self) -> None:
         """Leave the registry; the replica may go on working, and its heartbeat with it, unannounced."""

@@ -128,6 +128,10 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
     except (Recoverable, KeyboardInterrupt):
         log.warning("stopped in the middle of something; its work will be claimed by another")
         sys.exit(0)
+    finally:
+        for thread in threading.enumerate():
+            if isinstance(thread, Heartbeat):
+                thread.end()
     sys.exit(0)
 
 

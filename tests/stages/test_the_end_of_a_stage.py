@@ -1,0 +1,31 @@
+"""However a stage ends, none of its threads is left that speaks with Redis: OpenSSL dies with SIGSEGV where one does while the interpreter goes away."""
+
+import gc
+import threading
+
+import pytest
+import redis
+
+from shared.errors import Recoverable, StartupError
+from shared.registry import Heartbeat
+from shared.settings import StageSettings
+from shared.stage import Stage, run_stage
+
+
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (Recoverable("stopped"), 0), (redis.AuthenticationError("WRONGPASS"), 1), (StartupError("no"), 2)])
+def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gc, "freeze", lambda: None)  # of this process, which goes on
+    stage = Stage("sampler", StageSettings(redis_url=redis_url), model="m")
+
+    def main() -> None:
+        stage.join()
+        assert [thread for thread in threading.enumerate() if isinstance(thread, Heartbeat)]
+        if error is not None:
+            raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_stage(main)
+    assert ended.value.code == code
+    assert not [thread for thread in threading.enumerate() if isinstance(thread, Heartbeat)]
+    stage.transport.close()
+    stage._heartbeat.transport.close()
