@@ -149,6 +149,7 @@ def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wai
     asked = BatchRecord.unpack(client.hget(batch_key(late), "record"))
     client.hset(batch_key(late), "record", msgpack.packb(asdict(replace(asked, expires_at=1))))
     wait_until(lambda: (status_of(cancelled), status_of(late)) == (b"cancelled", b"expired"), description="both have ended", timeout_s=20)
+    wait_until(lambda: not client.exists(batch_lease_key(cancelled), batch_lease_key(late)), description="and are given up, which comes after")
     assert len(client.keys(batch_lease_key("*"))) == CONCURRENCY and client.llen("celery:jobs") == 2, "the others are where they were"
     server = int(client.info("server")["process_id"])
     os.kill(server, signal.SIGSTOP)
