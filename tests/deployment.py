@@ -43,7 +43,7 @@ class Deployment:
     environment: dict[str, str] = field(default_factory=dict)
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
-    clients: list[openai.OpenAI] = field(default_factory=list)
+    clients: "list[openai.OpenAI | redis.Redis]" = field(default_factory=list)
 
     def start(self, stage: str, replica_id: str | None = None, **settings: Any) -> str:
         """Start a replica; returns its id without waiting for it."""
@@ -113,7 +113,10 @@ class Deployment:
             return look(client)
 
     def redis(self) -> "redis.Redis":
-        return redis.Redis.from_url(self.redis_url)
+        """A new client, which is closed with the deployment, as `client` says why."""
+        client = redis.Redis.from_url(self.redis_url)
+        self.clients.append(client)
+        return client
 
     def logs(self) -> str:
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in sorted(self.folder.glob("*.log")))
@@ -123,8 +126,8 @@ class Deployment:
 
     def get(self, path: str, gateway: str | None = None) -> httpx.Response:
         try:
-            return httpx.get(self.url(gateway) + path, timeout=10, trust_env=False)
-        except httpx.ConnectError:
+            return httpx.get(self.url(gateway) + path, timeout=60, trust_env=False)
+        except (httpx.NetworkError, httpx.RemoteProtocolError):  # it is not there yet, or dies in the middle of its answer
             return httpx.Response(599)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
