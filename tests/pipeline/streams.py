@@ -2,36 +2,70 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
 
+import openai
+
+from shared.streams import inflight_key
 from tests.deployment import MODEL, Deployment
+from tests.waiting import wait_until
+
+T = TypeVar("T")
+MAX_ROUNDS = 5
 
 
 async def stream_all(deployment: Deployment, count: int, *, max_tokens: int, disturb: Callable[[], Awaitable[None]] | None = None) -> list[str]:
-    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens. Returns their texts."""
-    begun = [asyncio.Event() for _ in range(count)]
+    """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens, and none has ended. Returns their texts.
+
+    Where this process is held up for longer than the streams take, it finds them over before it can disturb them: then it asks for them anew.
+    """
     async with deployment.async_client() as client:
-
-        async def one(number: int) -> str:
-            text = ""
-            stream = await client.completions.create(
-                model=MODEL, prompt=f"Question {number}: the", temperature=0.9, seed=number, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
-            )  # fmt: skip
-            async for chunk in stream:
-                text += chunk.choices[0].text
-                if len(text) > 10:
-                    begun[number].set()
-            begun[number].set()
-            return text
-
-        tasks = [asyncio.create_task(one(number)) for number in range(count)]
-        if disturb is not None:
+        for _ in range(MAX_ROUNDS):
+            begun = [asyncio.Event() for _ in range(count)]
+            tasks = [asyncio.create_task(_stream(client, number, max_tokens, event)) for number, event in enumerate(begun)]
+            if disturb is None:
+                return await asyncio.gather(*tasks)
             await asyncio.gather(*(event.wait() for event in begun))
-            assert not any(task.done() for task in tasks), "the streams were over before they could be disturbed"
-            await disturb()
-        return await asyncio.gather(*tasks)
+            if num_in_flight(deployment) == count:
+                await disturb()
+                return await asyncio.gather(*tasks)
+            await asyncio.gather(*tasks)
+    raise AssertionError(f"{MAX_ROUNDS} times the streams were over before they could be disturbed")
+
+
+async def _stream(client: openai.AsyncOpenAI, number: int, max_tokens: int, begun: asyncio.Event) -> str:
+    text = ""
+    try:
+        stream = await client.completions.create(
+            model=MODEL, prompt=f"Question {number}: the", temperature=0.9, seed=number, max_tokens=max_tokens, stream=True, extra_body={"ignore_eos": True}
+        )  # fmt: skip
+        async for chunk in stream:
+            text += chunk.choices[0].text
+            if len(text) > 10:
+                begun.set()
+        return text
+    finally:
+        begun.set()
+
+
+def num_in_flight(deployment: Deployment) -> int:
+    """Sequences that were admitted and have not ended, as Redis has them."""
+    with deployment.redis() as client:
+        return max(0, int(client.hlen(inflight_key(MODEL))) - 1)  # one field is their sum
 
 
 def compute_load(deployment: Deployment) -> dict[str, float]:
-    """What the one compute replica announced last; it does every second."""
-    [compute] = deployment.registry().of("compute")
+    """What the one compute replica announced last; it does every second. One whose lease ran out on a machine that stood still is waited for."""
+    [compute] = wait_until(lambda: deployment.registry().of("compute"), description="compute is in the registry")
     return compute.load
+
+
+def catch(pool: ThreadPoolExecutor, ask: Callable[[], T], progress: Callable[[], float], more: float) -> "Future[T]":
+    """A call of `ask` that is under way: `progress` has grown by `more` since it began. One that was over before this process saw that is made anew."""
+    for _ in range(MAX_ROUNDS):
+        before, reply = progress(), pool.submit(ask)
+        wait_until(lambda before=before, reply=reply: reply.done() or progress() > before + more, description="it is at it")  # type: ignore[misc]
+        if not reply.done():
+            return reply
+    raise AssertionError(f"{MAX_ROUNDS} times it was over before it could be disturbed")

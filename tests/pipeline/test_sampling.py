@@ -3,7 +3,7 @@
 import json
 import re
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import httpx
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shared.model_files import DEMO_MODEL
 from tests.deployment import MODEL, Deployment
-from tests.waiting import wait_until
+from tests.pipeline.streams import catch
 
 QUESTION = [{"role": "user", "content": "What is Penstock?"}]
 PROMPT = "The gateway is a process that"
@@ -152,7 +152,7 @@ def test_token_ids_are_returned_whole_and_in_streams(demo: Deployment) -> None:
     chunks = list(client.chat.completions.create(stream=True, **asked))
     assert [each for chunk in chunks for each in (chunk.choices[0].model_extra or {}).get("token_ids", [])] == ids
     assert [chunk.model_extra["prompt_token_ids"] for chunk in chunks if "prompt_token_ids" in (chunk.model_extra or {})] == [prompt]
-    parts = list(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, stream=True, n=2, extra_body={"return_token_ids": True}))
+    parts = list(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, temperature=0, stream=True, n=2, extra_body={"return_token_ids": True}))
     for index in (0, 1):
         own = [part.choices[0].model_extra for part in parts if part.choices[0].index == index]
         assert own[0]["prompt_token_ids"] == tokenizer().encode(PROMPT) and sum(len(each["token_ids"]) for each in own) == 5
@@ -313,7 +313,7 @@ def test_a_search_that_is_left_ends(demo: Deployment) -> None:
         demo.client().with_options(timeout=0.5).completions.create(
             **{name: body[name] for name in ("model", "prompt", "max_tokens", "n")}, extra_body={"use_beam_search": True, "ignore_eos": True}
         )
-    assert complete(demo, max_tokens=1).choices[0].finish_reason == "length"
+    assert complete(demo, max_tokens=1, temperature=0).choices[0].finish_reason == "length"
 
 
 def test_a_search_goes_on_when_its_stages_are_killed(deployment: Deployment) -> None:
@@ -322,14 +322,12 @@ def test_a_search_goes_on_when_its_stages_are_killed(deployment: Deployment) -> 
     asked = {"model": MODEL, "prompt": PROMPT, "max_tokens": 48, "use_beam_search": True, "n": 2, "best_of": 3, "ignore_eos": True, "return_token_ids": True}
     expected = deployment.post("/v1/completions", asked).json()["choices"]
     assert len(expected[0]["token_ids"]) == 48
-    steps = num_steps(deployment)
     with ThreadPoolExecutor(1) as pool:
-        reply = pool.submit(httpx.post, deployment.url() + "/v1/completions", json=asked, timeout=120, trust_env=False)
-        wait_until(lambda: num_steps(deployment) > steps + 20, description="it is at it")
+        ask = partial(httpx.post, deployment.url() + "/v1/completions", json=asked, timeout=120, trust_env=False)
+        reply = catch(pool, ask, partial(num_steps, deployment), 20)
         for stage in ("compute", "sampler", "tokenizer"):
             deployment.kill(next(name for name in deployment.processes if name.startswith(stage)))
             deployment.start(stage, f"{stage}-again", dtype="float32")
-        assert not reply.done(), "it was over before it could be disturbed"
         assert reply.result(120).json()["choices"] == expected
 
 
