@@ -131,7 +131,7 @@ class Deployment:
             return httpx.Response(599)
 
     def post(self, path: str, body: Any, **headers: str) -> httpx.Response:
-        return httpx.post(self.url() + path, json=body, headers=headers, timeout=60, trust_env=False)
+        return httpx.post(self.url() + path, json=body, headers=headers, timeout=120, trust_env=False)
 
     def client(self, gateway: str | None = None) -> openai.OpenAI:
         """A new client, which is closed with the deployment: one that only the garbage collector closes may warn of its socket, in whatever test runs then."""
