@@ -2,9 +2,9 @@
 
 import json
 import select
+import signal
 import subprocess
 import sys
-import time
 import weakref
 from typing import Any
 
@@ -16,9 +16,11 @@ from shared.telemetry import get_logger
 
 log = get_logger("penstock.tokenizer")
 
-START_TIMEOUT_S = 60.0  # until the worker has imported what it needs, on a machine that is busy
-RENDER_TIMEOUT_S = 2.0  # of one conversation; 8 MiB, the longest, take a tenth of it
-BATCH_TIMEOUT_S = 4.0  # of all that are rendered together: a template that is slow with each of them must not stop the loop
+# Of the worker's processor time: what the machine does meanwhile is not the template's fault
+COMPILE_LIMIT_S = 20.0
+RENDER_LIMIT_S = 2.0  # for one conversation; 8 MiB, the longest, take a tenth of it
+BATCH_LIMIT_S = 4.0  # for all that are rendered together: a template that is slow with each of them must not stop the loop
+ANSWER_TIMEOUT_S = 60.0  # by the clock, on a machine that is busy; at the start, the worker imports what it needs
 
 
 class ChatTemplate:
@@ -43,11 +45,15 @@ class ChatTemplate:
         if self._template is None or self._worker is not None or self._problem:
             return
         worker = _Worker(self._template, self._special_tokens)
-        compiled, seconds = worker.begin()
+        try:
+            compiled = worker.begin()
+        except TimeoutError:
+            log.warning("the worker that renders chat templates did not start", timeout_s=ANSWER_TIMEOUT_S)
+            return
         if compiled is not None and "error" not in compiled:
             self._worker = worker
-        elif compiled is not None or seconds >= START_TIMEOUT_S:
-            self._problem = compiled["error"] if compiled is not None else f"it does not compile within {START_TIMEOUT_S:g} s"
+        elif compiled is not None or worker.has_run_out:
+            self._problem = compiled["error"] if compiled is not None else f"it takes more than {COMPILE_LIMIT_S:g} s to compile"
             log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
     def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid]:
@@ -63,20 +69,23 @@ class ChatTemplate:
         if self._problem:
             reason = f"this model's chat template can't be used ({self._problem}): use /v1/completions"
             return [Invalid(reason, code="chat_template_broken", status=501) for _ in conversations]
-        left, texts = BATCH_TIMEOUT_S, []
+        if self._worker is None:
+            return [_refused("the process that renders them does not start") for _ in conversations]
+        left_s, texts = BATCH_LIMIT_S, []
         for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
-            text, seconds = self._render(messages, each, min(left, RENDER_TIMEOUT_S))
-            left -= seconds
+            text, seconds = self._render(messages, each, min(left_s, RENDER_LIMIT_S))
+            left_s -= seconds
             texts.append(text)
         return texts
 
-    def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions, timeout_s: float) -> tuple[str | Invalid, float]:
-        """A conversation's text, and the seconds that it took."""
+    def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions, limit_s: float) -> tuple[str | Invalid, float]:
+        """A conversation's text, and the worker's seconds that it took."""
         try:
             tools, documents, kwargs = (json.loads(text or "null") for text in (options.tools, options.documents, options.template_kwargs))
         except (ValueError, RecursionError) as error:  # a gateway checks them, but this is whatever was in Redis
             return _refused(f"its tools, documents or variables are not JSON: {error}"), 0.0
         conversation = {
+            "limit_s": limit_s,
             "messages": [to_template(message) for message in messages],
             "tools": tools,
             "documents": documents,
@@ -85,17 +94,24 @@ class ChatTemplate:
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
         }
-        if timeout_s <= 0:
+        if limit_s <= 0:
             return _refused("it takes too long"), 0.0
         for _ in range(2):  # a worker that was killed costs nobody a request
             self.start()
-            rendered, seconds = self._worker.ask(conversation, timeout_s) if self._worker is not None else (None, 0.0)
+            worker, self._worker = self._worker, None
+            if worker is None:
+                continue
+            try:
+                rendered = worker.ask(conversation)
+            except TimeoutError:
+                log.warning("a chat template was stopped, for it did not answer", timeout_s=ANSWER_TIMEOUT_S)
+                return _refused(f"it does not answer within {ANSWER_TIMEOUT_S:g} s"), BATCH_LIMIT_S  # there is no time for the others
             if rendered is not None:
-                return rendered["text"] if "text" in rendered else _refused(rendered["error"], rendered.get("param", "messages")), seconds
-            self._worker = None
-            if seconds >= timeout_s:
-                log.warning("a chat template takes too long and was stopped", seconds=seconds)
-                return _refused(f"it takes more than {RENDER_TIMEOUT_S:g} s"), seconds
+                self._worker = worker
+                return rendered["text"] if "text" in rendered else _refused(rendered["error"], rendered.get("param", "messages")), rendered["seconds"]
+            if worker.has_run_out:
+                log.warning("a chat template takes too long and was stopped", limit_s=limit_s)
+                return _refused(f"it takes more than {RENDER_LIMIT_S:g} s"), limit_s
             log.warning("the worker that renders chat templates died, starting another")
         return _refused("it ends the process that renders it"), 0.0
 
@@ -132,30 +148,33 @@ class _Worker:
         command = [sys.executable, "-m", "services.tokenizer.template_worker"]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         self._stop = weakref.finalize(self, _end, self._process)
-        self._first = (template, special_tokens)
+        self._first = (template, special_tokens, COMPILE_LIMIT_S)
 
-    def begin(self) -> tuple[dict[str, str] | None, float]:
-        """What the worker says of the template, and after how many seconds."""
-        return self.ask(self._first, START_TIMEOUT_S)
+    def begin(self) -> dict[str, Any] | None:
+        """What the worker says of the template, as `ask`."""
+        return self.ask(self._first)
 
-    def ask(self, value: object, timeout_s: float) -> tuple[dict[str, str] | None, float]:
-        """What the worker answers, and after how many seconds. None: nothing, and it has been ended."""
-        started_at = time.monotonic()
-        answer = self._exchange(value, timeout_s)
-        if answer is None:
-            self._stop()
-        return answer, time.monotonic() - started_at
-
-    def _exchange(self, value: object, timeout_s: float) -> dict[str, str] | None:
+    def ask(self, value: object) -> dict[str, Any] | None:
+        """What the worker answers; None if it has ended instead. Raises TimeoutError, having ended it."""
         assert self._process.stdin is not None and self._process.stdout is not None
+        answer: dict[str, Any] | None = None
+        has_come = True
         try:
             write_frame(self._process.stdin, value)
-            if not select.select([self._process.stdout], [], [], timeout_s)[0]:
-                return None
-            answer: dict[str, str] | None = read_frame(self._process.stdout)
+            has_come = bool(select.select([self._process.stdout], [], [], ANSWER_TIMEOUT_S)[0])
+            answer = read_frame(self._process.stdout) if has_come else None
         except (OSError, json.JSONDecodeError):  # it died, in the middle of something
-            return None
+            answer = None
+        if answer is None:
+            self._stop()
+        if not has_come:
+            raise TimeoutError
         return answer
+
+    @property
+    def has_run_out(self) -> bool:
+        """Whether it ended because its processor time was used up."""
+        return self._process.returncode == -signal.SIGPROF
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -1,8 +1,9 @@
 """`python -m services.tokenizer.template_worker`: renders chat templates, in a process of its own that can be killed.
 
 A template is a program that came with the model. transformers runs it sandboxed, so that it touches nothing; but it may go on for ever, or fill the
-memory. Reads frames from standard input (length, JSON): first the template and the special tokens, then conversations. Answers each frame: the first when
-the template is compiled, or with the error in it, the others with the text, or with the error's. Ends when its tokenizer does, for then its input ends.
+memory. Reads frames from standard input (length, JSON): first the template, the special tokens and a limit, then conversations. Answers each frame: the
+first when the template is compiled, or with the error in it, the others with the text, or with the error's. Ends when its tokenizer does, for then its input
+ends; and by SIGPROF, when a frame has used up its processor time.
 """
 
 import json
@@ -11,6 +12,9 @@ import resource
 import signal
 import struct
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 from services.tokenizer.template_features import knows
@@ -37,10 +41,25 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
     first = read_frame(source)
     if first is None:
         return
-    template, special_tokens = first
-    write_frame(sink, compile_template(template))
+    template, special_tokens, limit_s = first
+    with limited(limit_s):
+        compiled = compile_template(template)
+    write_frame(sink, compiled)
     while (conversation := read_frame(source)) is not None:
-        write_frame(sink, render(template, special_tokens, conversation))
+        began_s = time.process_time()
+        with limited(conversation["limit_s"]):
+            rendered = render(template, special_tokens, conversation)
+        write_frame(sink, rendered | {"seconds": time.process_time() - began_s})
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """More processor time than this ends the process."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def compile_template(template: str) -> dict[str, str]:
@@ -60,7 +79,7 @@ def compile_template(template: str) -> dict[str, str]:
 def render(template: str, special_tokens: dict[str, str], conversation: dict[str, Any]) -> dict[str, str]:
     """{"text": the conversation as the model was trained to read it, up to where the assistant speaks}, or {"error": why there is none}.
 
-    conversation: messages, tools, documents, kwargs, chat_template (empty: the model's), add_generation_prompt, continue_final_message.
+    conversation: limit_s, messages, tools, documents, kwargs, chat_template (empty: the model's), add_generation_prompt, continue_final_message.
     """
     template = conversation["chat_template"] or template
     messages, tools = conversation["messages"], conversation["tools"]
@@ -114,6 +133,7 @@ def limit_memory() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever started us may have it ignored
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints does not print into the replies
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it for nothing

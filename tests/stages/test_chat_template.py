@@ -1,5 +1,6 @@
 """A chat template is a program that came with the model: whatever it does, it is one request's error, and soon."""
 
+import threading
 import time
 from dataclasses import dataclass, field
 
@@ -9,12 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from services.tokenizer import chat_template
 from services.tokenizer.chat_template import ChatTemplate
 from shared.errors import Invalid, StartupError
 from shared.messages import ChatMessage
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
-SOON_S = 60.0  # a few seconds, on a machine that is busy; the loop takes days
+SOON_S = 200.0  # a few seconds of the processor, on a machine that is busy; the loop takes days
 # What the user says chooses what the template does.
 TEMPLATE = (
     "{% set word = messages[0].content %}{% set n = word|length %}"  # n: what Jinja can't compute while it compiles
@@ -50,6 +52,19 @@ def test_what_a_template_does_fails_one_request(word: str, reason: str) -> None:
     assert (before, after) == ("<s>before", "<s>after \ud83d")
     assert isinstance(failed, Invalid) and reason in str(failed) and failed.code == "chat_template_error"
     assert time.monotonic() - began < SOON_S
+
+
+def test_what_the_machine_does_meanwhile_is_not_the_template_s_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_LIMIT_S", 0.3)
+    before = set(psutil.Process().children())
+    template = ChatTemplate(Texts())
+    template.render([say("warm")])
+    [worker] = set(psutil.Process().children()) - before
+    worker.suspend()
+    resume = threading.Timer(0.6, worker.resume)
+    resume.start()
+    assert template.render([say("held up")]) == ["<s>held up"]
+    resume.join()
 
 
 def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
