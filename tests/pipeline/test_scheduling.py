@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from shared.streams import prompts
+from shared.streams import inflight_key, log_key, prompts, requests, response_of
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import compute_load, stream_all
@@ -16,22 +16,25 @@ from tests.waiting import wait_until
 
 LONG = {"model": MODEL, "prompt": "The", "max_tokens": 900, "temperature": 0, "ignore_eos": True, "stream": True}
 LONG["stream_options"] = {"include_position": True}
+NUM_HOLDING = 8  # answers, one after the other and before all others: so long that none of what waits behind them begins by itself
 PROMPT = "In the beginning there was a prompt of some length, which many requests have in common. " * 3
 
 
 async def occupy(deployment: Deployment, client: httpx.AsyncClient, started: asyncio.Event) -> None:
     """A stream that holds the one place in compute's steps until it is cancelled."""
-    async with client.stream("POST", deployment.url() + "/v1/completions", json=LONG) as response:
+    async with client.stream("POST", deployment.url() + "/v1/completions", json=LONG | {"n": NUM_HOLDING, "priority": -10}) as response:
         async for line in response.aiter_lines():
             if line.startswith("id: "):
                 started.set()
 
 
-def num_taken(deployment: Deployment) -> int:
-    """Requests that compute has read and not ended."""
+def are_taken(deployment: Deployment, num_responses: int) -> bool:
+    """Whether so many responses are in the pipeline, and compute has read all of them."""
     stream = prompts(MODEL)
     with deployment.redis() as client:
-        return int(client.xpending(stream.key, stream.group)["pending"])
+        in_flight = {response_of(name.decode()) for name in client.hkeys(inflight_key(MODEL)) if name}
+        is_tokenized = client.xlen(requests(MODEL).key) == 0
+        return len(in_flight) == num_responses and is_tokenized and client.xlen(stream.key) == client.xpending(stream.key, stream.group)["pending"]
 
 
 @pytest.fixture(scope="module")
@@ -72,25 +75,29 @@ def test_a_deadline_ends_what_waits_and_nothing_else(one_at_a_time: Deployment) 
 
 def test_the_urgent_pass_those_that_wait(one_at_a_time: Deployment) -> None:
     deployment = one_at_a_time
-    ended: list[str] = []
 
-    async def one(api: openai.AsyncOpenAI, name: str, priority: int) -> None:
-        await api.completions.create(model=MODEL, prompt=name, max_tokens=3, extra_body={"priority": priority, "ignore_eos": True})
-        ended.append(name)
+    async def one(api: openai.AsyncOpenAI, name: str, priority: int) -> tuple[str, str]:
+        answer = await api.completions.create(model=MODEL, prompt=name, max_tokens=3, extra_body={"priority": priority, "ignore_eos": True})
+        return name, answer.id
 
-    async def run() -> None:
+    async def run() -> list[tuple[str, str]]:
         async with httpx.AsyncClient(timeout=60, trust_env=False) as client, deployment.async_client() as api:
             started = asyncio.Event()
             holder = asyncio.create_task(occupy(deployment, client, started))
             await started.wait()
             waiting = [asyncio.create_task(one(api, name, priority)) for name, priority in (("batch", 5), ("normal", 0), ("urgent", -5))]
-            await asyncio.to_thread(wait_until, lambda: num_taken(deployment) == 4, description="compute has taken up all of them")
-            assert not ended and not holder.done()
+            await asyncio.to_thread(wait_until, lambda: are_taken(deployment, 4), description="compute has taken up all of them")
+            assert not any(each.done() for each in [*waiting, holder])
             holder.cancel()
-            await asyncio.gather(*waiting)
+            return await asyncio.gather(*waiting)
 
-    asyncio.run(run())
-    assert ended == ["urgent", "normal", "batch"]
+    answers = asyncio.run(run())
+    with deployment.redis() as client, client.pipeline(transaction=True) as pipe:  # at one moment
+        for _, answer_id in answers:
+            pipe.pttl(log_key(f"{answer_id}.0"))
+        left_ms = dict(zip([name for name, _ in answers], pipe.execute(), strict=True))
+    # A log's time runs from its end. Here, the answers may have arrived in another order
+    assert sorted(left_ms, key=lambda name: left_ms[name]) == ["urgent", "normal", "batch"]
 
 
 def test_a_shared_prompt_is_computed_once(demo: Deployment) -> None:
