@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 from shared.model_files import DEMO_MODEL
 from tests.deployment import MODEL, Deployment
 from tests.kernels.test_embeddings import ENCODERS, save_word_tokenizer
+from tests.stages.test_deaths import start_fragile
 from tests.waiting import wait_until
 
 TEXTS = ["What is Penstock?", "The", "A token log is the truth; every process's memory is a cache. " * 12]
@@ -76,7 +77,10 @@ def test_what_is_wrong_is_named(demo: Deployment, more: dict[str, Any], param: s
 
 def test_embeddings_survive_compute_and_are_the_same_alone_and_in_a_crowd(deployment: Deployment) -> None:
     """In bfloat16, by the bits. Chunks of prompts are cut anew in every step, and whoever takes a request over begins it anew."""
-    deployment.start_all(dtype="bfloat16", max_batched_tokens=64)
+    small_steps = {"PENSTOCK_DTYPE": "bfloat16", "PENSTOCK_MAX_BATCHED_TOKENS": "64", "OMP_NUM_THREADS": "2", "PENSTOCK_NUM_THREADS": "0"}
+    first = start_fragile(deployment, "compute-first", FRAGILE_STEP_S="0.05", FRAGILE_TOKEN="-1", **small_steps)  # a hundred: time to disturb it
+    deployment.wait_live(first, *(deployment.start(stage) for stage in ("sampler", "tokenizer", "gateway")))
+    wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
     texts = [f"{number} " + "A penstock is the pipe that feeds a turbine. " * (1 + number % 5 * 6) for number in range(40)]
     mean: Any = {"pooling": "mean"}
     alone = [embed(deployment, text, extra_body=mean).data[0].embedding for text in texts[:5]]
@@ -85,8 +89,8 @@ def test_embeddings_survive_compute_and_are_the_same_alone_and_in_a_crowd(deploy
         next(chats)
         crowd = pool.submit(embed, deployment, texts, extra_body=mean)
         wait_until(lambda: len(redis.keys("log:embd-*")) > 7, description="some are there")
-        deployment.kill(next(name for name in deployment.processes if name.startswith("compute")))
-        assert redis.xlen(f"prompts:{MODEL}") > 15, "most are not"
+        deployment.kill(first)
+        assert redis.xlen(f"requests:{MODEL}") + redis.xlen(f"prompts:{MODEL}") > 15, "most are not"
         deployment.wait_live(deployment.start("compute", "compute-next", dtype="bfloat16", max_batched_tokens=48))
         vectors = [each.embedding for each in crowd.result(timeout=120).data]
         assert vectors[:5] == alone and len({tuple(vector) for vector in vectors}) == len(texts)
