@@ -5,6 +5,7 @@ import contextlib
 import json
 import re
 import signal
+import subprocess
 import sys
 import termios
 import time
@@ -47,6 +48,12 @@ class Terminal:
     def send(self, text: str) -> None:
         self.process.send(text)
 
+    def send_question(self, text: str, compute: "subprocess.Popen[bytes]") -> None:
+        """Until it waits for the answer, which does not come: compute is stopped."""
+        compute.send_signal(signal.SIGSTOP)
+        self.send(text + "\r")
+        wait_until(self.waits_for_an_answer, description="it waits for the answer")
+
     def waits_for_an_answer(self) -> bool:
         """Neither the prompt has the keyboard nor a command: keys do not show, but Ctrl-C is a signal."""
         return bool(termios.tcgetattr(self.process.child_fd)[3] & (termios.ECHO | termios.ISIG) == termios.ISIG)
@@ -68,10 +75,13 @@ class Terminal:
         except AssertionError as error:
             raise AssertionError("\n".join([str(error), *filter(None, self.lines())])) from None
 
+    def is_at_prompt(self) -> bool:
+        return [line for line in self.lines() if line][-1:] == [">"]
+
     def wait_for_prompt(self) -> None:
         """Until it waits for a question."""
         try:
-            wait_until(lambda: [line for line in self.lines() if line][-1:] == [">"], description="an empty prompt", timeout_s=60)
+            wait_until(self.is_at_prompt, description="an empty prompt", timeout_s=100)
         except AssertionError as error:
             raise AssertionError("\n".join([str(error), *filter(None, self.lines())])) from None
 
@@ -122,19 +132,21 @@ def test_a_conversation_as_a_person_has_it(chat: Terminal, tmp_path: Path) -> No
 
 def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
     [compute] = [process for name, process in demo.processes.items() if name.startswith("compute")]
-    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300", "--seed", "0")  # a long answer
+    chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "900", "--seed", "0")  # a long answer
 
     def some_of_an_answer() -> bool:
-        """A few tokens at a time: left alone, compute would end it before this screen shows as much."""
+        """A few tokens at a time: left alone, compute would end it before this screen shows as much. If it has, this process was held up: it asks again."""
         compute.send_signal(signal.SIGCONT)
         time.sleep(0.02)
         compute.send_signal(signal.SIGSTOP)
         time.sleep(0.2)
-        return len("".join(chat.lines()).partition("Go.")[2]) > 100 and chat.waits_for_an_answer()
+        if chat.is_at_prompt():
+            chat.send_question("Go.", compute)
+        return len("".join(chat.lines()).rpartition("Go.")[2]) > 100 and chat.waits_for_an_answer()
 
     try:
         chat.wait_for_prompt()
-        chat.send("Go.\r")
+        chat.send_question("Go.", compute)
         wait_until(some_of_an_answer, description="some of an answer")
         chat.send("typed meanwhile" + CTRL_C)
         chat.wait_for(r"^\[stopped\]$")
@@ -148,12 +160,13 @@ def test_ctrl_c_stops_an_answer(demo: Deployment, tmp_path: Path) -> None:
 
 def test_ctrl_c_again_and_again_ends_no_chat(demo: Deployment, tmp_path: Path) -> None:
     """The first may stop an answer; the next ones come when it has ended, and there is no prompt yet."""
+    [compute] = [process for name, process in demo.processes.items() if name.startswith("compute")]
     chat = Terminal(tmp_path, "--url", demo.url(), "--temperature", "100", "--max-tokens", "300", "--seed", "0")
     try:
         chat.wait_for_prompt()
         for _ in range(3):
-            chat.send("Go.\r")
-            wait_until(chat.waits_for_an_answer, description="it waits for the answer")
+            chat.send_question("Go.", compute)
+            compute.send_signal(signal.SIGCONT)
             for _ in range(30):
                 chat.process.kill(signal.SIGINT)
                 time.sleep(0.001)
@@ -161,17 +174,15 @@ def test_ctrl_c_again_and_again_ends_no_chat(demo: Deployment, tmp_path: Path) -
         chat.send("/reset\r")
         chat.wait_for("^forgotten$")
     finally:
+        compute.send_signal(signal.SIGCONT)
         chat.process.close(force=True)
 
 
 def test_what_is_pasted_in_mid_answer_is_one_question(demo: Deployment, chat: Terminal) -> None:
     [compute] = [process for name, process in demo.processes.items() if name.startswith("compute")]
-    compute.send_signal(signal.SIGSTOP)
     try:
-        chat.send("What is Penstock?\r")
-        wait_until(chat.waits_for_an_answer, description="it waits for the answer")
-        chat.lines()
-        assert MARKED_PASTES in chat.screen.mode
+        chat.send_question("What is Penstock?", compute)
+        wait_until(lambda: chat.lines() and MARKED_PASTES in chat.screen.mode, description="it asks for marked pastes")
         chat.send("\x1b[200~Thank\n/reset\n" + "x" * 5_000 + "\nyou!\x1b[201~")  # more than a terminal keeps of a line
     finally:
         compute.send_signal(signal.SIGCONT)
