@@ -1,5 +1,6 @@
 """The `penstock` command as a user runs it: up, chat, status, Ctrl-C, and what it says when something is wrong."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,8 +10,10 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -32,20 +35,26 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     assert up.ask() == 200
+    stages = ["gateway", "tokenizer", "tokenizer", "compute", "sampler", "sampler", "jobs"]
+
+    def whole_status() -> Any:
+        """Once everybody is there, the last of them being the worker of batches, and has announced what came of the request."""
+        shown = json.loads(run("status", "--redis-url", f"unix://{up.data_dir}/redis.sock", "--json").stdout)
+        replicas = {replica["stage"]: replica for replica in shown["replicas"]}
+        if [replica["stage"] for replica in shown["replicas"]] != stages or not replicas["gateway"]["ttft_s"]:
+            return None
+        is_at_rest = not any(shown["queues"].values()) and replicas["compute"]["running"] == 0
+        return (shown, replicas) if is_at_rest and replicas["compute"]["tokens_per_s"] is not None else None
+
+    shown, replicas = wait_until(whole_status, description="a status that shows all of it", timeout_s=120)
+    assert shown["missing"] == [] and shown["dead_letters"] == 0 and shown["queues"].keys() == {"requests:penstock-demo", "prompts:penstock-demo"}
+    assert replicas["compute"]["model"] == "penstock-demo" and replicas["compute"]["waiting"] == 0
+    assert 0 <= replicas["compute"]["kv_cache_usage"] <= 1
     status = run("status", "--data-dir", str(up.data_dir))
     assert status.returncode == 0, status.stderr
     lines = status.stdout.splitlines()
     assert lines[0].split() == ["STAGE", "MODEL", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "KV", "UP", "REPLICA", "HOST", "PID"]
-    stages = ["gateway", "tokenizer", "tokenizer", "compute", "sampler", "sampler"]
-    assert [line.split()[0] for line in lines[1:7]] == stages
-    wait_until(lambda: "jobs" in run("status", "--data-dir", str(up.data_dir)).stdout, description="the worker of batches, which is started last")
-    shown = json.loads(run("status", "--redis-url", f"unix://{up.data_dir}/redis.sock", "--json").stdout)
-    replicas = {replica["stage"]: replica for replica in shown["replicas"]}
-    assert [replica["stage"] for replica in shown["replicas"]] == [*stages, "jobs"] and shown["missing"] == [] and shown["dead_letters"] == 0
-    assert replicas["compute"]["model"] == "penstock-demo" and replicas["compute"]["waiting"] == 0
-    assert replicas["compute"]["tokens_per_s"] is not None and 0 <= replicas["compute"]["kv_cache_usage"] <= 1
-    assert replicas["gateway"]["ttft_s"] > 0
-    assert shown["queues"] == {"requests:penstock-demo": 0, "prompts:penstock-demo": 0}
+    assert [line.split()[0] for line in lines[1:8]] == stages
 
 
 def test_a_piped_question_has_the_answer_alone(up: Up) -> None:
@@ -66,6 +75,7 @@ def test_a_chat_goes_on_when_its_gateway_is_killed(up: Up) -> None:
         errors = chat.stderr.read()
     assert chat.returncode == 0, errors
     response_id = re.findall(r"response_id=(chatcmpl-\w+)", up.log.read_text())[-1]
+    wait_until(lambda: up.ask() == 200, description="there is a gateway, should the answer have been over before it was killed", timeout_s=120)
     whole = httpx.get(f"{up.url}/v1/streams/{response_id}", timeout=60, trust_env=False)
     assert whole.status_code == 200
     data = [line.removeprefix("data: ") for line in whole.text.splitlines() if line.startswith("data: {")]
@@ -81,17 +91,19 @@ def test_a_second_up_on_the_same_data_is_one_line(up: Up) -> None:
 
 
 def test_any_process_that_dies_is_replaced(up: Up) -> None:
-    before = {child.pid for child in up.children()}
-    for child in up.children():
-        child.kill()
-    wait_until(lambda: up.ask() == 200, description="it answers again", timeout_s=60)
-    assert len({child.pid for child in up.children()} - before) == len(before)
+    before = up.children()
+    for child in before:
+        with contextlib.suppress(psutil.NoSuchProcess):  # some end with their parent
+            child.kill()
+    wait_until(lambda: up.ask() == 200, description="it answers again", timeout_s=120)
+    old = {child.pid for child in before}
+    wait_until(lambda: len({child.pid for child in up.children()} - old) == len(old), description="each has a successor")
 
 
 def test_ctrl_c_stops_everything_cleanly(up: Up) -> None:
     children = up.children()
     os.killpg(up.process.pid, signal.SIGINT)
-    assert up.process.wait(60) == 0
+    assert up.process.wait(120) == 0
     wait_until(lambda: not any(child.is_running() for child in children), description="no process is left")
     assert "Traceback" not in up.log.read_text().split("stopping")[-1]
 
@@ -155,7 +167,7 @@ def test_a_log_file_has_lines_and_no_bars(up: Up, tmp_path: Path) -> None:
 def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_path: Path) -> None:
     began = time.monotonic()
     result = run("pull", "owner/name", HF_ENDPOINT="http://127.0.0.1:9", HOME=str(tmp_path))
-    assert result.returncode == 2 and time.monotonic() - began < 10
+    assert result.returncode == 2 and time.monotonic() - began < 20  # with its pauses between tries, the hub's client would take longer still
     assert result.stderr.startswith("penstock: owner/name can't be fetched from the hub: ") and len(result.stderr.splitlines()) == 1, result.stderr
 
 

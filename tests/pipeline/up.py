@@ -1,5 +1,6 @@
 """`penstock up` as a process, for the tests of what it starts."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -49,5 +50,6 @@ class Up:
     def end(self) -> None:
         """By force, whatever state it is in."""
         for process in [*self.children(), self.process] if self.process.poll() is None else []:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # some end with their parent
+                process.kill()
         self.process.wait()
