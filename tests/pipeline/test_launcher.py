@@ -33,16 +33,21 @@ def last_id_of(lines: list[str]) -> str:
 
 
 def stream(up: Up, *, kill: bool = False) -> list[str]:
-    """The lines of the stream; the launcher is killed in the middle of it."""
+    """The lines of the stream; the launcher is killed in the middle of it, which compute waits for."""
     lines: list[str] = []
-    with httpx.stream("POST", f"{up.url}/v1/completions", json=BODY, timeout=60, trust_env=False) as response:
-        for line in response.iter_lines():
-            lines.append(line)
-            if kill and line.startswith("id: ") and int(line.removeprefix("id: ")) >= 20:
-                up.process.kill()
-                up.process.wait()
-                kill = False
-    return lines
+    [compute] = [child for child in up.children() if "services.compute" in child.cmdline()]
+    try:
+        with httpx.stream("POST", f"{up.url}/v1/completions", json=BODY, timeout=60, trust_env=False) as response:
+            for line in response.iter_lines():
+                lines.append(line)
+                if kill and line.startswith("id: ") and int(line.removeprefix("id: ")) >= 20:
+                    compute.send_signal(signal.SIGSTOP)
+                    up.process.kill()
+                    up.process.wait()
+                    kill = False
+        return lines
+    finally:
+        compute.send_signal(signal.SIGCONT)
 
 
 def test_a_launcher_that_is_killed_mid_stream_loses_nothing(tmp_path: Path) -> None:
@@ -79,7 +84,7 @@ def test_a_redis_that_does_not_end_is_named_and_no_second_one_starts(tmp_path: P
         up.process.wait()
         code = "import sys; from services import cli, lifeline; lifeline.REST_TIMEOUT_S = 1.0; sys.exit(cli.main())"
         arguments = ["up", "--model", "demo", "--port", str(free_port()), "--data-dir", str(up.data_dir), "--log-level", "error"]
-        second = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=60)
+        second = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
         assert second.returncode == 2
         assert f"redis (process {redis.pid})" in second.stderr and len(second.stderr.splitlines()) == 1, second.stderr
     finally:
@@ -102,5 +107,5 @@ shared.stage.run_stage(lambda: time.sleep(60))
     os.close(reader)
     assert process.stdout is not None and process.stdout.readline() == b"up\n"
     os.close(writer)  # what the kernel does when the launcher dies
-    _, errors = process.communicate(timeout=30)
+    _, errors = process.communicate(timeout=120)
     assert process.returncode == 1 and b"the launcher is gone" in errors
