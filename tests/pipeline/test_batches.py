@@ -17,6 +17,7 @@ import pytest
 from openai.types import Batch
 
 from tests.deployment import MODEL, Deployment
+from tests.pipeline.streams import compute_load, num_in_flight
 from tests.waiting import wait_until
 
 Json = dict[str, Any]
@@ -56,7 +57,7 @@ def start(client: openai.OpenAI, url: str, lines: list[Json], window: str = "24h
     return client.batches.create(input_file_id=file.id, endpoint=url, completion_window=window)
 
 
-def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 90.0) -> Batch:
+def ended(client: openai.OpenAI, batch_id: str, timeout_s: float = 180.0) -> Batch:
     def found() -> Batch | None:
         time.sleep(0.1)
         batch = client.batches.retrieve(batch_id)
@@ -122,7 +123,7 @@ def test_a_cancelled_batch_keeps_what_it_has_and_answers_every_line_once(served:
     assert found['penstock_batch_lines_total{outcome="completed"}'] == len(answers)
     assert found['penstock_batch_lines_total{outcome="not_executed"}'] == len(errors) and found['penstock_batch_lines_total{outcome="failed"}'] == 0
     assert found['penstock_batches_ended_total{status="cancelled"}'] == 1
-    wait_until(lambda: not served.redis().exists(f"inflight:{MODEL}"), description="nothing of it is in the pipeline any more")
+    wait_until(lambda: num_in_flight(served) == 0, description="nothing of it is in the pipeline any more")
     with pytest.raises(openai.ConflictError):
         client.batches.cancel(batch.id)
 
@@ -137,7 +138,7 @@ def test_what_was_answered_stays_though_the_batch_is_cancelled_while_nobody_has_
     client.batches.cancel(batch.id)
     served.start("jobs", "jobs-later", batch_requests=8, busy_batch_requests=8)
     batch = ended(client, batch.id)
-    wait_until(lambda: not served.redis().exists(f"inflight:{MODEL}"), description="what was in the pipeline is cancelled", timeout_s=3)
+    wait_until(lambda: num_in_flight(served) == 0, description="what was in the pipeline is cancelled", timeout_s=20)
     answers, errors = lines_of(client, batch.output_file_id), lines_of(client, batch.error_file_id)
     assert [each["custom_id"] for each in answers][:4] == [f"line-{number:04}" for number in range(4)], "they were counted as completed"
     assert sorted(each["custom_id"] for each in answers + errors) == [f"line-{number:04}" for number in range(40)]
@@ -161,7 +162,7 @@ def computed_at_rest(served: Deployment) -> float:
     seen: list[tuple[float, float]] = []
 
     def at_rest() -> bool:
-        [load] = [each.load for each in served.registry().of("compute")]
+        load = compute_load(served)
         seen.append((load["running"] + load["waiting"], load["output_tokens"]))
         time.sleep(0.5)
         return len(seen) > 6 and set(seen[-6:]) == {(0, seen[-1][1])}
@@ -268,8 +269,8 @@ def test_the_command_writes_the_answers_beside_the_file(served: Deployment, tmp_
     source = tmp_path / "questions.jsonl"
     source.write_text("\n".join(json.dumps(line(number, CHAT, **BODIES[CHAT])) for number in range(5)))
     command = [sys.executable, "-m", "services.cli", "batch", str(source), "--url", served.url()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "completed: 5 of 5 answered" in done.stderr
     assert len((tmp_path / "questions.out.jsonl").read_text().splitlines()) == 5
-    missing = subprocess.run([*command[:-3], str(tmp_path / "none"), *command[-2:]], capture_output=True, text=True, timeout=30)
+    missing = subprocess.run([*command[:-3], str(tmp_path / "none"), *command[-2:]], capture_output=True, text=True, timeout=120)
     assert (missing.returncode, len(missing.stderr.splitlines())) == (2, 1)
