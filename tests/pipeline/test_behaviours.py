@@ -158,7 +158,7 @@ def test_a_chat_has_as_many_choices_as_are_asked_for(client: openai.OpenAI) -> N
 
 
 def test_a_completion_is_answered_whole_and_its_tokens_are_told(client: openai.OpenAI) -> None:
-    reply = client.completions.create(**COMPLETION, extra_body={"return_token_ids": True})
+    reply = client.completions.create(**COMPLETION, temperature=0, extra_body={"return_token_ids": True})
     assert reply.id.startswith("cmpl-") and reply.system_fingerprint and reply.usage is not None and reply.usage.completion_tokens == 8
     assert (reply.choices[0].finish_reason, len(reply.choices[0].model_extra["token_ids"])) == ("length", 8)
     without = client.completions.create(**COMPLETION).choices[0].model_extra or {}

@@ -29,7 +29,7 @@ def test_an_answer_goes_back_as_the_client_has_it(demo: Deployment) -> None:
     messages: list[Any] = [*QUESTION]
     messages.append(demo.client().chat.completions.create(model=MODEL, messages=QUESTION, temperature=0).choices[0].message)
     messages.append({"role": "user", "content": "And then?"})
-    assert demo.client().chat.completions.create(model=MODEL, messages=messages, max_tokens=3).choices[0].message.content
+    assert demo.client().chat.completions.create(model=MODEL, messages=messages, temperature=0, max_tokens=3).choices[0].message.content
 
 
 def test_a_stream_says_the_same_role_first_and_usage_last(demo: Deployment) -> None:
