@@ -65,7 +65,7 @@ def catch(pool: ThreadPoolExecutor, ask: Callable[[], T], progress: Callable[[],
     """A call of `ask` that is under way: `progress` has grown by `more` since it began. One that was over before this process saw that is made anew."""
     for _ in range(MAX_ROUNDS):
         before, reply = progress(), pool.submit(ask)
-        wait_until(lambda before=before, reply=reply: reply.done() or progress() > before + more, description="it is at it")  # type: ignore[misc]
+        wait_until(lambda before=before, reply=reply: reply.done() or progress() > before + more, description="it is at it")
         if not reply.done():
             return reply
     raise AssertionError(f"{MAX_ROUNDS} times it was over before it could be disturbed")
