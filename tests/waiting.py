@@ -11,8 +11,9 @@ def wait_until(condition: Callable[[], T], *, description: str, timeout_s: float
     """The first true value of condition()."""
     deadline = time.monotonic() + timeout_s
     while True:
+        is_last = time.monotonic() > deadline  # so that what has come while this process was held up still counts
         if value := condition():
             return value
-        if time.monotonic() > deadline:
+        if is_last:
             raise AssertionError(f"after {timeout_s} s still not: {description}")
         time.sleep(0.02)
