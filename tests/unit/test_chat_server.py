@@ -5,6 +5,7 @@ import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,9 +181,9 @@ def test_what_goes_wrong_is_one_clear_error(script: Script, monkeypatch: pytest.
 
 
 def test_a_penstock_that_does_not_come_back_is_given_up(penstock: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_server, "PATIENCE_S", 0.5)
-    monkeypatch.setattr(chat_server, "TELL_AFTER_S", 0.1)
-    penstock.steps = [stream("half", is_whole=False), *[refuse(503, {"error": {"message": "no compute is alive"}})] * 20]
+    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda seconds: setattr(clock, "now", clock.now + seconds))
+    monkeypatch.setattr(chat_server, "time", clock)  # which only goes on while it waits for the next try
+    penstock.steps = [stream("half", is_whole=False), *[refuse(503, {"error": {"message": "no compute is alive"}})] * 30]
     client = Server(penstock.url)
     client.models()
     notices = []
