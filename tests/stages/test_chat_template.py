@@ -9,12 +9,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
+from services.tokenizer import chat_template
 from services.tokenizer.chat_template import ChatTemplate
 from shared.errors import Invalid, StartupError
 from shared.messages import ChatMessage
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
-SOON_S = 60.0  # a few seconds, on a machine that is busy; the loop takes days
+SOON_S = 200.0  # a few seconds, on a machine that is busy; the loop takes days
 # What the user says chooses what the template does.
 TEMPLATE = (
     "{% set word = messages[0].content %}{% set n = word|length %}"  # n: what Jinja can't compute while it compiles
@@ -42,7 +43,8 @@ def say(text: str) -> tuple[ChatMessage, ...]:
     [("loop", "takes more than 2 s"), ("power", "takes more than 2 s"), ("memory", "too much memory"), ("long", "40000000 characters"),
      ("raise", "roles must alternate"), ("escape", "unsafe")],
 )  # fmt: skip
-def test_what_a_template_does_fails_one_request(word: str, reason: str) -> None:
+def test_what_a_template_does_fails_one_request(word: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "BATCH_TIMEOUT_S", SOON_S)  # of which a test that stands still would leave nothing to the last one
     template = ChatTemplate(Texts())
     assert template.render([say("warm")]) == ["<s>warm"]
     began = time.monotonic()
