@@ -18,9 +18,7 @@ from tests.waiting import wait_until
 PERMANENT = {"replicas", "dead-letter"}
 
 # No property is about how long an example takes: on a busy machine any may take seconds. All else is hypothesis' own, which differs where CI is set.
-settings.register_profile(
-    "any machine", settings.default, deadline=None, suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.too_slow]
-)
+settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.too_slow])
 settings.load_profile("any machine")
 
 
