@@ -5,7 +5,6 @@ import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -180,9 +179,21 @@ def test_what_goes_wrong_is_one_clear_error(script: Script, monkeypatch: pytest.
         Server(script.url)
 
 
+class Clock:
+    """Stands for the module `time`: goes on only while somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
 def test_a_penstock_that_does_not_come_back_is_given_up(penstock: Script, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = SimpleNamespace(now=0.0, monotonic=lambda: clock.now, sleep=lambda seconds: setattr(clock, "now", clock.now + seconds))
-    monkeypatch.setattr(chat_server, "time", clock)  # which only goes on while it waits for the next try
+    monkeypatch.setattr(chat_server, "time", Clock())
     penstock.steps = [stream("half", is_whole=False), *[refuse(503, {"error": {"message": "no compute is alive"}})] * 30]
     client = Server(penstock.url)
     client.models()
