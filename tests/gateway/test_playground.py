@@ -151,10 +151,12 @@ def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(gatew
         return bool(backstage.client.exists(tombstone_key(request.request_id)))
 
     began_at = time.monotonic()
-    back, again, gone = left(), left(), left()
-    with resumed(again):
-        pass
+    back = left()
     with resumed(back):
+        again = left()
+        with resumed(again):
+            pass
+        gone = left()
         wait_until(lambda: is_cancelled(gone), description="nobody came back")
         assert time.monotonic() - began_at > patience_s
         assert not is_cancelled(back), "the first gateway's patience was over before, and cancels nothing: another reads"
