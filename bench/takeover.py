@@ -43,6 +43,7 @@ class Takeover:
     first_s: float  # until the first decision is there
     last_s: float
     sent_again: int  # times that compute would have lost its patience
+    answers: int  # messages that brought decisions
     us_per_token: float
 
 
@@ -69,9 +70,10 @@ def rows_at(position: int, previous: np.ndarray[Any, Any]) -> CandidateRows:
     )  # fmt: skip
 
 
-def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) -> tuple[float, float, int]:
-    """Compute's side, until all is decided. Returns the seconds to the first and to the last decision, and how often it would have sent again."""
-    undecided, last_id, first_s, sent_again = Undecided(), "0-0", 0.0, 0
+def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) -> tuple[float, float, int, int]:
+    """Compute's side, until all is decided. Returns the seconds to the first and to the last decision, how often it would have sent again, and how many
+    messages there were."""
+    undecided, last_id, first_s, sent_again, answers = Undecided(), "0-0", 0.0, 0, 0
     begun.wait()
     began = time.monotonic()
     undecided.add(rows, 1)
@@ -86,10 +88,11 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
                 decided = [Decision(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
                 if undecided.settle(message.step, decided):
                     first_s = first_s or time.monotonic() - began
+                    answers += 1
         if late := undecided.silent(dict.fromkeys(undecided.rows, "sampler-bench")):
             sent_again += 1
             undecided.of(late)
-    return first_s, time.monotonic() - began, sent_again
+    return first_s, time.monotonic() - began, sent_again, answers
 
 
 def measure(url: str, sequences: int, tokens: int) -> Takeover:
@@ -112,8 +115,11 @@ def measure(url: str, sequences: int, tokens: int) -> Takeover:
     service.answer(decode(StepCandidates, packed))
     seconds = time.perf_counter() - began
     watching.join()
-    first_s, last_s, sent_again = found[0]
-    return Takeover(sequences, tokens, round(first_s, 3), round(last_s, 3), sent_again, round(1e6 * seconds / (sequences * tokens), 2))
+    service.news.close()
+    stage.transport.close()
+    client.close()
+    first_s, last_s, sent_again, answers = found[0]
+    return Takeover(sequences, tokens, round(first_s, 3), round(last_s, 3), sent_again, answers, round(1e6 * seconds / (sequences * tokens), 2))
 
 
 def main() -> None:

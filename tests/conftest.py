@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from hypothesis import HealthCheck, settings
 
 from services.redis_server import socket_path, start_server
 from shared.streams import CELERY_PREFIX
@@ -15,6 +16,10 @@ from tests.waiting import wait_until
 
 # Keys that may live for ever; every other must have a TTL once its work is done.
 PERMANENT = {"replicas", "dead-letter"}
+
+# No property is about how long an example takes: on a busy machine any may take seconds. All else is hypothesis' own, which differs where CI is set.
+settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 def answers(url: str) -> bool:

@@ -12,6 +12,7 @@ import contextlib
 import select
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,6 +62,7 @@ class FaultyRedis:
     _fault: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _sockets: list[socket.socket] = field(default_factory=list)
+    _threads: list[threading.Thread] = field(default_factory=list)
 
     @property
     def url(self) -> str:
@@ -70,14 +72,23 @@ class FaultyRedis:
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self.path))
         self._listener.listen(64)
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._start(self._accept)
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Nothing is left: neither a thread nor a socket that the garbage collector would find open in another test."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # which ends accept(); close() alone does not
+        self._threads[0].join()
         self._listener.close()
         for each in self._sockets:
             with contextlib.suppress(OSError):
                 each.shutdown(socket.SHUT_RDWR)
+        for thread in self._threads:
+            thread.join()
+
+    def _start(self, target: Callable[..., None], *arguments: object) -> None:
+        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
+        self._threads[-1].start()
 
     def arm(self, at: int = 0, fault: str = "") -> None:
         """Disturb the at-th write from now on; 0: none."""
@@ -90,13 +101,13 @@ class FaultyRedis:
             while True:
                 client, _ = self._listener.accept()
                 server = socket.socket(socket.AF_UNIX)
-                server.connect(str(self.server))
                 self._sockets += [client, server]
-                threading.Thread(target=self._serve, args=(client, server), daemon=True).start()
+                self._start(self._serve, client, server)
 
     def _serve(self, client: socket.socket, server: socket.socket) -> None:
         """One connection, until either side or a fault ends it."""
         with client, server, contextlib.suppress(OSError):
+            server.connect(str(self.server))
             pending, is_lost = b"", False
             while True:
                 for ready in select.select([client, server], [], [])[0]:

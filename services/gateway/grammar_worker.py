@@ -1,7 +1,7 @@
 """`python -m services.gateway.grammar_worker`: the gateway's helper that compiles what clients want their answers to match, to see whether it can be.
 
 A grammar comes from whoever sends a request. The library counts its work and its memory; where that should not hold, this process is killed, or its memory
-ends, and nothing else with it. A question is a pickled Constraint, the answer None or Invalid; nothing asks for nothing, and is answered when all is imported.
+ends, and nothing else with it. A question is a pickled Constraint, the answer None or Invalid.
 """
 
 import pickle
@@ -15,8 +15,7 @@ MEMORY = 1 << 30  # more than what the process has when it begins
 
 
 def answer(question: bytes) -> None:
-    if question:
-        check_grammar(pickle.loads(question))
+    check_grammar(pickle.loads(question))
 
 
 def limit_memory() -> None:

@@ -8,7 +8,6 @@ from services.gateway.helper import Helper, HelperFailed
 from shared.constraint import Constraint
 from shared.errors import Invalid, Rejected
 
-START_TIMEOUT_S = 60.0  # until the helper has imported what it needs, on a machine that is busy
 CHECK_TIMEOUT_S = 5.0  # of one grammar; those that people write take milliseconds
 MAX_WAITING = 64  # checks, one after the other
 MAX_KNOWN = 4096  # verdicts
@@ -43,8 +42,6 @@ class GrammarChecker:
     async def _ask(self, constraint: Constraint) -> Invalid | None:
         """The verdict, to be remembered. Raises Invalid for what could not be found out: another time it may be, on a machine that is less busy."""
         try:
-            if not self.helper.is_running:
-                await self.helper.ask(timeout_s=START_TIMEOUT_S)
             answer = await self.helper.ask(pickle.dumps(constraint), timeout_s=CHECK_TIMEOUT_S)
         except TimeoutError:
             raise _too_much(constraint, f"it takes more than {CHECK_TIMEOUT_S:g} s") from None

@@ -11,6 +11,7 @@ from shared.telemetry import get_logger
 log = get_logger("penstock.gateway")
 
 NUM_TRIES = 2  # a helper that was killed costs nobody a request
+START_TIMEOUT_S = 60.0  # until it has imported what it needs, on a machine that is busy
 
 
 class HelperFailed(Exception):
@@ -24,11 +25,8 @@ class Helper:
         """module: of services.gateway, which calls run_worker."""
         self.module = module
         self._process: asyncio.subprocess.Process | None = None
+        self._is_ready = False  # the process has imported what it needs
         self._lock = asyncio.Lock()
-
-    @property
-    def is_running(self) -> bool:
-        return self._process is not None and self._process.returncode is None
 
     async def start(self) -> None:
         """Start it, so that the first question need not wait for it."""
@@ -42,10 +40,11 @@ class Helper:
             await process.wait()
 
     async def ask(self, *question: bytes, timeout_s: float) -> object:
-        """What it answers. Raises TimeoutError, having killed it, and HelperFailed."""
+        """What it answers. Raises TimeoutError, having killed it, and HelperFailed. timeout_s is the question's: one that has to start has longer for that."""
         async with self._lock:
             for _ in range(NUM_TRIES):
                 try:
+                    await self._get_ready()
                     async with asyncio.timeout(timeout_s):
                         return await self._exchange(question)
                 except (asyncio.IncompleteReadError, ConnectionError):
@@ -55,6 +54,13 @@ class Helper:
                     self._kill()
                     raise
         raise HelperFailed(self.module)
+
+    async def _get_ready(self) -> None:
+        await self._running()
+        if not self._is_ready:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._exchange(())
+            self._is_ready = True
 
     async def _exchange(self, question: tuple[bytes, ...]) -> object:
         process = await self._running()
@@ -68,7 +74,8 @@ class Helper:
         return answer
 
     async def _running(self) -> asyncio.subprocess.Process:
-        if self._process is None or not self.is_running:
+        if self._process is None or self._process.returncode is not None:
+            self._is_ready = False
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", self.module,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True, limit=1 << 20,

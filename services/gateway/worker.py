@@ -1,5 +1,6 @@
 """The inside of a helper process of the gateway: frames from standard input (length, question), each answered on standard output (length, pickle).
 
+An empty question is answered with None: whoever asks it sees that the process has imported what it needs.
 Ends when its gateway does, for then its input ends.
 """
 
@@ -31,7 +32,7 @@ def serve(source: IO[bytes], sink: IO[bytes], answer: Callable[[bytes], object])
         if len(question) < length:
             return
         try:
-            outcome: object = answer(question)
+            outcome: object = answer(question) if question else None
         except Invalid as error:
             outcome = error
         packed = pickle.dumps(outcome, 5)

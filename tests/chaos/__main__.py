@@ -80,7 +80,7 @@ async def go_round(rounds: Rounds, options: Options) -> None:
 
 
 async def served_model(cluster: Cluster) -> str:
-    async with httpx.AsyncClient(timeout=10, trust_env=False) as http:
+    async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
         reply = await http.get(f"http://127.0.0.1:{cluster.of('gateway')[0].port}/v1/models")
     return str(reply.json()["data"][0]["id"])
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shared.errors import Invalid
-from shared.messages import TokenEvent, decode
+from shared.messages import Replica, TokenEvent, decode
 from tests.chaos.cluster import Cluster
 
 GROUP_STREAMS = ("requests*", "prompts:*")
@@ -29,6 +29,12 @@ class Checks:
             while (left := await leftovers(client)) and time.monotonic() < deadline:
                 await asyncio.sleep(DRAIN_POLL_S)
         return left
+
+    async def num_decided(self) -> int:
+        """Tokens that the live samplers have decided, as of their last announcements. While it grows, what has not ended is slow, and does not hang."""
+        async with self.cluster.store.client() as client:
+            announced = [await client.get(key) for key in await client.keys("replica:sampler:*")]
+        return sum(int(decode(Replica, each).load.get("tokens", 0)) for each in announced if each is not None)
 
     async def after_round(self) -> list[str]:
         """Everything that is wrong in a Redis that has drained."""

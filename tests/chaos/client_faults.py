@@ -13,7 +13,7 @@ from tests.chaos.http_client import Broken, Reply, ask
 from tests.chaos.specs import CHAT, COMPLETIONS
 from tests.chaos.tally import Journal, Outcome
 
-MAX_TRIES = 60
+MAX_TRIES = 1000  # as with exchange.MAX_ATTEMPTS
 LATE_S = 10.0
 GOING_AWAY = 6
 

@@ -23,8 +23,8 @@ from tests.deployment import free_port
 
 STAGE_SETTINGS = {"gateway": {"ping_interval_s": "2"}, "compute": {"reader_timeout_s": "30"}}
 COMPUTE_NICENESS = 5  # as the launcher has it
-LEAVE_TIMEOUT_S = 30.0  # from SIGTERM to the exit
-READY_TIMEOUT_S = 90.0
+LEAVE_TIMEOUT_S = 90.0  # from SIGTERM to the exit: it may be stopped meanwhile, and so may Redis, for 12 s each
+READY_TIMEOUT_S = 300.0
 
 
 @dataclass(slots=True)

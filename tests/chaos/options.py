@@ -47,7 +47,7 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
     parser.add_argument("--clients", type=int, default=12, help="requests at once (default: %(default)d)")
     parser.add_argument("--round", type=float, default=12.0, dest="round_s", help="seconds in which a round's faults begin (default: %(default)g)")
-    parser.add_argument("--deadline", type=float, default=60.0, help="seconds after healing by which all must have ended (default: %(default)g)")
+    parser.add_argument("--deadline", type=float, default=60.0, help="seconds without a token, after healing, for what has not ended (default: %(default)g)")
     parser.add_argument("--rss-tolerance", type=int, default=150, help="MiB that a process may grow in a run (default: %(default)d)")
     parser.add_argument("--keep-going", action="store_true", help="go on after a round in which something hung")
     parser.add_argument("--folder", type=Path, help="for logs and Redis's data, left behind (default: a temporary one); a short path")

@@ -14,7 +14,7 @@ import redis.asyncio
 
 from services.redis_server import socket_path, start_server
 
-UP_TIMEOUT_S = 30.0
+UP_TIMEOUT_S = 120.0
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Store:
 
     def client(self) -> Any:
         """A new connection pool, for `async with`. Any: redis-py types each reply as all that it could be."""
-        return redis.asyncio.Redis.from_url(self.url, socket_timeout=5, socket_connect_timeout=5)
+        return redis.asyncio.Redis.from_url(self.url, socket_timeout=30, socket_connect_timeout=30)
 
     async def start(self) -> None:
         """Start the server and wait until it answers."""

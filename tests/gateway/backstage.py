@@ -1,5 +1,6 @@
 """The pipeline behind a gateway, played by the test: it is announced as every stage, takes requests, and writes tokens with the log's own scripts."""
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -7,13 +8,15 @@ from typing import Any
 import redis
 
 from shared.messages import Control, GenerateRequest, Replica, RequestError, StepEvents, TokenEvent, decode, encode
-from shared.registry import announce
-from shared.streams import MESSAGE, events, inflight_key, requests
+from shared.registry import announce, withdraw
+from shared.streams import MESSAGE, events, inflight_key, replica_key, requests
 from shared.token_log import end_request, log_entry, write_step
+from shared.transport import Pipeline
 from tests.waiting import wait_until
 
 NAME, ALIAS = "paper", "pulp"
 STAGES = ("tokenizer", "compute", "sampler")
+LEASE_S = 60  # a test that stands still for seconds is no pipeline that has died
 
 
 class Backstage:
@@ -36,6 +39,7 @@ class Backstage:
         pipe = self.client.pipeline(transaction=False)
         for replica in self.replicas:
             announce(pipe, replica)
+            pipe.expire(replica_key(replica.stage, replica.replica_id), LEASE_S)
         pipe.execute()
 
     def _keep_announcing(self) -> None:
@@ -48,6 +52,11 @@ class Backstage:
     def close(self) -> None:
         self._stopping.set()
         self._thread.join()
+        pipe = self.client.pipeline(transaction=False)
+        for replica in self.replicas:
+            withdraw(pipe, replica)
+        with contextlib.suppress(redis.RedisError):  # some tests take their Redis along
+            pipe.execute()
         self.client.close()
 
     def take(self, count: int = 1) -> list[GenerateRequest]:
@@ -61,21 +70,28 @@ class Backstage:
                 taken.append(decode(GenerateRequest, values[MESSAGE]))
             return len(taken) >= count
 
-        wait_until(read, description=f"{count} requests have come")
+        wait_until(read, description=f"{count} requests have come", timeout_s=200)
         assert len(taken) == count
         return taken
 
     def write(self, request: GenerateRequest, *positions: int, text: str = "{} ", finish: int = 0, gateway: str | None = "", is_logged: bool = True) -> None:
         """Tokens at these positions into the log, and as events to the gateway ("": the request's own; None: to nobody). finish: the one that is the last."""
         for position in positions:
+            pipe = self.client.pipeline(transaction=False)
+            to = request.gateway_id if gateway == "" else gateway
+            self.queue(pipe, request, position, text=text, finish=finish, gateway=to, is_logged=is_logged)
+            assert pipe.execute() == [[]]
+
+    def queue(
+        self, pipe: Pipeline, request: GenerateRequest, *positions: int, text: str = "{} ", finish: int = 0, gateway: str | None = None, is_logged: bool = True
+    ) -> None:
+        """The same, a script for each, within a pipeline."""
+        for position in positions:
             event = TokenEvent(
                 request.request_id, position, 7, text.format(position), num_prompt_tokens=3, finish_reason="length" if position == finish else None
             )
-            to = request.gateway_id if gateway == "" else gateway
-            messages = [(events(to), StepEvents((encode(event),)))] if to else []
-            pipe = self.client.pipeline(transaction=False)
+            messages = [(events(gateway), StepEvents((encode(event),)))] if gateway else []
             write_step(pipe, self.model, [log_entry(event)] if is_logged else [], messages)
-            assert pipe.execute() == [[]]
 
     def write_texts(self, request: GenerateRequest, texts: list[str], *, gateway: str | None = "") -> None:
         """A whole answer, token by token."""

@@ -46,7 +46,7 @@ class Site:
         self.backstage = backstage
         self.path = path
         self.first, self.second = deployment.ports
-        self.http = httpx.Client(timeout=20, trust_env=False)
+        self.http = httpx.Client(timeout=60, trust_env=False)
 
     def key(self, name: str, **limits: Any) -> str:
         """A new key that both gateways know."""
@@ -196,7 +196,7 @@ def test_a_tenant_sees_and_uses_its_models_only(site: Site) -> None:
 
 def test_requests_a_minute_are_bounded_over_all_gateways_and_told_in_headers(site: Site) -> None:
     key, body = site.key("slow", requests_per_minute=3), {"model": NAME, "input": "x", "background": True}
-    told = []
+    told, began_at = [], time.monotonic()
     for gateway in (site.first, site.second, site.first):
         reply = site.post("/v1/responses", body, key, gateway)
         assert reply.status_code == 200
@@ -204,8 +204,9 @@ def test_requests_a_minute_are_bounded_over_all_gateways_and_told_in_headers(sit
     assert told == [("3", "2"), ("3", "1"), ("3", "0")]
     refused = site.post("/v1/responses", body, key, site.second)
     assert error_of(refused) == (429, "rate_limit_exceeded") and refused.json()["error"]["type"] == "rate_limit_error"
-    assert 15 <= int(refused.headers["retry-after"]) <= 20 and refused.headers["x-ratelimit-remaining-requests"] == "0"
-    assert 50 <= float(refused.headers["x-ratelimit-reset-requests"].removesuffix("s")) <= 60
+    passed_s = time.monotonic() - began_at  # in which a part of the next request's share has come
+    assert 20 - passed_s <= int(refused.headers["retry-after"]) <= 20 and refused.headers["x-ratelimit-remaining-requests"] == "0"
+    assert refused.headers["x-ratelimit-reset-requests"] == "60s"
     assert site.get("/v1/models", key).status_code == 200  # what computes nothing costs nothing
     assert site.post("/v1/responses", {"model": NAME}, key).status_code == 400
     assert "x-ratelimit-limit-requests" not in site.post("/v1/responses", body, site.key("fast")).headers
@@ -218,7 +219,7 @@ def test_limits_fill_again_though_the_clock_of_redis_went_back(site: Site) -> No
     with site.deployment.redis() as client:
         client.hset(quota_key(tenant_id), mapping={"requests": 0, "tokens": "", "at": (int(client.time()[0]) + 3600) * 1000})
     assert error_of(site.background(key)) == (429, "rate_limit_exceeded")
-    wait_until(lambda: site.background(key).status_code == 200, description="half a second's share is there", timeout_s=10)
+    wait_until(lambda: site.background(key).status_code == 200, description="half a second's share is there")
     site.end(1)
 
 
@@ -226,9 +227,11 @@ def test_tokens_a_minute_are_bounded_and_a_request_that_never_fits_is_told_so(si
     key = site.key("frugal", tokens_per_minute=100)
     never = site.post("/v1/completions", WHOLE | {"max_tokens": 100}, key)
     assert error_of(never) == (400, "request_exceeds_limit") and never.json()["error"]["param"] == "max_tokens"
+    began_at = time.monotonic()
     assert site.background(key, max_output_tokens=60).headers["x-ratelimit-remaining-tokens"] == "39"
     refused = site.background(key, max_output_tokens=60)
-    assert error_of(refused) == (429, "rate_limit_exceeded") and 10 <= int(refused.headers["retry-after"]) <= 14
+    passed_s = time.monotonic() - began_at  # in which some of the 22 that are wanting have come
+    assert error_of(refused) == (429, "rate_limit_exceeded") and 13.2 - passed_s <= int(refused.headers["retry-after"]) <= 14
     assert site.background(key, max_output_tokens=30).status_code == 200
     site.end(2)
 
@@ -321,7 +324,7 @@ def test_slow_uploads_of_one_tenant_leave_room_for_another(site: Site) -> None:
         connections = [stack.enter_context(socket.create_connection(address)) for _ in range(MAX_UPLOADS)]
         for connection in connections:
             connection.sendall(head.encode())
-        wait_until(lambda: len(select(connections, [], [], 0)[0]) == MAX_UPLOADS - MAX_UPLOADS_OF_ONE, description="the others are refused", timeout_s=20)
+        wait_until(lambda: len(select(connections, [], [], 0)[0]) == MAX_UPLOADS - MAX_UPLOADS_OF_ONE, description="the others are refused")
         assert (upload(slow), upload(other)) == (503, 200)
     wait_until(lambda: upload(slow) == 200, description="connections that are gone make room")
 
@@ -414,12 +417,14 @@ def test_keys_that_are_made_while_a_gateway_serves_everybody_close_it(deployment
         ("[fe80::1]", 403),
         ("127.0.0.1.example", 403),
     ):
-        assert httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, trust_env=False).status_code == status, host
-    assert httpx.get(deployment.url() + "/ping", headers={"Host": "rebound.example"}, trust_env=False).status_code in (200, 503)
+        assert httpx.get(deployment.url() + "/v1/models", headers={"Host": host}, timeout=60, trust_env=False).status_code == status, host
+    assert httpx.get(deployment.url() + "/ping", headers={"Host": "rebound.example"}, timeout=60, trust_env=False).status_code in (200, 503)
     key = add_key(tmp_path / "keys.json", "first")
     wait_until(lambda: deployment.get("/metrics").status_code == 401, description="the gateway asks for a key")
     revoke_key(tmp_path / "keys.json", "first")
-    wait_until(lambda: httpx.get(deployment.url() + "/v1/models", headers=bearer(key), trust_env=False).status_code == 401, description="no key is left")
+    wait_until(
+        lambda: httpx.get(deployment.url() + "/v1/models", headers=bearer(key), timeout=60, trust_env=False).status_code == 401, description="no key is left"
+    )
     assert deployment.get("/v1/models").status_code == 401
 
 
@@ -456,9 +461,9 @@ def test_a_gateway_with_a_certificate_speaks_https_only(deployment: Deployment, 
     url = f"localhost:{deployment.ports[gateway]}/v1/models"
     context = ssl.create_default_context()
     authority.configure_trust(context)
-    with httpx.Client(verify=context, trust_env=False) as client:
+    with httpx.Client(verify=context, timeout=60, trust_env=False) as client:
         wait_until(lambda: client.get(f"https://{url}").json()["data"], description="it answers over TLS")
         with pytest.raises(httpx.HTTPError):
             client.get(f"http://{url}")
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
-        httpx.get(f"https://{url}", trust_env=False)
+        httpx.get(f"https://{url}", timeout=60, trust_env=False)

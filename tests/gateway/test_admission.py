@@ -56,7 +56,7 @@ def test_a_burst_waits_for_connections_to_redis(gateways: Deployment, backstage:
     count = 300  # all submitted at once, on more connections than a gateway opens
 
     async def ask() -> list[httpx.Response]:
-        async with httpx.AsyncClient(trust_env=False, timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=250, limits=httpx.Limits(max_connections=None)) as client:
             url = gateways.url("gateway-1") + "/v1/completions"
             asked = asyncio.gather(*(client.post(url, json=WHOLE) for _ in range(count)))
             for request in await asyncio.to_thread(backstage.take, count):

@@ -164,9 +164,9 @@ def test_the_browser_of_a_named_origin_may_read_and_another_s_may_not(thinking_s
     asked = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
     url = deployment.url() + "/v1/chat/completions"
     for origin, is_allowed in (("https://chat.example", True), ("http://localhost:3000", True), ("https://evil.example", False)):
-        preflight = httpx.options(url, headers=asked | {"Origin": origin}, timeout=10, trust_env=False)
+        preflight = httpx.options(url, headers=asked | {"Origin": origin}, timeout=60, trust_env=False)
         assert preflight.status_code == (200 if is_allowed else 400)
-        refused = httpx.post(url, json={}, headers={"Origin": origin}, timeout=10, trust_env=False)
+        refused = httpx.post(url, json={}, headers={"Origin": origin}, timeout=60, trust_env=False)
         assert refused.status_code == 400 and refused.headers.get("Access-Control-Allow-Origin") == (origin if is_allowed else None)
 
 

@@ -24,7 +24,7 @@ def follow(deployment: Deployment, response_id: str, gateway: str) -> Any:
 
 def test_a_gateway_that_drains_says_where_to_go_on(deployment: Deployment, own: Backstage) -> None:
     first, second = start_gateways(deployment, 2)
-    made = httpx.post(deployment.url(first) + "/v1/responses", json=BODY, timeout=30, trust_env=False).json()
+    made = httpx.post(deployment.url(first) + "/v1/responses", json=BODY, timeout=60, trust_env=False).json()
     (request,) = own.take()
     assert made["status"] == "queued" and request.gateway_id is None
     own.write(request, 1, 2)
@@ -41,7 +41,7 @@ def test_a_gateway_that_drains_says_where_to_go_on(deployment: Deployment, own: 
     assert f"starting_after={last}" in begun[-1]["message"] and last == begun[-2]["sequence_number"]
     own.write(request, 3, finish=3)
     url = deployment.url(second) + f"/v1/responses/{made['id']}?stream=true&starting_after={last}"
-    rest = events_of(httpx.get(url, timeout=30, trust_env=False).text.splitlines())
+    rest = events_of(httpx.get(url, timeout=60, trust_env=False).text.splitlines())
     assert [event["sequence_number"] for event in begun[:-1] + rest] == list(range(len(begun) - 1 + len(rest)))
     assert rest[-1]["response"]["output"][0]["content"][0]["text"] == "1 2 3 "
     assert not own.held() and not own.controls("attach") and not own.controls("cancel")

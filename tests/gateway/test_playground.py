@@ -2,6 +2,8 @@
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,9 @@ from services.gateway.live.courses import Courses
 from services.gateway.live.watch import MAX_WATCHERS
 from services.gateway.subscription import Subscription
 from shared.errors import StartupError
-from shared.messages import Moments, encode
+from shared.messages import GenerateRequest, Moments, encode
 from shared.settings import GatewaySettings, load_settings
-from shared.streams import WATCHED, tombstone_key, view_key
+from shared.streams import WATCHED, response_of, tombstone_key, view_key
 from shared.views import ComputeView, SequenceView
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
@@ -29,21 +31,17 @@ def view(*sequences: SequenceView, replica_id: str = f"compute-of-{NAME}") -> Co
     return ComputeView(replica_id, 16, 100, 1, 0, len(sequences), sequences)
 
 
-def snapshots(deployment: Deployment, count: int, **headers: str) -> list[Any]:
-    found: list[Any] = []
-    with httpx.stream("GET", f"{deployment.url()}/live", headers=headers, timeout=10, trust_env=False) as reply:
+@contextmanager
+def watching(deployment: Deployment) -> Iterator[Iterator[Any]]:
+    """The live view's snapshots, while the `with` lasts."""
+    with httpx.stream("GET", f"{deployment.url()}/live", timeout=60, trust_env=False) as reply:
         assert reply.status_code == 200 and reply.headers["Content-Type"].startswith("text/event-stream")
-        for line in reply.iter_lines():
-            if line.startswith("data: "):
-                found.append(json.loads(line.removeprefix("data: ")))
-            if len(found) == count:
-                break
-    return found
+        yield (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: "))
 
 
 def test_every_file_is_served_with_the_policy_and_nothing_else_is(gateways: Deployment) -> None:
     served = {f"/playground/{path.relative_to(FOLDER).as_posix()}" for path in FOLDER.rglob("*") if path.is_file()}
-    with httpx.Client(base_url=gateways.url(), trust_env=False) as client:
+    with httpx.Client(base_url=gateways.url(), timeout=60, trust_env=False) as client:
         for path in ("/", *sorted(served)):
             reply = client.get(path)
             policy = reply.headers["Content-Security-Policy"]
@@ -69,11 +67,12 @@ def test_the_page_asks_nobody_else_and_writes_no_html() -> None:
 def test_snapshots_come_while_somebody_watches_and_only_then(gateways: Deployment, backstage: Backstage) -> None:
     client = backstage.client
     wait_until(lambda: not client.exists(WATCHED), description="nobody watches")
-    client.set(view_key(f"compute-of-{NAME}"), encode(view(SEQUENCE)), px=5000)
+    client.set(view_key(f"compute-of-{NAME}"), encode(view(SEQUENCE)), px=60_000)
     started_at = time.monotonic()
-    first, second, third = snapshots(gateways, 3)
-    assert time.monotonic() - started_at > 0.9  # two a second at most
-    assert client.pttl(WATCHED) > 0
+    with watching(gateways) as snapshots:
+        third = [next(snapshots) for _ in range(3)][-1]
+        assert time.monotonic() - started_at > 0.9  # two a second at most
+        wait_until(lambda: client.pttl(WATCHED) > 0, description="the replicas know that somebody watches")
     assert {each["stage"] for each in third["replicas"]} == {"gateway", "tokenizer", "compute", "sampler"} and third["can_kill"] is False
     assert third["caches"][0]["sequences"][0]["block_runs"] == [5, 1] and third["caches"][0]["num_held_blocks"] == 1
     course = third["courses"][0]
@@ -83,13 +82,19 @@ def test_snapshots_come_while_somebody_watches_and_only_then(gateways: Deploymen
 
 
 def test_too_many_watchers_are_refused_and_places_come_back(gateways: Deployment) -> None:
-    with httpx.Client(base_url=gateways.url(), trust_env=False, timeout=10) as client:
+    with httpx.Client(base_url=gateways.url(), trust_env=False, timeout=60) as client:
         open_streams = [client.send(client.build_request("GET", "/live"), stream=True) for _ in range(MAX_WATCHERS)]
         refused = client.get("/live")
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "server_full"
         for stream in open_streams:
             stream.close()
-    wait_until(lambda: len(snapshots(gateways, 1)) == 1, description="places are free again")
+        wait_until(lambda: is_watched(client), description="places are free again")
+
+
+def is_watched(client: httpx.Client) -> bool:
+    """One more try to watch: whether there was a place."""
+    with client.stream("GET", "/live") as reply:
+        return reply.status_code == 200
 
 
 def test_nothing_is_killed_unless_the_operator_said_so(gateways: Deployment) -> None:
@@ -105,13 +110,13 @@ def test_only_the_own_page_kills_and_only_what_was_started_beside_it(deployment:
         {"Content-Type": "application/json", "Sec-Fetch-Site": "cross-site"},
         {"Content-Type": "application/json", "Host": "rebound.example"},
     ):
-        assert httpx.post(url, content=mine, headers=headers, trust_env=False).status_code == 403, headers
+        assert httpx.post(url, content=mine, headers=headers, timeout=60, trust_env=False).status_code == 403, headers
     for body, status in ((b"", 400), (b"[]", 400), (b'{"replica_id": 1}', 400), (b'{"replica_id": "none"}', 404), (b"{" + b" " * 9999 + b"}", 400)):
-        assert httpx.post(url, content=body, headers={"Content-Type": "application/json"}, trust_env=False).status_code == status, body
+        assert httpx.post(url, content=body, headers={"Content-Type": "application/json"}, timeout=60, trust_env=False).status_code == status, body
     # What the registry says of a process is not enough: its process 1 was not started by our parent
-    assert httpx.post(url, json={"replica_id": f"compute-of-{NAME}"}, trust_env=False).status_code == 403
-    assert httpx.post(url, content=mine, headers={"Content-Type": "application/json"}, trust_env=False).json() == {"killed": "gateway-1"}
-    assert deployment.processes["gateway-1"].wait(10) == -9
+    assert httpx.post(url, json={"replica_id": f"compute-of-{NAME}"}, timeout=60, trust_env=False).status_code == 403
+    assert httpx.post(url, content=mine, headers={"Content-Type": "application/json"}, timeout=60, trust_env=False).json() == {"killed": "gateway-1"}
+    assert deployment.processes["gateway-1"].wait(60) == -9
 
 
 def test_a_gateway_that_others_reach_never_kills() -> None:
@@ -122,20 +127,43 @@ def test_a_gateway_that_others_reach_never_kills() -> None:
 
 
 def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(gateways: Deployment, backstage: Backstage) -> None:
-    body: dict[str, Any] = {"model": NAME, "prompt": "Hi", "stream": True, "stream_options": {"include_position": True, "resume_within_s": 3.0}}
-    with httpx.stream("POST", f"{gateways.url()}/v1/completions", json=body, timeout=10, trust_env=False) as reply:
-        request = backstage.take()[0]
-        backstage.write(request, 1, 2)
-        assert next(line for line in reply.iter_lines() if line.startswith("id: ")) == "id: 1"
-    response_id = request.request_id.rpartition(".")[0]
-    time.sleep(0.3)
-    assert not backstage.client.exists(tombstone_key(request.request_id))
-    with httpx.stream("GET", f"{gateways.url('gateway-2')}/v1/streams/{response_id}", headers={"Last-Event-ID": "1"}, timeout=10, trust_env=False) as reply:
-        data = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {"))
-        assert next(data)["choices"][0]["text"] == "2 "
-        time.sleep(3.1)  # the first gateway's patience is over, and cancels nothing: another reads
-        assert not backstage.client.exists(tombstone_key(request.request_id))
-    wait_until(lambda: bool(backstage.client.exists(tombstone_key(request.request_id))), description="it is cancelled, for nobody came back")
+    """Three leave: one comes back and stays, one comes back and leaves again, one does not come back."""
+    patience_s = 4.0
+    options = {"include_position": True, "resume_within_s": patience_s}
+    body: dict[str, Any] = {"model": NAME, "prompt": "Hi", "stream": True, "stream_options": options}
+
+    def left() -> GenerateRequest:
+        with httpx.stream("POST", f"{gateways.url('gateway-1')}/v1/completions", json=body, timeout=60, trust_env=False) as reply:
+            [request] = backstage.take()
+            backstage.write(request, 1, 2)
+            assert next(line for line in reply.iter_lines() if line.startswith("id: ")) == "id: 1"
+        return request
+
+    @contextmanager
+    def resumed(request: GenerateRequest) -> Iterator[None]:
+        url = f"{gateways.url('gateway-2')}/v1/streams/{response_of(request.request_id)}"
+        with httpx.stream("GET", url, headers={"Last-Event-ID": "1"}, timeout=60, trust_env=False) as reply:
+            chunk = next(json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {"))
+            assert chunk["choices"][0]["text"] == "2 "
+            yield
+
+    def is_cancelled(request: GenerateRequest) -> bool:
+        return bool(backstage.client.exists(tombstone_key(request.request_id)))
+
+    began_at = time.monotonic()
+    back = left()
+    with resumed(back):
+        again = left()
+        with resumed(again):
+            pass
+        gone = left()
+        wait_until(lambda: is_cancelled(gone), description="nobody came back")
+        assert time.monotonic() - began_at > patience_s
+        assert not is_cancelled(back), "the first gateway's patience was over before, and cancels nothing: another reads"
+        wait_until(lambda: is_cancelled(again), description="nobody came back a second time")
+        backstage.write(back, 3, finish=3, gateway="gateway-2")
+    for request in (again, gone):
+        backstage.end(request)
 
 
 def test_a_request_s_course_has_no_gap_when_its_replica_dies() -> None:

@@ -1,6 +1,6 @@
 """`python -m tests.stages.fragile_compute`: a compute replica that dies of a prompt that has a certain token among its first four, when it is computed.
 
-FRAGILE_TOKEN: the token id. FRAGILE_STEP_S: how much longer a step takes, so that there is time to disturb it. Its leases are short.
+FRAGILE_TOKEN: the token id. FRAGILE_STEP_S: how much longer a step takes, so that there is time to disturb it.
 
 FRAGILE_HANGS: of that token it does not die; its step never ends, as on a device that hangs without an error.
 
@@ -19,7 +19,6 @@ from typing import NoReturn
 import torch
 
 from services.compute import __main__ as compute
-from services.compute import admit
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates import reduction
 from services.compute.engine import Engine, build_engine
@@ -66,7 +65,6 @@ def build_drawing(settings: ComputeSettings, files: ModelFiles) -> Engine:
 if __name__ == "__main__":
     setattr(ModelRunner, "run", fragile)  # noqa: B010 - a method of a class, in the types' eyes not to be set
     registry.RENEW_EVERY_S = 0.25
-    admit.CLAIM_IDLE_MS = 1250
     if DRAWS:
         setattr(compute, "build_engine", build_drawing)  # noqa: B010
         for number in (signal.SIGUSR1, signal.SIGUSR2):

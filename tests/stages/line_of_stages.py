@@ -132,7 +132,7 @@ class LineOfStages:
             for each in services:
                 each.stage.stopping.set()
             for thread in threads:
-                thread.join(30)
+                thread.join(120)
             for each in services:
                 each.stage.transport.close()
             self.client.close()

@@ -16,7 +16,7 @@ from shared.sampling_params import SamplingParams
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.grammars.schemas import keeps_to
-from tests.stages.test_deaths import answers, events, num_tokens, start_fragile, submit, wait_for_all
+from tests.stages.test_deaths import answers, events, leases_end_with_processes, num_tokens, start_fragile, submit, wait_for_all
 from tests.waiting import wait_until
 
 EOS = open_model("demo").eos_token_ids
@@ -77,11 +77,12 @@ def test_constrained_answers_are_the_same_bytes_alone_and_when_processes_die(sta
     copies = [replace(each, request_id=f"again{each.request_id}") for each in asked]
     crowd = [request(100 + number, None) for number in range(12)]
     submit(client, [one for pair in zip(copies, crowd, strict=False) for one in pair] + crowd[len(copies) :])
-    wait_until(lambda: num_tokens(client, copies) > 60, description="they are under way", timeout_s=60)
-    stages.kill("sampler-1")
-    wait_until(lambda: num_tokens(client, copies) > 160, description="they go on", timeout_s=60)
-    stages.kill("compute-2")
-    wait_for_all(stages, [*copies, *crowd])
+    with leases_end_with_processes(stages):
+        wait_until(lambda: num_tokens(client, copies) > 60, description="they are under way")
+        stages.kill("sampler-1")
+        wait_until(lambda: num_tokens(client, copies) > 160, description="they go on")
+        stages.kill("compute-2")
+        wait_for_all(stages, [*copies, *crowd])
     assert answers(client, copies) == alone
 
     finished = [(text_of(client, each), each.constraint) for each in copies if events(client, each)[-1].finish_reason == "stop" and not each.params.stop]

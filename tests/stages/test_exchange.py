@@ -200,9 +200,20 @@ class Peer:
         return found
 
     def settle_down(self) -> None:
-        """A round trip of every line."""
+        """A round trip of every line, and what was written has arrived."""
         for _ in range(3):
             self.exchange.collect(0, wait_s=0.05)
+        wait_until(self.has_arrived, description="Redis has answered what was written")
+
+    def has_arrived(self) -> bool:
+        self.exchange.collect(0, wait_s=0.05 if self.exchange._out.num_awaited else 0.0)
+        return not self.exchange._out.num_awaited
+
+    def close(self) -> None:
+        for line in (self.exchange._out, self.exchange._news, self.exchange._requests):
+            line.close()
+        self.stage.transport.close()
+        self.client.close()
 
     def asked_soon(self, sampler: str) -> list[StepCandidates]:
         """What it has been sent, without waiting for anything more to be."""
@@ -236,12 +247,12 @@ def make_peer(url: str) -> Iterator[Callable[..., Peer]]:
 
     yield make
     for peer in peers:
-        peer.stage.transport.close()
-        peer.client.close()
+        peer.close()
 
 
 @pytest.fixture
-def peer(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> Peer:
+def peer(make_peer: Callable[..., Peer], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Peer:
+    """Its patience never ends: no time passes for it."""
     monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
     return make_peer()
 

@@ -36,6 +36,7 @@ REQUESTS = (
     replace(ask("tokens.0", "Once upon a time"), task="tokenize"),
 )  # fmt: skip
 STRIDES = {"cut": 2, "lost": 2}  # of the other faults every 7th write
+MOST_WRITES = 60  # of a stage, undisturbed; a machine that is so slow that there are more, of reads that time out, disturbs fewer of them
 
 
 @dataclass
@@ -94,7 +95,7 @@ def spelled(event: TokenEvent) -> list[str]:
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_failed_round_trip_changes_no_byte_of_any_log(stage: str, fault: str, disturbed: Disturbed) -> None:
     line, proxy = disturbed.line, disturbed.proxies[stage]
-    stride = 1 if os.environ.get("PENSTOCK_TEST_EVERY_WRITE") == "1" else STRIDES.get(fault, 7)
+    stride = 1 if os.environ.get("PENSTOCK_TEST_EVERY_WRITE") == "1" else STRIDES.get(fault, 7) * (1 + disturbed.num_writes[stage] // MOST_WRITES)
     for at in range(1 + FAULTS.index(fault) % stride, disturbed.num_writes[stage] + 1, stride):
         line.forget_logs()
         proxy.arm(at, fault)

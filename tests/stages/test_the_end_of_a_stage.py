@@ -6,6 +6,7 @@ import threading
 import pytest
 import redis
 
+from shared import registry
 from shared.errors import Recoverable, StartupError
 from shared.registry import Heartbeat
 from shared.settings import StageSettings
@@ -15,6 +16,7 @@ from shared.stage import Stage, run_stage
 @pytest.mark.parametrize(("error", "code"), [(None, 0), (Recoverable("stopped"), 0), (redis.AuthenticationError("WRONGPASS"), 1), (StartupError("no"), 2)])
 def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gc, "freeze", lambda: None)  # of this process, which goes on
+    monkeypatch.setattr(registry, "END_TIMEOUT_S", 60.0)
     stage = Stage("sampler", StageSettings(redis_url=redis_url), model="m")
 
     def main() -> None:

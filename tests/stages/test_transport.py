@@ -97,7 +97,7 @@ def test_what_a_server_refuses_for_now_is_temporary_and_waited_out(state: str, w
         waiting = threading.Thread(target=lambda: transport.persist(lambda: WAYS[way](transport.client)), daemon=True)
         waiting.start()
         wait_until(lambda: transport.problem, description="it says what it waits for")
-    waiting.join(10)
+    waiting.join(60)
     assert not waiting.is_alive() and transport.problem == "" and client.get("key") == b"value"
 
 
@@ -218,7 +218,7 @@ def test_a_standing_read_survives_that_its_stream_goes_away(client: "redis.Redis
     wait_until(lambda: client.info("clients")["blocked_clients"], description="the read stands")
     client.delete(STREAM.key)
     put(client, 1)
-    waiting.join(10)
+    waiting.join(60)
     assert names(found) == ["r.1"]
 
 

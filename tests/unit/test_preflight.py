@@ -14,14 +14,22 @@ from shared.errors import StartupError
 from shared.host_memory import GIB
 from shared.model_files import DEMO_MODEL, open_model
 from shared.settings import UpSettings
+from tests.deployment import free_port
 
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        yield listener.getsockname()[1]
+    """A port that something listens on; beside the one below it one can listen, and nobody else does meanwhile."""
+    while True:
+        below = free_port()
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", below + 1))
+            except OSError:
+                continue
+            listener.listen()
+            yield below + 1
+            return
 
 
 def test_a_port_that_is_taken_is_named(taken: int) -> None:
