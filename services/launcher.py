@@ -18,7 +18,7 @@ import redis
 
 from services.lifeline import Lifeline
 from services.model_store import DEFAULT_MODEL, pull
-from services.preflight import check_device, check_memory, check_ports
+from services.preflight import check_device, check_keys, check_memory, check_ports
 from services.redis_server import socket_path, start_server
 from shared.api_keys import check_exposure, wants_keys
 from shared.errors import StartupError
@@ -85,6 +85,7 @@ class Launcher:
         """Check what can be checked before anything starts; then list the processes."""
         settings = self.settings
         check_exposure(settings)
+        check_keys(settings)
         check_device(settings.device)
         self._open(settings.model)
         self.lifeline = Lifeline(settings.data_dir)  # before the ports: those of an earlier launcher's gateways are free then
