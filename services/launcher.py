@@ -57,6 +57,7 @@ class Launcher:
     stages: list[Child] = field(default_factory=list)
     jobs: list[Child] = field(default_factory=list)  # started when the others are ready, so that nobody waits for them
     models: list[ModelFiles] = field(default_factory=list)
+    is_announced: bool = False  # everything has been ready once, so its settings are good
     is_stopping: bool = False
     exit_code: int = 0
     lifeline: Lifeline = field(init=False)
@@ -67,13 +68,12 @@ class Launcher:
         self._prepare()
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop())
         signal.signal(signal.SIGINT, lambda *_: self._ask_to_stop())
-        is_announced = False
         started_at = time.monotonic()
         try:
             while not self.is_stopping:
                 self._keep_alive()
-                if not is_announced and self._is_ready():
-                    is_announced = True
+                if not self.is_announced and self._is_ready():
+                    self.is_announced = True
                     self._announce(time.monotonic() - started_at)
                     self.stages += self.jobs
                 time.sleep(0.1)
@@ -150,7 +150,7 @@ class Launcher:
         now = time.monotonic()
         for child in self.servers + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
-                if code == STARTUP_ERROR:  # it has said why
+                if code == STARTUP_ERROR and not self.is_announced:  # it has said why; later it is Redis, or a file, that will be there again
                     self.exit_code, self.is_stopping = code, True
                     return
                 if now - child.started_at > STABLE_AFTER_S:
