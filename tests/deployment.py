@@ -54,7 +54,8 @@ class Deployment:
             own["PENSTOCK_PORT"] = str(self.ports[replica_id])
         environment = {
             **os.environ,
-            "OMP_NUM_THREADS": "1" if stage != "compute" else "2",
+            "OMP_NUM_THREADS": "1",
+            "PENSTOCK_NUM_THREADS": "1",  # other deployments of other tests want the cores, too
             "PENSTOCK_REDIS_URL": self.redis_url,
             "PENSTOCK_REPLICA_ID": replica_id,
             "PENSTOCK_FILES_URL": str(self.folder / "files"),

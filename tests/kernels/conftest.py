@@ -16,6 +16,14 @@ from shared.errors import StartupError
 WITHOUT_KERNELS = "PENSTOCK_TEST_WITHOUT_KERNELS"  # 1: this machine can't build them, and that is known
 
 
+@pytest.fixture(autouse=True)
+def threads_of_torch() -> Iterator[None]:
+    """An engine takes all cores, for the whole process: every later test would, beside those of the other processes."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(params=list(INSTRUCTION_SETS))
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """What native code runs on during the test, wherever a backend is chosen."""

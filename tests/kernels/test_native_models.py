@@ -1,7 +1,6 @@
 """Whole models in native code: close to transformers in float32, and the same from a packed checkpoint."""
 
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,21 +70,14 @@ def test_layers_in_one_call_are_those_called_one_by_one(name: str, quantization:
         assert torch.equal(torch.stack(stacked.logits[number]), torch.stack(by_layer.logits[number]))
 
 
-@pytest.fixture
-def set_threads() -> Iterator[Callable[[int], None]]:
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("quantization", ["none", "w8a8", "w4"])
 @pytest.mark.parametrize("name", ["gemma2", "qwen3"])
-def test_panels_of_rows_are_what_one_thread_computes(name: str, quantization: str, set_threads: Callable[[int], None], tmp_path: Path) -> None:
+def test_panels_of_rows_are_what_one_thread_computes(name: str, quantization: str, tmp_path: Path) -> None:
     """Bit for bit: 290 rows are one piece to one thread, and three panels, the last of fewer rows, to two."""
     reference_model(name, tmp_path)
     prompts, logits = random_prompts(), []
     for threads in (1, 2):
-        set_threads(threads)
+        torch.set_num_threads(threads)
         engine = Engine(tmp_path, dtype=torch.bfloat16, quantization=quantization, max_batched_tokens=512)
         engine.generate(prompts, 3)
         logits.append(torch.cat([torch.stack(engine.logits[number]) for number in range(len(prompts))]))

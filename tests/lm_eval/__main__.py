@@ -54,7 +54,7 @@ def main() -> None:
         deployment = Deployment(url, Path(folder))
         try:
             os.chdir(Path(__file__).parents[2])
-            deployment.start_all(dtype="float32", model=model, served_model_name="evaluated")
+            deployment.start_all(dtype="float32", num_threads=0, model=model, served_model_name="evaluated")
             found = evaluate("local-completions", {
                 "model": "evaluated", "base_url": deployment.url() + "/v1/completions", "tokenizer": model, "tokenizer_backend": "huggingface",
                 "max_length": MAX_LENGTH + 2, "num_concurrent": 2, "max_retries": 3,

@@ -12,10 +12,11 @@ from tests.deployment import free_port
 from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "services.cli"]
+ONE_THREAD = {"PENSTOCK_NUM_THREADS": "1"}  # other tests want the cores, too
 
 
 def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
-    return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **environment})
+    return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **ONE_THREAD, **environment})
 
 
 class Up:
@@ -28,7 +29,7 @@ class Up:
         self.log = folder / "up.log"
         command = [*COMMAND, "up", "--model", "demo", "--port", str(self.port), "--data-dir", str(self.data_dir), *arguments]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+            self.process = subprocess.Popen(command, env={**os.environ, **ONE_THREAD}, stdout=log, stderr=log, start_new_session=True)
         try:
             wait_until(lambda: "curl" in self.log.read_text(), description="it says how to send a request", timeout_s=timeout_s)
         except AssertionError:
