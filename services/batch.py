@@ -25,11 +25,36 @@ def run_batch(url: str, source: str, out: Path | None, window: str, api_key: str
     with httpx.Client(base_url=url, timeout=httpx.Timeout(30.0, write=None), trust_env=False, headers=headers) as client:
         try:
             is_batch = source.startswith("batch_") and not Path(source).exists()
+            out = out or Path(f"{source}.out.jsonl" if is_batch or not Path(source).name else Path(source).with_suffix(".out.jsonl"))
+            if is_batch or Path(source).exists():
+                check_out(out, Path(source))
             batch = call(client, "GET", f"/v1/batches/{source}") if is_batch else create(client, Path(source), window)
-            out = out or (Path(f"{source}.out.jsonl") if is_batch else Path(source).with_suffix(".out.jsonl"))
             return collect(client, watch(client, batch), out)
         except httpx.HTTPError as error:
             raise StartupError(f"no gateway at {url}: is Penstock up? ({error})") from None
+
+
+def check_out(out: Path, source: Path) -> None:
+    """Raises StartupError for a place that can't be written to, or that the questions are in: better said now than when all is answered."""
+    if out.is_dir():
+        raise StartupError(f"{out}: Is a directory")
+    for path in (out, errors_of(out)):
+        if path.exists() and source.exists() and path.samefile(source):
+            raise StartupError(f"{path} is the file of requests: the answers would take its place")
+        try:
+            part_of(path).touch()
+            part_of(path).unlink()
+        except OSError as error:
+            raise StartupError(f"{path}: {error.strerror}") from None
+
+
+def errors_of(out: Path) -> Path:
+    return out.with_suffix(".errors.jsonl")
+
+
+def part_of(path: Path) -> Path:
+    """Where a file is until it is whole."""
+    return path.with_name(f"{path.name}.part")
 
 
 def create(client: httpx.Client, source: Path, window: str) -> dict[str, Any]:
@@ -90,7 +115,7 @@ def watch(client: httpx.Client, batch: dict[str, Any]) -> dict[str, Any]:
 def collect(client: httpx.Client, batch: dict[str, Any], out: Path) -> int:
     """Write what came of it; say how it was. 0: every line has an answer."""
     counts, written = batch["request_counts"], []
-    for field, path in (("output_file_id", out), ("error_file_id", out.with_suffix(".errors.jsonl"))):
+    for field, path in (("output_file_id", out), ("error_file_id", errors_of(out))):
         if batch[field] is not None:
             download(client, batch[field], path)
             written.append(str(path))
@@ -103,7 +128,7 @@ def collect(client: httpx.Client, batch: dict[str, Any], out: Path) -> int:
 
 def download(client: httpx.Client, file_id: str, path: Path) -> None:
     """A file, whole or not at all: a gateway that dies meanwhile is waited for."""
-    unfinished, until = path.with_name(f"{path.name}.part"), time.monotonic() + PATIENCE_S
+    unfinished, until = part_of(path), time.monotonic() + PATIENCE_S
     try:
         while True:
             try:

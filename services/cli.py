@@ -63,14 +63,33 @@ PULL_EXAMPLES = """examples:
   penstock up --model owner/name-GGUF"""
 
 
+SERVE_EXAMPLES = """examples:
+  penstock serve compute --help                 what a stage can be told
+  penstock serve gateway --port 9000
+  penstock serve sampler --redis-url redis://10.0.0.5:6379/0"""
+
+
+class StageHelp(argparse.Action):
+    """--help of `penstock serve`; behind a stage it is the stage's, and is handed on."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        if namespace.stage is None:
+            parser.print_help()
+            parser.exit()
+        namespace.stage_help = ["--help"]
+
+
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
     parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
     parser.set_defaults(parser=parser)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     commands.add_parser("up", add_help=False, help="start everything on this machine")
-    serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)")
-    serve.add_argument("stage", choices=STAGES, metavar="STAGE")
+    serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)", epilog=SERVE_EXAMPLES)
+    serve.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    serve.add_argument(
+        "-h", "--help", action=StageHelp, nargs=0, dest="stage_help", default=[], help="show this help message, or behind a stage all of its flags"
+    )
     add_status(commands.add_parser("status", help="replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES))
     add_chat(commands.add_parser("chat", help="a chat in the terminal", epilog=CHAT_EXAMPLES))
     add_batch(commands.add_parser("batch", help="have a file of requests answered, and wait for it", epilog=BATCH_EXAMPLES))
@@ -175,7 +194,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         case "serve":
             from shared.stage import run_stage
 
-            sys.argv = [f"penstock serve {args.stage}", *rest]
+            sys.argv = [f"penstock serve {args.stage}", *rest, *args.stage_help]
             run_stage(importlib.import_module(f"services.{args.stage}.__main__").main)
         case "status":
             from services.status import show_status

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shared.api_keys import add_key, read_keys, revoke_key, rotate_key
 from shared.arguments import positive_number
+from shared.errors import StartupError
 from shared.settings import DEFAULT_KEYS_FILE
 
 COLUMNS = "{:<24} {:<17} {:>8} {:>10} {:>11} {:>8}  {:<6} {}"
@@ -38,6 +39,8 @@ def keys(args: argparse.Namespace) -> None:
     match args.action:
         case "add":
             models = tuple(name for name in args.models.split(",") if name) if args.models is not None else None
+            if models == ():
+                raise StartupError("--models names no model, so the key would be good for nothing; without it, all are meant")
             limits = {"requests_per_minute": args.rpm, "tokens_per_minute": args.tpm, "max_concurrency": args.concurrency}
             print(add_key(args.keys_file, args.name, is_admin=args.admin, models=models, priority=args.priority, **limits))
         case "rotate":

@@ -18,7 +18,7 @@ import redis
 
 from services.lifeline import Lifeline
 from services.model_store import DEFAULT_MODEL, pull
-from services.preflight import check_device, check_memory, check_ports
+from services.preflight import check_device, check_keys, check_memory, check_ports
 from services.redis_server import socket_path, start_server
 from shared.api_keys import check_exposure, wants_keys
 from shared.errors import StartupError
@@ -57,6 +57,7 @@ class Launcher:
     stages: list[Child] = field(default_factory=list)
     jobs: list[Child] = field(default_factory=list)  # started when the others are ready, so that nobody waits for them
     models: list[ModelFiles] = field(default_factory=list)
+    is_announced: bool = False  # everything has been ready once, so its settings are good
     is_stopping: bool = False
     exit_code: int = 0
     lifeline: Lifeline = field(init=False)
@@ -67,13 +68,12 @@ class Launcher:
         self._prepare()
         signal.signal(signal.SIGTERM, lambda *_: self._ask_to_stop())
         signal.signal(signal.SIGINT, lambda *_: self._ask_to_stop())
-        is_announced = False
         started_at = time.monotonic()
         try:
             while not self.is_stopping:
                 self._keep_alive()
-                if not is_announced and self._is_ready():
-                    is_announced = True
+                if not self.is_announced and self._is_ready():
+                    self.is_announced = True
                     self._announce(time.monotonic() - started_at)
                     self.stages += self.jobs
                 time.sleep(0.1)
@@ -85,6 +85,7 @@ class Launcher:
         """Check what can be checked before anything starts; then list the processes."""
         settings = self.settings
         check_exposure(settings)
+        check_keys(settings)
         check_device(settings.device)
         self._open(settings.model)
         self.lifeline = Lifeline(settings.data_dir)  # before the ports: those of an earlier launcher's gateways are free then
@@ -149,7 +150,7 @@ class Launcher:
         now = time.monotonic()
         for child in self.servers + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
-                if code == STARTUP_ERROR:  # it has said why
+                if code == STARTUP_ERROR and not self.is_announced:  # it has said why; later it is Redis, or a file, that will be there again
                     self.exit_code, self.is_stopping = code, True
                     return
                 if now - child.started_at > STABLE_AFTER_S:

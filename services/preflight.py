@@ -8,11 +8,13 @@ import json
 import math
 import socket
 import struct
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
+from shared.api_keys import read_keys
 from shared.errors import StartupError
-from shared.host_memory import GIB, free_host_memory
+from shared.host_memory import free_host_memory, size_text
 from shared.model_files import ModelFiles
 from shared.settings import UpSettings
 
@@ -48,6 +50,13 @@ def check_port(host: str, port: int, flag: str) -> None:
             raise StartupError(f"can't listen on {host}:{port}: {error.strerror or error}. Another one with {flag}") from None
 
 
+def check_keys(settings: UpSettings) -> None:
+    """Raises StartupError for a file of keys that no gateway would take."""
+    if settings.auth:
+        with suppress(FileNotFoundError):
+            read_keys(settings.keys_file)
+
+
 def check_device(device: str) -> None:
     """Raises StartupError where --device cuda asks for a GPU that is not there, or that the torch which is installed can't use."""
     if device != "cuda":
@@ -69,11 +78,11 @@ def check_memory(settings: UpSettings, models: list[ModelFiles]) -> None:
     if weights + kv_cache <= room:
         return
     names = ", ".join(files.name for files in models)
-    cache = f" and {kv_cache / GIB:.3g} GiB for the KV cache (--kv-cache-memory)" if kv_cache else ""
+    cache = f" and {size_text(kv_cache)} for the KV cache (--kv-cache-memory)" if kv_cache else ""
     hint = (
         "less of the latter" if weights <= room else "a smaller model" if settings.quantization != "none" else "--quantization w8a8 or w4, or a smaller model"
     )
-    raise StartupError(f"{names}: at least {weights / GIB:.3g} GiB for the weights{cache}, and {room / GIB:.3g} GiB {where}: {hint}")
+    raise StartupError(f"{names}: at least {size_text(weights)} for the weights{cache}, and {size_text(room)} {where}: {hint}")
 
 
 def weights_bytes(files: ModelFiles, settings: UpSettings) -> int:

@@ -340,6 +340,7 @@ class Replica:
     problem: str = ""  # what keeps it from Redis at the moment
     parsers: dict[str, str] = field(default_factory=dict)  # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all
     fingerprint: str = ""  # of compute: changes with whatever may change its tokens
+    is_encoder: bool = False  # of compute: the model makes embeddings, and no text
 
 
 TAGS: dict[type, tuple[str, int]] = {

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn
 
 from redis.exceptions import RedisError
@@ -56,19 +57,25 @@ def look(client: Any) -> Registry:
     dead = [name for name, value in zip(names, values, strict=True) if value is None]
     if dead:
         client.srem(REPLICAS, *dead)
-    return Registry(decode_replicas(values), watched is not None)
+    return Registry(decode_replicas(zip(names, values, strict=True)), watched is not None)
 
 
-def decode_replicas(values: Iterable[bytes | None]) -> tuple[Replica, ...]:
-    """The announcements that decode; one of a newer version is as good as not there."""
+def decode_replicas(announced: Iterable[tuple[str, bytes | None]]) -> tuple[Replica, ...]:
+    """The announcements that decode, of names and values; one of a newer version is as good as not there."""
     replicas = []
-    for value in values:
+    for name, value in announced:
         try:
             if value is not None:
                 replicas.append(decode(Replica, value))
         except Invalid as error:
-            log.warning("an announcement does not decode", error=error)
+            say_unread(name, str(error))
     return tuple(replicas)
+
+
+@lru_cache(maxsize=256)
+def say_unread(name: str, error: str) -> None:
+    """Once: it comes again with every beat."""
+    log.warning("an announcement does not decode: is the replica's version newer than this one?", replica=name, error=error)
 
 
 def announce(pipe: Pipeline, replica: Replica) -> None:

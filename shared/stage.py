@@ -53,6 +53,7 @@ class Stage:
         self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
         self.fingerprint = ""  # compute's, the same
+        self.is_encoder = False  # the same
         self._started_at = time.time()
         self._turned_at = time.monotonic()
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
@@ -92,6 +93,7 @@ class Stage:
             problem=self.problem,
             parsers=self.parsers,
             fingerprint=self.fingerprint,
+            is_encoder=self.is_encoder,
         )
 
     def catch_signals(self) -> None:

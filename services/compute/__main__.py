@@ -14,6 +14,7 @@ def main() -> None:
     engine = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
     stage.fingerprint = fingerprint(settings, files, engine)
+    stage.is_encoder = engine.is_encoder
     ComputeService(stage, settings, engine).run()
 
 

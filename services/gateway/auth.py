@@ -118,14 +118,14 @@ class Auth:
         is_open = path in OPEN or path.startswith(OPEN_FOLDERS)
         if self.keys.is_local and not is_open and not is_loopback(headers.get("host", "")):
             message = "Without API keys this gateway is for its own machine, under a loopback name. Behind a proxy, make keys, or start it with --no-auth."
-            return await error_response(path, 403, message, None, "host_not_allowed")(scope, receive, send)
+            return await error_response(scope, 403, message, None, "host_not_allowed")(scope, receive, send)
         if tenant is None and not is_open:
             message = "Incorrect API key provided." if key else "You didn't provide an API key: send it as Authorization: Bearer, or as x-api-key."
-            refusal = error_response(path, 401, message, None, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+            refusal = error_response(scope, 401, message, None, "invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
             return await refusal(scope, receive, send)
         caller = Caller(tenant or NOBODY)
         if not caller.tenant.is_admin and (path in ADMIN or path.startswith(ADMIN_FOLDERS)):
-            refusal = error_response(path, 403, "This key may not do that: it takes an administrator's.", None, "insufficient_permissions")
+            refusal = error_response(scope, 403, "This key may not do that: it takes an administrator's.", None, "insufficient_permissions")
             return await refusal(scope, receive, send)
         scope.setdefault("state", {})["caller"] = caller
         if not caller.tenant.has_limits:

@@ -7,8 +7,10 @@ import redis
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Scope
 
 from services.gateway.anthropic.errors import error_of
 from shared.errors import Invalid, Recoverable, Rejected
@@ -50,14 +52,20 @@ def error_body(status: int, message: str, param: str | None = None, code: str | 
     return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code}}
 
 
+def speaks_anthropic(scope: Scope) -> bool:
+    """Whether a request is Anthropic's API. The path says it; of the models, which OpenAI has under the same, the header that Anthropic's clients send."""
+    path: str = scope["path"]
+    return path.startswith("/v1/messages") or (path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope))
+
+
 def error_response(
-    path: str, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+    scope: Scope, status: int, message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
 ) -> JSONResponse:
-    """An error in the shape of the API that the path belongs to."""
-    if path.startswith("/v1/messages"):
+    """An error in the shape of the API that the request belongs to."""
+    if speaks_anthropic(scope):
         body = error_of(status, message)
     else:
-        body = {"error": message} if path.startswith("/api/") else error_body(status, message, param, code)
+        body = {"error": message} if scope["path"].startswith("/api/") else error_body(status, message, param, code)
     return JSONResponse(body, status, headers=headers)
 
 
@@ -70,19 +78,19 @@ async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Invalid)
     say_refused(request, error.status, error.code)
     headers = {"Connection": "close"} if error.status == 408 else None  # the rest of the body may still come
-    return error_response(request.url.path, error.status, str(error), error.param, error.code, headers=headers)
+    return error_response(request.scope, error.status, str(error), error.param, error.code, headers=headers)
 
 
 async def on_validation(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
-    return error_response(request.url.path, 400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
+    return error_response(request.scope, 400, f"{first['loc'][-1]}: {first['msg']}", str(first["loc"][-1]))
 
 
 async def on_rejected(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Rejected)
     say_refused(request, error.status, error.code)
-    return error_response(request.url.path, error.status, str(error), None, error.code, headers={"Retry-After": str(error.retry_after_s)})
+    return error_response(request.scope, error.status, str(error), None, error.code, headers={"Retry-After": str(error.retry_after_s)})
 
 
 async def on_failed(request: Request, error: Exception) -> JSONResponse:
@@ -90,12 +98,12 @@ async def on_failed(request: Request, error: Exception) -> JSONResponse:
     failure = error.error
     # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
     headers = {501: {"X-Should-Retry": "false"}, 504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
-    return error_response(request.url.path, failure.status, failure.message, failure.param, failure.code, headers=headers)
+    return error_response(request.scope, failure.status, failure.message, failure.param, failure.code, headers=headers)
 
 
 async def on_away(request: Request, error: Exception) -> JSONResponse:
     log.warning("redis can't serve", error=reason_of(error))
-    return error_response(request.url.path, 503, "the pipeline is not reachable at the moment", None, "redis_away", headers={"Retry-After": "1"})
+    return error_response(request.scope, 503, "the pipeline is not reachable at the moment", None, "redis_away", headers={"Retry-After": "1"})
 
 
 async def on_redis(request: Request, error: Exception) -> JSONResponse:
@@ -114,12 +122,12 @@ async def on_http(request: Request, error: Exception) -> JSONResponse:
         message, code = f"there is no {request.method} {path[:128]} here; /docs lists what there is", "unknown_url"
     elif error.status_code == 405:
         message, code = f"{path[:128]} does not take {request.method}", "method_not_supported"
-    return error_response(path, error.status_code, message, None, code, headers=error.headers)
+    return error_response(request.scope, error.status_code, message, None, code, headers=error.headers)
 
 
 async def on_bug(request: Request, error: Exception) -> JSONResponse:
     log.error("unexpected error", error=repr(without_command(error)))
-    return error_response(request.url.path, 500, "internal error")
+    return error_response(request.scope, 500, "internal error")
 
 
 HANDLERS = {

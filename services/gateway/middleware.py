@@ -6,7 +6,7 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.errors import error_response
+from services.gateway.errors import error_response, speaks_anthropic
 
 UPLOAD_PATH = "/v1/files"
 MULTIPART_BYTES = 16 << 10  # of an upload, beside the file
@@ -31,7 +31,7 @@ class RequestId:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["X-Request-Id"] = request_id
-                if scope["path"].startswith("/v1/messages"):
+                if speaks_anthropic(scope):
                     headers["request-id"] = request_id
             await send(message)
 
@@ -50,7 +50,7 @@ class OneHost:
         num_hosts = len(Headers(scope=scope).getlist("host"))
         if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
             message = f"a request of HTTP/1.1 has one Host header, this one has {num_hosts or 'none'}"
-            return await error_response(scope["path"], 400, message, None, "invalid_host", headers={"Connection": "close"})(scope, receive, send)
+            return await error_response(scope, 400, message, None, "invalid_host", headers={"Connection": "close"})(scope, receive, send)
         await self.app(scope, receive, send)
 
 
@@ -100,4 +100,4 @@ class BodyLimit:
             message = f"the body is longer than {most} bytes"
             # Who has asked whether to send the body does not; who has not asked is let send it, or he would not read the answer
             closing = {"Connection": "close"} if "expect" in headers else None
-            await error_response(scope["path"], 413, message, headers=closing)(scope, receive, send)
+            await error_response(scope, 413, message, headers=closing)(scope, receive, send)

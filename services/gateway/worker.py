@@ -20,6 +20,7 @@ FRAME = struct.Struct("<Q")  # length of what follows
 def run_worker(answer: Callable[[bytes], object]) -> None:
     """Answer until the input ends. What `answer` raises as Invalid is an answer, too."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints does not print into the answers
     serve(sys.stdin.buffer, sink, answer)

@@ -108,6 +108,7 @@ def work(office: Office) -> None:
 
     warnings.simplefilter("ignore", SecurityWarning)  # about root, for tasks may be pickles: ours are JSON
     logging.getLogger("celery.beat").setLevel(logging.CRITICAL)  # a traceback each time that Redis is away, of which the transport has told
+    logging.getLogger("celery.worker").addFilter(be_brief)
     signals.setup_logging.connect(ignore, weak=False)  # Celery would set up its own otherwise
     signals.worker_shutting_down.connect(stop, weak=False)
     signals.worker_ready.connect(lambda **_: office.stage.join(), weak=False)
@@ -117,6 +118,16 @@ def work(office: Office) -> None:
         worker.start()
     finally:
         beat.stop()
+    if worker.exitcode:
+        raise SystemExit(1)  # Celery gives up where Redis refuses what it reads by: whoever watches the process starts another
+
+
+def be_brief(record: logging.LogRecord) -> bool:
+    """Where it was that Celery met a Redis which can't serve is of no use to anybody."""
+    error = record.exc_info[1] if record.exc_info else None
+    if error is not None and is_temporary(error):
+        record.msg, record.args, record.exc_info = f"redis can't serve, ending the process: {reason_of(error)}", (), None
+    return True
 
 
 def give_up() -> None:

@@ -134,6 +134,7 @@ def limit_memory() -> None:
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever started us may have it ignored
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints does not print into the replies
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it for nothing

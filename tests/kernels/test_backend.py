@@ -118,7 +118,7 @@ def test_the_cache_is_what_remains_beside_the_workspace(monkeypatch: pytest.Monk
         choose_num_blocks(settings, config, FLOAT32, 200 * block_bytes)
     asked = ComputeSettings(kv_cache_memory=80 * block_bytes, block_size=16)
     assert choose_num_blocks(asked, config, FLOAT32, 20 * block_bytes) == 80
-    with pytest.raises(StartupError, match="only .* GiB are free beside the weights and .* GiB to work in"):
+    with pytest.raises(StartupError, match="only .*iB are free beside the weights and .*iB to work in"):
         choose_num_blocks(asked, config, FLOAT32, 21 * block_bytes)
 
 

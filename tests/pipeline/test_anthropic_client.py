@@ -141,3 +141,17 @@ def test_other_errors_have_the_shape_too(demo: Deployment, client: anthropic.Ant
     assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.request_id == caught.value.response.headers["X-Request-Id"]
     wrong = httpx.post(demo.url() + "/v1/messages", content=b"{", timeout=10, trust_env=False)
     assert (wrong.status_code, wrong.json()["type"]) == (400, "error")
+
+
+def test_models_are_listed_in_anthropic_s_shape(demo: Deployment, client: anthropic.Anthropic) -> None:
+    """OpenAI has the same path: who sends anthropic-version gets this shape, and everybody else OpenAI's."""
+    [card] = client.models.list(limit=1)
+    assert (card.type, card.id, card.display_name, card.lifecycle) == ("model", MODEL, MODEL, "active")
+    assert card == client.models.retrieve(MODEL) and card.created_at.year >= 2024
+    page = client.models.list()
+    assert (page.first_id, page.last_id, page.has_more) == (MODEL, MODEL, False)
+    assert card.max_input_tokens == demo.get(f"/v1/models/{MODEL}").json()["max_model_len"] and demo.get("/v1/models").json()["object"] == "list"
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.models.retrieve("nobody")
+    assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.request_id
+    assert demo.get("/v1/models/nobody").json()["error"]["code"] == "model_not_found"

@@ -119,6 +119,7 @@ def test_an_encoder_makes_embeddings_and_no_text(deployment: Deployment, tmp_pat
     assert cut == reply.data[2].embedding, "the beginning, and [SEP]"
     assert np.array_equal(np.float32(of_ollama), np.float32(cut))
     assert deployment.post("/api/embed", too_long | {"truncate": False}).status_code == 400
+    assert deployment.post("/api/show", {"model": "encoder"}).json()["capabilities"] == ["embedding"], "by which front ends choose"
     for wrong, code in (({"input": "w1 " * 47}, "context_length_exceeded"), ({"prompt": "w1", "max_tokens": 3}, "model_not_supported")):
         path = "/v1/embeddings" if "input" in wrong else "/v1/completions"
         refused = deployment.post(path, {"model": "encoder"} | wrong)

@@ -1,6 +1,10 @@
 """However a stage ends, none of its threads is left that speaks with Redis: OpenSSL dies with SIGSEGV where one does while the interpreter goes away."""
 
 import gc
+import os
+import struct
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -31,3 +35,14 @@ def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, red
     assert not [thread for thread in threading.enumerate() if isinstance(thread, Heartbeat)]
     stage.transport.close()
     stage._heartbeat.transport.close()
+
+
+@pytest.mark.parametrize(("helper", "question"), [("services.tokenizer.template_worker", b'["{{ x }}", {}]'), ("services.gateway.grammar_worker", b"")])
+def test_a_helper_whose_stage_has_gone_says_nothing(helper: str, question: bytes) -> None:
+    """As when a stage ends while it starts: its helper's first answer has no reader."""
+    environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}  # as a tokenizer has it
+    process = subprocess.Popen([sys.executable, "-m", helper], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    process.stdout.close()
+    _, said = process.communicate(struct.pack("<Q", len(question)) + question, timeout=120)
+    assert said == b""

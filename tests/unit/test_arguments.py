@@ -1,5 +1,7 @@
 """What the command line says to a slip: one line, and what was probably meant; and that every --help has an example."""
 
+from pathlib import Path
+
 import pytest
 
 from services.cli import main
@@ -14,6 +16,8 @@ from services.compute.simulation.__main__ import simulate
         ("", "COMMAND is missing; penstock --help shows how it is used"),
         ("--verson", "no flag '--verson': did you mean --version?; penstock --help lists them"),
         ("keys add team --rpm -1", "--rpm: '-1' is not a whole number above 0"),
+        ("keys add team --models ,", "--models names no model, so the key would be good for nothing; without it, all are meant"),
+        ("serve", "STAGE is missing; penstock serve --help shows how it is used"),
         ("serve samplr", "no stage 'samplr': did you mean sampler?"),
         ("up --prot 9000", "no flag '--prot': did you mean --port?; penstock up --help lists them"),
         ("up --max-num-seq=3", "no flag '--max-num-seq': did you mean --max-num-seqs?; penstock up --help lists them"),
@@ -37,7 +41,7 @@ def test_a_slip_is_one_line(command: str, line: str, capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == f"penstock: {line}\n"
 
 
-@pytest.mark.parametrize("command", ["", "up", "status", "chat", "pull", "models", "quantize", "build-kernels", "make-model"])
+@pytest.mark.parametrize("command", ["", "up", "serve", "status", "chat", "pull", "models", "quantize", "build-kernels", "make-model"])
 def test_every_help_has_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
         main([*command.split(), "--help"])
@@ -51,3 +55,18 @@ def test_simulate_is_as_brief(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         simulate(["--modle", "x"])
     assert capsys.readouterr().err == "penstock: no flag '--modle': did you mean --model?; penstock simulate --help lists them\n"
+
+
+def test_simulate_says_what_a_file_lacks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.json").write_text('{"fixed_s": 1, "per_token_s": 1}')
+    assert main(["simulate", "--hardware", str(tmp_path / "mine.json")]) == 2
+    assert capsys.readouterr().err.endswith("(it has no 'per_context_token_s')\n")
+    assert main(["simulate", "--model", str(tmp_path)]) == 2
+    assert "no checkpoint folder (No such file or directory), and not one of" in capsys.readouterr().err
+
+
+def test_help_behind_a_stage_is_the_stage_s(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", [])
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "sampler", "--help"])
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: penstock serve sampler ")

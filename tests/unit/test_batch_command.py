@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from services import batch
-from services.batch import download, endpoint_of, first_line
+from services.batch import download, endpoint_of, first_line, run_batch
 from shared.errors import StartupError
 
 LINE = b'{"url": "/v1/completions"}'
@@ -49,3 +49,22 @@ def test_answers_that_do_not_come_leave_nothing_that_looks_whole(tmp_path: Path,
     ):
         download(client, "file-a", tmp_path / "out.jsonl")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("out.jsonl", "of the last time")]
+
+
+@pytest.mark.parametrize(
+    ("out", "line"),
+    [
+        (".", "Is a directory"),
+        ("none/out.jsonl", "out.jsonl: No such file or directory"),
+        ("asked.errors.jsonl", "asked.errors.jsonl is the file of requests"),
+        ("asked.jsonl", "asked.errors.jsonl is the file of requests"),
+    ],
+)
+def test_where_the_answers_can_t_go_is_said_before_anything_is_sent(tmp_path: Path, out: str, line: str) -> None:
+    asked = tmp_path / "asked.errors.jsonl"
+    asked.write_bytes(LINE)
+    with pytest.raises(StartupError, match=line):
+        run_batch("http://127.0.0.1:1", str(asked), tmp_path / out, "24h", None)
+    assert list(tmp_path.iterdir()) == [asked] and asked.read_bytes() == LINE
+    with pytest.raises(StartupError, match=r"nowhere/asked\.jsonl: No such file"):
+        run_batch("http://127.0.0.1:1", "/nowhere/asked.jsonl", None, "24h", None)

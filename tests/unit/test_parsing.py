@@ -170,6 +170,13 @@ def test_calls_are_looked_for_behind_the_reasoning_only() -> None:
     assert read(parse(text, "hermes", "qwen3")) == (f"I might <tool_call>{CALL}</tool_call> it.", "", [("add", ADDED)])
 
 
+@pytest.mark.parametrize(("form", "content"), [("calls", ""), ("llama3_json", '{"name": "ad')])
+def test_a_list_of_calls_that_is_cut_off_ends_with_its_last_whole_one(form: str, content: str) -> None:
+    """Where calls alone may be written, nothing of the next is content; elsewhere it is, without the comma before it."""
+    text = '[{"name": "add", "parameters": {"a": 1}}, {"name": "ad'
+    assert read(parse(text, form)) == ("", content, [("add", {"a": 1})])
+
+
 def test_a_forced_call_is_its_arguments() -> None:
     parser = AnswerParser(Parsing("", "arguments", ("add",)))
     assert parser.feed(" ") == []

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from services import preflight
-from services.preflight import check_device, check_memory, check_ports, weights_bytes
+from services.preflight import check_device, check_keys, check_memory, check_ports, weights_bytes
 from shared.errors import StartupError
-from shared.host_memory import GIB
+from shared.host_memory import GIB, size_text
 from shared.model_files import DEMO_MODEL, open_model
 from shared.settings import UpSettings
 from tests.deployment import free_port
@@ -68,10 +68,24 @@ def test_what_can_not_fit_is_refused_with_figures(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(preflight, "free_host_memory", lambda: GIB)
     demo = open_model("demo")
     check_memory(UpSettings(kv_cache_memory="900MiB"), [demo])
-    with pytest.raises(StartupError, match=r"penstock-demo: at least .* GiB for the weights and 2 GiB for the KV cache .*, and 1 GiB are free on this machine"):
+    with pytest.raises(StartupError, match=r"penstock-demo: at least 7 MiB for the weights and 2 GiB for the KV cache .*, and 1 GiB are free on this machine"):
         check_memory(UpSettings(kv_cache_memory="2GiB"), [demo])
     monkeypatch.setattr(preflight, "free_host_memory", lambda: 1 << 20)
     with pytest.raises(StartupError, match="--quantization w8a8 or w4, or a smaller model"):
         check_memory(UpSettings(), [demo])
     monkeypatch.setattr(preflight, "gpu_memory", lambda: [80 * GIB])
     check_memory(UpSettings(), [demo])
+
+
+def test_sizes_are_written_in_units_that_suit_them() -> None:
+    sizes = (0, 10, 1023, 1024, 32 << 10, 7_300_000, 3 << 29, GIB << 10)
+    assert [size_text(size) for size in sizes] == ["0 bytes", "10 bytes", "1023 bytes", "1 KiB", "32 KiB", "6.96 MiB", "1.5 GiB", "1024 GiB"]
+
+
+def test_a_broken_file_of_keys_is_told_before_anything_starts(tmp_path: Path) -> None:
+    settings = UpSettings(keys_file=tmp_path / "keys.json")
+    check_keys(settings)
+    settings.keys_file.write_text("{")
+    with pytest.raises(StartupError, match="keys.json is no file of keys"):
+        check_keys(settings)
+    check_keys(UpSettings(keys_file=settings.keys_file, auth=False))

@@ -1,15 +1,22 @@
-"""What is known of a model before anything is started: how to ask it, and that it can't be served."""
+"""Before anything is started: how to ask a model, and that it can't be served; and stages that can't run, before and after they could."""
 
 import json
+import logging
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import redis
 
-from services.launcher import example
+from services.jobs.worker import be_brief
+from services.launcher import STARTUP_ERROR, Child, Launcher, example
+from services.lifeline import Lifeline
 from shared.errors import StartupError
 from shared.model_files import DEMO_MODEL, open_model
+from shared.settings import UpSettings
 
 
 @pytest.fixture
@@ -52,3 +59,27 @@ def test_what_can_not_be_served_is_refused_before_anything_starts(folder: Path) 
     (folder / "config.json").unlink()
     with pytest.raises(StartupError, match="holds no config.json"):
         open_model(str(folder), weights=True)
+
+
+@pytest.mark.parametrize("is_announced", [False, True])
+def test_a_stage_that_can_not_run_as_configured_ends_all_before_the_pipeline_was_ready_only(tmp_path: Path, is_announced: bool) -> None:
+    """Later it is a Redis, or a file of keys, that is away for a while: what serves goes on, and the stage is tried again."""
+    launcher = Launcher(UpSettings(data_dir=tmp_path), is_announced=is_announced)
+    launcher.lifeline = Lifeline(tmp_path)
+    child = Child("stage", lambda: subprocess.Popen([sys.executable, "-c", f"raise SystemExit({STARTUP_ERROR})"]))
+    launcher.stages.append(child)
+    launcher._keep_alive()
+    first = child.process
+    assert first is not None and first.wait(60) == STARTUP_ERROR
+    launcher._keep_alive()
+    assert (launcher.is_stopping, launcher.exit_code) == ((False, 0) if is_announced else (True, STARTUP_ERROR))
+    assert (child.process is None) == is_announced, "it waits for its next try"
+    for file in (launcher.lifeline._own, launcher.lifeline._shared):
+        file.close()
+
+
+def test_a_worker_that_redis_refuses_says_so_in_a_line() -> None:
+    for error, has_trace in ((redis.ResponseError("MISCONF Errors writing to the AOF file"), False), (ValueError("a mistake of ours"), True)):
+        record = logging.LogRecord("celery.worker", logging.CRITICAL, "", 0, "Unrecoverable error: %r", (error,), (type(error), error, None))
+        assert be_brief(record) and bool(record.exc_info) == has_trace
+        assert record.getMessage().startswith("Unrecoverable" if has_trace else "redis can't serve, ending the process: MISCONF")

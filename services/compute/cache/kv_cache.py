@@ -8,7 +8,7 @@ import torch
 from services.compute.backends.backend import Backend
 from services.compute.backends.buffers import to_device
 from shared.errors import StartupError
-from shared.host_memory import GIB, free_host_memory
+from shared.host_memory import free_host_memory, size_text
 from shared.settings import ComputeSettings
 
 CUDA_SHARE, CPU_SHARE = 0.9, 0.25  # of the free memory: a GPU is the server's own, a laptop is not
@@ -69,10 +69,10 @@ def choose_num_blocks(settings: ComputeSettings, config: CacheShape, backend: Ba
     elif wanted <= free:
         wanted_bytes = int(wanted)
     else:
-        beside = f"the weights and {workspace_bytes / GIB:.3g} GiB to work in"
-        raise StartupError(f"--kv-cache-memory {wanted / GIB:.3g} GiB: only {free / GIB:.3g} GiB are free beside {beside}")
+        beside = f"the weights and {size_text(workspace_bytes)} to work in"
+        raise StartupError(f"--kv-cache-memory {size_text(wanted)}: only {size_text(free)} are free beside {beside}")
     if wanted_bytes < block_bytes:
-        raise StartupError(f"the KV cache would have {wanted_bytes / GIB:.3g} GiB, one block of it takes {block_bytes / GIB:.3g} GiB: raise --kv-cache-memory")
+        raise StartupError(f"the KV cache would have {size_text(wanted_bytes)}, one block of it takes {size_text(block_bytes)}: raise --kv-cache-memory")
     return wanted_bytes // block_bytes
 
 

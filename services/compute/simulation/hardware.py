@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from services.compute.scheduling.step_cost import StepCost
+from services.compute.simulation.reading import reason
 from shared.errors import StartupError
 
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.6  # of the data sheet that good kernels reach
@@ -93,7 +94,7 @@ def find_model(name: str) -> ModelShape:
         layer = hidden * head_dim * 2 * (heads + kv_heads) + 3 * hidden * config["intermediate_size"]
         embeddings = config["vocab_size"] * hidden * (1 if config.get("tie_word_embeddings") else 2)
     except (OSError, ValueError, KeyError, TypeError, ZeroDivisionError) as error:
-        raise StartupError(f"--model {name}: no checkpoint folder ({error!r}), and not one of {', '.join(MODELS)}") from None
+        raise StartupError(f"--model {name}: no checkpoint folder ({reason(error)}), and not one of {', '.join(MODELS)}") from None
     return ModelShape(layers * layer + embeddings, layers, kv_heads, head_dim)
 
 
@@ -109,4 +110,4 @@ def find_hardware(name: str, model: ModelShape) -> tuple[Cost, int]:
         return StepCost(*costs), int(fields["kv_tokens"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         text = f"--hardware {name}: not one of {', '.join(HARDWARE)}, nor a file with fixed_s, per_token_s, per_context_token_s and kv_tokens"
-        raise StartupError(f"{text} ({error!r})") from None
+        raise StartupError(f"{text} ({reason(error)})") from None

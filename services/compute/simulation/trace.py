@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from services.compute.simulation.reading import reason
 from shared.errors import StartupError
 
 CHARS_PER_TOKEN = 4.0  # of English text, for files that hold texts
@@ -38,7 +39,7 @@ def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRe
     except OSError as error:
         raise StartupError(f"--trace {source}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise StartupError(f"--trace {source}: neither ShareGPT's JSON nor lines of prompt_tokens and output_tokens: {error!r}") from None
+        raise StartupError(f"--trace {source}: neither ShareGPT's JSON nor lines of prompt_tokens and output_tokens: {reason(error)}") from None
     if not found:
         raise StartupError(f"--trace {source}: it holds no request")
     for request in found:

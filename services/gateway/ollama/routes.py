@@ -106,16 +106,23 @@ async def show(request: Request) -> dict[str, Any]:
     name = name_here(context, body.wanted)
     replica = context.served(name)
     described = card(name, replica)
-    tool_calls, reasoning = parsers_of(context, replica.model or name)
     return {
         "modelfile": "",
         "parameters": "",
         "template": "",
         "details": described["details"],
         "model_info": {"general.architecture": "penstock", "penstock.context_length": replica.max_model_len},
-        "capabilities": ["completion", *(["tools"] if tool_calls else []), *(["thinking"] if reasoning else [])],
+        "capabilities": capabilities(context, name, replica),
         "modified_at": described["modified_at"],
     }
+
+
+def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
+    """What the model is for, in Ollama's words."""
+    if replica.is_encoder:
+        return ["embedding"]
+    tool_calls, reasoning = parsers_of(context, replica.model or name)
+    return ["completion", *(["tools"] if tool_calls else []), *(["thinking"] if reasoning else [])]
 
 
 @router.get("/version")

@@ -7,7 +7,9 @@ from typing import Any
 import orjson
 from fastapi import APIRouter, Header, Request, Response
 
+from services.gateway.anthropic import models as anthropic
 from services.gateway.context import Context, RequestContext, context_of
+from services.gateway.errors import speaks_anthropic
 from services.gateway.measured import Measured
 from services.gateway.openai.ask import unless_gone
 from services.gateway.openai.beams import check_beams, search_prompt
@@ -88,13 +90,16 @@ async def resume_stream(response_id: str, request: Request, last_event_id: str |
 @router.get("/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The models that are served. One whose compute is away for a moment is among them, without its length."""
+    if speaks_anthropic(request.scope):
+        return anthropic.list_of(context_of(request).served_names())
     return {"object": "list", "data": [card(*each) for each in sorted(context_of(request).served_names().items())]}
 
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     """One of them."""
-    return card(model, context_of(request).served(model))
+    replica = context_of(request).served(model)
+    return anthropic.card(model, replica) if speaks_anthropic(request.scope) else card(model, replica)
 
 
 def card(name: str, replica: Replica) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class ForcedCall:
 
 
 FORCED: dict[str, Callable[[frozenset[str]], Parser]] = {
-    "calls": lambda names: JsonCalls(Form(may_be_bare=True), names),
+    "calls": lambda names: JsonCalls(Form(may_be_bare=True, has_prose=False), names),
     "arguments": lambda names: ForcedCall(next(iter(names))),
 }
 

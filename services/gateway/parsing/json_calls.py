@@ -27,6 +27,7 @@ class Form:
     ends: tuple[str, ...] = ()
     may_be_bare: bool = False  # an answer that begins with an object, or a list, may be a call without a marker
     has_names_first: bool = False  # name{…} or name[ARGS]{…}
+    has_prose: bool = True  # false: a grammar had the model write calls alone, so an end that begins none is one that was cut off
 
 
 class ObjectCall:
@@ -180,8 +181,8 @@ class JsonCalls:
         pieces: list[Piece] = []
         if self._call is not None and self._call.has_begun:
             pieces.append(Piece("arguments", self._call.rest))
-        else:
-            rest = "" if self._has_call and self._mode == "block" else self._pending
+        elif self.form.has_prose:
+            rest = "" if self._has_call else self._pending
             pieces += self._prose.say(rest + (self._call.rest if self._call is not None else "") + self._text)
         return pieces + self._prose.finish()
 
