@@ -397,7 +397,7 @@ def test_without_keys_a_gateway_listens_on_loopback_only(deployment: Deployment,
     with pytest.raises(StartupError, match="at least 16"):
         KeyRing(GatewaySettings(keys_file=absent, api_key=SecretStr("short")))
     refused = deployment.start("gateway", host="0.0.0.0", keys_file=absent)
-    assert deployment.processes.pop(refused).wait(60) == 2
+    assert deployment.processes.pop(refused).wait(200) == 2
     assert deployment.logs().count("penstock: without API keys the gateway listens on loopback only") == 1 and "Traceback" not in deployment.logs()
     deployment.ports.clear()
     start_gateways(deployment, host="0.0.0.0", keys_file=absent, auth=False)

@@ -143,9 +143,9 @@ def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(gatew
     def resumed(request: GenerateRequest) -> Iterator[None]:
         url = f"{gateways.url('gateway-2')}/v1/streams/{response_of(request.request_id)}"
         with httpx.stream("GET", url, headers={"Last-Event-ID": "1"}, timeout=60, trust_env=False) as reply:
-            chunk = next(json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {"))
-            assert chunk["choices"][0]["text"] == "2 "
-            yield
+            chunks = (json.loads(line.removeprefix("data: ")) for line in reply.iter_lines() if line.startswith("data: {"))
+            assert next(chunks)["choices"][0]["text"] == "2 "
+            yield  # while `chunks` lives: an iterator that goes takes the connection along
 
     def is_cancelled(request: GenerateRequest) -> bool:
         return bool(backstage.client.exists(tombstone_key(request.request_id)))
