@@ -4,6 +4,7 @@ Memory is what the weights take at least, and the KV cache that was asked for; w
 """
 
 import ctypes
+import errno
 import json
 import math
 import socket
@@ -47,7 +48,8 @@ def check_port(host: str, port: int, flag: str) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise StartupError(f"can't listen on {host}:{port}: {error.strerror or error}. Another one with {flag}") from None
+            wrong = flag if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+            raise StartupError(f"can't listen on {host}:{port}: {error.strerror or error}. Another one with {wrong}") from None
 
 
 def check_keys(settings: UpSettings) -> None:

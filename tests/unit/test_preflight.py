@@ -89,3 +89,8 @@ def test_a_broken_file_of_keys_is_told_before_anything_starts(tmp_path: Path) ->
     with pytest.raises(StartupError, match="keys.json is no file of keys"):
         check_keys(settings)
     check_keys(UpSettings(keys_file=settings.keys_file, auth=False))
+
+
+def test_an_address_that_is_not_here_is_no_matter_of_ports() -> None:
+    with pytest.raises(StartupError, match=r"can't listen on 192\.0\.2\.1:\d+: .*\. Another one with --host"):
+        check_ports(UpSettings(host="192.0.2.1"))

@@ -23,8 +23,9 @@ from shared.messages import (
     decode,
     encode,
 )
+from shared.registry import decode_replicas
 from shared.sampling_params import SamplingParams
-from tests.wire.golden import CANDIDATES, GENERATE, GOLDEN, LOGPROB, PROMPT_LOGPROBS, Golden, f32, i32
+from tests.wire.golden import CANDIDATES, GENERATE, GOLDEN, LOGPROB, PROMPT_LOGPROBS, REPLICA, Golden, f32, i32
 
 
 def plain(value: Any) -> Any:
@@ -158,3 +159,11 @@ def test_a_constraint_of_the_version_before_knows_no_thoughts() -> None:
     shorter = [each[:4] if isinstance(each, list) and each[:1] == ["json_schema"] else each for each in msgpack.unpackb(encode(message), strict_map_key=False)]
     decoded = decode(GenerateRequest, msgpack.packb(shorter))
     assert decoded.constraint == replace(message.constraint, thought_begin="", thought_end="")
+
+
+def test_an_announcement_of_a_newer_version_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """It comes again each second, to every process."""
+    announced = [("compute:of-tomorrow", msgpack.packb(["replica", 99])), ("compute:now", bytes.fromhex(REPLICA.now)), ("compute:dead", None)]
+    for _ in range(3):
+        assert decode_replicas(announced) == (REPLICA.message,)
+    assert sum("does not decode" in record.getMessage() for record in caplog.records) == 1
