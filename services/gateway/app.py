@@ -109,7 +109,8 @@ async def health(request: Request) -> JSONResponse:
     subscriptions = context.pipeline.subscriptions
     problems = own_problems(context)
     try:
-        await asyncio.wait_for(context.client.ping(), timeout=2)
+        async with asyncio.timeout(2):
+            await context.client.ping()
     except (RedisError, OSError):
         problems.append("redis does not answer")
     registry = context.stage.registry

@@ -1,7 +1,11 @@
 """Redis, for asyncio."""
 
+import asyncio
+from typing import Any
+
 import redis.asyncio
 from redis.asyncio import BlockingConnectionPool
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
@@ -9,6 +13,24 @@ from shared.settings import StageSettings
 
 MAX_CONNECTIONS = 64
 REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and what a client waits for a 503
+
+
+class Cancellable(AbstractConnection):
+    """A connection whose user can be cancelled at any time.
+
+    redis-py sends under asyncio.wait_for, and in Python 3.11 that swallows a cancellation which comes just when the command has been sent: the task would
+    run on, and whoever waits for its end would wait for ever. asyncio.timeout swallows none.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        timeout_s, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await super().send_packed_command(*args, **kwargs)
+        except TimeoutError:
+            raise redis.TimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = timeout_s
 
 
 def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> "redis.asyncio.Redis":
@@ -21,4 +43,6 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
         socket_connect_timeout=5,
         socket_timeout=REDIS_TIMEOUT_S,
     )
+    plain = pool.connection_class  # of the URL's scheme
+    pool.connection_class = type(plain.__name__, (Cancellable, plain), {})
     return redis.asyncio.Redis.from_pool(pool)
