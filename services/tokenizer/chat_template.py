@@ -70,7 +70,7 @@ class ChatTemplate:
             reason = f"this model's chat template can't be used ({self._problem}): use /v1/completions"
             return [Invalid(reason, code="chat_template_broken", status=501) for _ in conversations]
         if self._worker is None:
-            return [_refused("the process that renders them does not start") for _ in conversations]
+            return [_away("does not start") for _ in conversations]
         left_s, texts = BATCH_LIMIT_S, []
         for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
             text, seconds = self._render(messages, each, min(left_s, RENDER_LIMIT_S))
@@ -105,7 +105,7 @@ class ChatTemplate:
                 rendered = worker.ask(conversation)
             except TimeoutError:
                 log.warning("a chat template was stopped, for it did not answer", timeout_s=ANSWER_TIMEOUT_S)
-                return _refused(f"it does not answer within {ANSWER_TIMEOUT_S:g} s"), BATCH_LIMIT_S  # there is no time for the others
+                return _away(f"does not answer within {ANSWER_TIMEOUT_S:g} s"), BATCH_LIMIT_S  # there is no time for the others
             if rendered is not None:
                 self._worker = worker
                 return rendered["text"] if "text" in rendered else _refused(rendered["error"], rendered.get("param", "messages")), rendered["seconds"]
@@ -191,3 +191,8 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 def _refused(reason: str, param: str = "messages") -> Invalid:
     return Invalid(f"the model's chat template refuses these {param}: {reason}", param=param, code="chat_template_error")
+
+
+def _away(what: str) -> Invalid:
+    """The machine is at fault, so it is worth another try."""
+    return Invalid(f"the process that renders chat templates {what}", code="chat_template_away", status=503)

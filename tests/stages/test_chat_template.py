@@ -67,6 +67,19 @@ def test_what_the_machine_does_meanwhile_is_not_the_template_s_fault(monkeypatch
     resume.join()
 
 
+def test_a_worker_that_stands_still_is_not_the_template_s_fault_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = set(psutil.Process().children())
+    template = ChatTemplate(Texts())
+    template.render([say("warm")])
+    [worker] = set(psutil.Process().children()) - before
+    worker.suspend()
+    monkeypatch.setattr(chat_template, "ANSWER_TIMEOUT_S", 0.1)
+    [away] = template.render([say("nobody answers")])
+    assert isinstance(away, Invalid) and (away.code, away.status) == ("chat_template_away", 503)
+    monkeypatch.undo()
+    assert template.render([say("another does")]) == ["<s>another does"]
+
+
 def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     template = ChatTemplate(Texts())
