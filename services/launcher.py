@@ -19,7 +19,7 @@ import redis
 from services.lifeline import Lifeline
 from services.model_store import DEFAULT_MODEL, pull
 from services.preflight import check_device, check_keys, check_memory, check_ports
-from services.redis_server import socket_path, start_server
+from services.redis_server import default_memory, socket_path, start_server
 from shared.api_keys import check_exposure, wants_keys
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
@@ -96,9 +96,10 @@ class Launcher:
         self.redis_url = settings.redis_url
         if settings.redis_url == DEFAULT_REDIS_URL:
             path, inherited = socket_path(settings.data_dir), self.lifeline.of_redis
+            max_memory = settings.redis_memory or default_memory()
             self.servers = [
                 Child("watchman", partial(self.lifeline.start_watchman, path)),
-                Child("redis", partial(start_server, settings.data_dir, port=settings.redis_port, inherited=inherited)),
+                Child("redis", partial(start_server, settings.data_dir, port=settings.redis_port, max_memory=max_memory, inherited=inherited)),
             ]
             self.redis_url = environment["PENSTOCK_REDIS_URL"] = f"unix://{path}"
         for files in self.models:
@@ -119,7 +120,7 @@ class Launcher:
 
     def _environment(self) -> dict[str, str]:
         """Every setting that the stages know, as PENSTOCK_*; and one thread for whoever is not compute."""
-        own = {"replica_id", "gateways", "tokenizers", "samplers", "jobs", "data_dir", "redis_port", "model", "served_model_name", "api_key"}
+        own = {"replica_id", "gateways", "tokenizers", "samplers", "jobs", "data_dir", "redis_port", "redis_memory", "model", "served_model_name", "api_key"}
         values = self.settings.model_dump(exclude=own) | {"files_url": self.settings.files_url or str(self.settings.data_dir.absolute() / "files")}
         texts = {key: ",".join(value) if isinstance(value, list) else str(value) for key, value in values.items() if value is not None}
         environment = {f"PENSTOCK_{key.upper()}": text for key, text in texts.items()}

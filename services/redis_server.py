@@ -4,7 +4,9 @@ import subprocess
 from pathlib import Path
 
 from shared.errors import StartupError
+from shared.host_memory import total_host_memory
 
+DEFAULT_SHARE = 4  # a quarter of the machine's memory: a fork that rewrites the log may need as much again
 MAX_SOCKET_PATH = 100  # bytes; the kernel takes 107
 
 
@@ -28,10 +30,17 @@ def socket_path(data_dir: Path) -> Path:
     return path
 
 
-def start_server(data_dir: Path, *, port: int = 0, binary: Path | None = None, inherited: tuple[int, ...] = ()) -> "subprocess.Popen[bytes]":
+def default_memory() -> int:
+    """Bytes that the embedded server may take where nobody has said how many."""
+    return total_host_memory() // DEFAULT_SHARE
+
+
+def start_server(
+    data_dir: Path, *, port: int = 0, max_memory: int = 0, binary: Path | None = None, inherited: tuple[int, ...] = ()
+) -> "subprocess.Popen[bytes]":
     """Start it with its data in data_dir. port 0: no TCP. Any redis-server from 6.2 on takes the same arguments.
 
-    inherited: descriptors that stay open as long as it runs, such as a lock's.
+    max_memory: bytes; 0: without a limit. inherited: descriptors that stay open as long as it runs, such as a lock's.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     arguments = {
@@ -44,6 +53,7 @@ def start_server(data_dir: Path, *, port: int = 0, binary: Path | None = None, i
         "appendfsync": "everysec",
         "save": "",
         "logfile": str(data_dir.absolute() / "redis.log"),
+        "maxmemory": str(max_memory),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",
     }

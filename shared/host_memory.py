@@ -16,6 +16,16 @@ def size_text(num_bytes: float) -> str:
     return f"{number:.3g} {UNITS[power]}" if number < 100 else f"{number:.0f} {UNITS[power]}"
 
 
+def total_host_memory() -> int:
+    """Bytes, of this machine or its container."""
+    total = int(psutil.virtual_memory().total)
+    try:
+        limit = (CGROUP / "memory.max").read_text().strip()
+    except OSError:
+        return total
+    return total if limit == "max" else min(total, int(limit))
+
+
 def free_host_memory() -> int:
     """Bytes."""
     available = int(psutil.virtual_memory().available)

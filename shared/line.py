@@ -18,7 +18,8 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 Pipeline = Any  # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
 
 DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)  # an operator's to mend, no mistake of ours
-LONGEST_REPLY_S = 30.0  # standing reads end after a second: beyond, the connection is dead and nobody said so
+REPLY_TIMEOUT_S = 5.0  # for a reply, beside what a read may block: beyond, the connection is dead and nobody said so, or Redis stands still
+BLOCKING = ("XREAD", "XREADGROUP")
 
 
 class Line:
@@ -27,7 +28,7 @@ class Line:
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Any = client
         self._connection: Any = client.connection_pool.make_connection()
-        self._awaited: deque[tuple[str, dict[str, Any]]] = deque()  # commands whose replies are still to be read, with redis-py's options
+        self._awaited: deque[tuple[str, dict[str, Any], float]] = deque()  # commands without a reply yet, with redis-py's options and s that they may block
         self._scripts: set[str] = set()  # digests of the scripts that were sent
         self._sent_at = 0.0
 
@@ -43,7 +44,7 @@ class Line:
         if commands:
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
             self._connection.send_packed_command(packed, check_health=False)
-            self._awaited.extend((arguments[0], options) for arguments, options in commands)
+            self._awaited.extend((arguments[0], options, block_of(arguments)) for arguments, options in commands)
             self._sent_at = time.monotonic()
 
     def _by_digest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -58,28 +59,32 @@ class Line:
         return arguments
 
     def has_reply(self, wait_s: float = 0.0) -> bool:
-        """Whether a reply has come, or comes within wait_s. Raises TimeoutError where none came for longer than any command takes."""
+        """Whether a reply has come, or comes within wait_s. Raises TimeoutError where none came in the time that the commands may take."""
         if not self._awaited:
             return False
         if self._connection.can_read(timeout=wait_s):
             return True
-        if time.monotonic() - self._sent_at > LONGEST_REPLY_S:
-            raise RedisTimeoutError(f"no reply for {LONGEST_REPLY_S:.0f} s")
+        patience_s = REPLY_TIMEOUT_S + max(block_s for _, _, block_s in self._awaited)
+        if time.monotonic() - self._sent_at > patience_s:
+            raise RedisTimeoutError(f"no reply for {patience_s:.0f} s")
         return False
 
     def receive(self, *, leave: int = 0) -> list[Any]:
         """The replies to all that was sent but its last `leave` commands, as redis-py gives them; waits for them.
 
-        Raises the first error among them once all are read.
+        Raises the first error among them once all are read, TimeoutError where one does not come.
         """
         replies: list[Any] = []
         first: ResponseError | None = None
         while len(self._awaited) > leave:
+            command, options, block_s = self._awaited[0]
+            if block_s and not self._connection.can_read(timeout=block_s + REPLY_TIMEOUT_S):
+                raise RedisTimeoutError(f"no reply to {command} for {block_s + REPLY_TIMEOUT_S:.0f} s")
             try:
                 reply = self._connection.read_response()
             except ResponseError as error:
                 first, reply = first or error, None
-            command, options = self._awaited.popleft()
+            self._awaited.popleft()
             callback = self._client.response_callbacks.get(command)
             replies.append(reply if callback is None or reply is None else callback(reply, **options))
         if first is not None:
@@ -104,6 +109,13 @@ def without_command(error: BaseException) -> BaseException:
     if isinstance(error, redis.RedisError):
         error.args = (reason_of(error),)
     return error
+
+
+def block_of(arguments: tuple[Any, ...]) -> float:
+    """Seconds that a command may block; 0: it does not."""
+    if arguments[0] not in BLOCKING or b"BLOCK" not in arguments:
+        return 0.0
+    return float(arguments[arguments.index(b"BLOCK") + 1]) / 1000
 
 
 @cache

@@ -7,6 +7,7 @@ ones: every process that looks at the same replicas chooses the same, and a repl
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +29,7 @@ RENEW_EVERY_S = 1.0
 RENEW_WATCHED_EVERY_S = 0.5  # while somebody looks at the live view
 LEASE_S = 4.0
 END_TIMEOUT_S = 1.0  # a thread that waits for a Redis which does not answer is not waited for
-STUCK_AFTER_S = 120.0  # a loop that has not come round for this long is not alive, whatever its threads say
+STUCK_AFTER_S = 30.0  # a loop that has not come round for this long, while its heartbeat reached Redis, is not alive
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,19 +114,26 @@ redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
 class Heartbeat(threading.Thread):
     """Once a second (twice while watched), in the background: announces this replica, sends what its stage adds, and looks who else is alive.
 
-    Its own thread, because a long prefill step must not cost a replica its lease; and it stops when the replica's loop is stuck. Its transport waits for no
-    reply that comes after the lease: whoever leaves would wait for it.
+    Its own thread, because a long prefill step must not cost a replica its lease; and it renews nothing while the replica's loop is stuck, or is cut off from a
+    Redis that the heartbeat reaches. Its transport waits for no reply that comes after the lease: whoever leaves would wait for it.
     """
 
     def __init__(
-        self, transport: Transport, describe: Callable[[], Replica], on_beat: Callable[[Pipeline], None], step_timeout_s: float | None = None
-    ) -> None:  # fmt: skip
-        """step_timeout_s: of a loop that waits for a device, which may hang without an error: after that long in one step the process ends."""
+        self,
+        transport: Transport,
+        describe: Callable[[], Replica],
+        on_beat: Callable[[Pipeline], None],
+        idle_since: Callable[[], float],
+        step_timeout_s: float | None = None,
+    ) -> None:
+        """idle_since: when the loop came round last, served by Redis (monotonic, s). step_timeout_s: of a loop that waits for a device, which may hang without
+        an error: after that long in one step the process ends."""
         super().__init__(name="heartbeat", daemon=True)
         self.step_timeout_s = step_timeout_s
         self.transport = transport
         self.describe = describe
         self.on_beat = on_beat
+        self.idle_since = idle_since
         self.registry = Registry()
         self._wake = threading.Event()
         self._lock = threading.Lock()  # a renewal must not land after the withdrawal
@@ -159,8 +167,9 @@ class Heartbeat(threading.Thread):
     def beat(self) -> None:
         """One renewal and one look."""
         replica = self.describe()
-        if self.step_timeout_s is None and replica.idle_s > STUCK_AFTER_S:
-            log.error("the loop is stuck, not renewing", idle_s=replica.idle_s)
+        stuck_s = time.monotonic() - max(self.idle_since(), self.transport.backoff.failed_at)  # what it could not see does not count
+        if stuck_s > STUCK_AFTER_S and (self.step_timeout_s is None or replica.problem):  # a step may be long, but it does not wait for Redis
+            log.error("the loop is stuck, not renewing", idle_s=stuck_s, problem=replica.problem or "-")
             return
         if self.step_timeout_s is not None and replica.idle_s > self.step_timeout_s:
             log.error("a step does not end, ending the process: its device hangs, or --step-timeout-s is too short", step_timeout_s=self.step_timeout_s)

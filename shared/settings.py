@@ -58,6 +58,7 @@ class RequestSettings(StageSettings):
 
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
+    max_held_size: ByteSize = Field(ByteSize(256 << 20), gt=0, description="what one key's requests and stored responses hold in Redis; beyond: 429")
     max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body; of a batch, longest line")
     min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
     trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
@@ -233,6 +234,11 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings
     )
     data_dir: Path = Field(DEFAULT_DATA_DIR, description="where the embedded Redis keeps its data and socket")
     redis_port: int = Field(0, ge=0, le=65535, description="loopback TCP port of the embedded Redis; 0: Unix socket only")
+    redis_memory: ByteSize | None = Field(
+        None,
+        ge=32 << 20,
+        description="what the embedded Redis may take, as in 2GiB: near it new requests get 503; by default a quarter of the machine's memory",
+    )
 
     @field_validator("model", "served_model_name", mode="before")
     @classmethod

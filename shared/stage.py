@@ -55,14 +55,16 @@ class Stage:
         self.fingerprint = ""  # compute's, the same
         self.is_encoder = False  # the same
         self._started_at = time.time()
-        self._turned_at = time.monotonic()
+        self._turned_at = self._served_at = time.monotonic()  # when the loop came round last; the same, with no trouble with Redis
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
         own_line = Transport(settings.redis_url, self.stopping, LEASE_S)
-        self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), step_timeout_s)
+        self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), lambda: self._served_at, step_timeout_s)
 
     def turn(self) -> None:
         """The loop came round: the sign of life that /health shows."""
         self._turned_at = time.monotonic()
+        if not self.transport.problem:
+            self._served_at = self._turned_at
 
     @property
     def registry(self) -> Registry:

@@ -86,6 +86,23 @@ def stored_key(response_id: str) -> str:
     return f"stored:{response_id}"
 
 
+def open_key(response_id: str) -> str:
+    """Of a response that runs, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for what it holds in Redis, and for how
+    much; `keeps`, how long what is stored may be to stay should it be refused. Gateway → whoever ends a request."""
+    return f"open:{response_id}"
+
+
+def held_key(tenant_id: str) -> str:
+    """What a tenant's requests and stored responses hold: a sorted set of "<bytes>/<response>" by when they are forgotten (s, Redis' clock). Gateways, and
+    whoever ends a request."""
+    return f"held:{tenant_id}"
+
+
+def held_bytes_key(account: str) -> str:
+    """The sum over the sorted set of that key."""
+    return f"{account}:bytes"
+
+
 def tombstone_key(request_id: str) -> str:
     """Set when a request is cancelled: gateway, compute → whoever is about to take up work for it."""
     return f"cancelled:{request_id}"

@@ -23,9 +23,12 @@ from shared.streams import (
     DirectStream,
     GroupStream,
     events,
+    held_bytes_key,
     inflight_key,
     log_key,
+    open_key,
     reader_key,
+    response_key,
     response_of,
     stored_key,
 )
@@ -33,25 +36,50 @@ from shared.transport import Pipeline
 
 END = b"e"  # the field of an entry after which nothing follows
 
+# Of what a tenant holds (streams.held_key). A response ends: `release` counts what is left of it, which expires with its log, in place of what it held.
+RELEASE = f"""
+local function release(account, member, left)
+  if not redis.call('ZSCORE', account, member) then return end
+  local size, id = string.match(member, '^(%d+)/(.*)$')
+  local kept = left .. '/' .. id
+  if left > 0 then redis.call('ZADD', account, redis.call('TIME')[1] + {LOG_TTL_S}, kept) end
+  if kept ~= member then redis.call('ZREM', account, member) end
+  redis.call('INCRBY', account .. '{held_bytes_key("")}', left - size)
+end
+"""
+
 _COMMON = f"""
+{RELEASE}
 local function last_of(key)
   local last = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
   if not last then return 0, false, nil end
   return tonumber(string.match(last[1], '^%d+')), #last[2] > 2, last[2][2]
 end
-local function leave(inflight, request)
+local function close(response, open, is_refused)
+  local account, size, keeps = unpack(redis.call('HMGET', open, 'account', 'size', 'keeps'))
+  redis.call('DEL', open)
+  local stored = '{stored_key("")}' .. response
+  if is_refused and redis.call('STRLEN', stored) > tonumber(keeps) then redis.call('UNLINK', stored) end
+  redis.call('EXPIRE', stored, {LOG_TTL_S})
+  redis.call('EXPIRE', '{response_key("")}' .. response, {LOG_TTL_S})
+  redis.call('EXPIRE', '{reader_key("")}' .. response, {LOG_TTL_S})
+  release(account, size .. '/' .. response, redis.call('STRLEN', stored))
+end
+local function leave(inflight, request, is_refused)
   local tokens = redis.call('HGET', inflight, request)
   if tokens then
     redis.call('HDEL', inflight, request)
     redis.call('HINCRBY', inflight, '', -tokens)
     if redis.call('HLEN', inflight) == 1 then redis.call('DEL', inflight) end
+    local response = string.match(request, '^(.*)%.') or request
+    local open = '{open_key("")}' .. response
+    if redis.call('EXISTS', open) == 1 and redis.call('HINCRBY', open, 'left', -1) <= 0 then close(response, open, is_refused) end
   end
 end
-local function write_end(key, id, event, inflight, request)
+local function write_end(key, id, event, inflight, request, is_refused)
   redis.call('XADD', key, id, '{MESSAGE.decode()}', event, '{END.decode()}', '1')
   redis.call('EXPIRE', key, {LOG_TTL_S})
-  redis.call('EXPIRE', '{stored_key("")}' .. (string.match(request, '^(.*)%.') or request), {LOG_TTL_S})
-  leave(inflight, request)
+  leave(inflight, request, is_refused)
 end
 """
 
@@ -94,18 +122,18 @@ return refused
 )
 
 # ARGV: log key, request id, inflight key, reader key, the gateway's events stream if nobody resumed ('' for none), the events streams' prefix, the
-# event before and after its position, a StepEvents message before and after its one event. The position is the log's own. The event of the end that the
-# log holds, this one or an earlier one, goes to whoever reads the response.
+# event before and after its position, a StepEvents message before and after its one event, '1' if the request was refused: then little of it
+# stays stored. The position is the log's own. The event of the end that the log holds, this one or an earlier one, goes to whoever reads the response.
 WRITE_END = (
     _COMMON
     + f"""
-local key, request, inflight, reader, stream, prefix, head, tail, before, behind = unpack(ARGV)
+local key, request, inflight, reader, stream, prefix, head, tail, before, behind, refused = unpack(ARGV)
 local last, has_ended, event = last_of(key)
 if has_ended then
   leave(inflight, request)
 else
   event = head .. cmsgpack.pack(last) .. tail
-  write_end(key, last .. '-1', event, inflight, request)
+  write_end(key, last .. '-1', event, inflight, request, refused == '1')
 end
 local resumed = redis.call('HGET', reader, 'gateway')
 if resumed then stream = prefix .. resumed end
@@ -155,7 +183,8 @@ def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | N
     head, tail = encode(replace(event, position=_POSITION)).split(_POSITION_BYTES, 1)  # the first occurrence: before it, there is only the request id
     stream = events(gateway_id).key if gateway_id else ""
     keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
-    pipe.eval(WRITE_END, 0, *keys, head, tail, *encode(StepEvents((b"",), moments)).split(_NO_EVENT, 1))
+    is_refused = event.error is not None and 400 <= event.error.status < 500
+    pipe.eval(WRITE_END, 0, *keys, head, tail, *encode(StepEvents((b"",), moments)).split(_NO_EVENT, 1), "1" if is_refused else "")
 
 
 # ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when its log has an end: Redis may have lost that end

@@ -22,7 +22,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from shared.errors import Invalid, Recoverable, StartupError
-from shared.line import Line, reason_of
+from shared.line import REPLY_TIMEOUT_S, Line, reason_of
 from shared.line import Pipeline as Pipeline
 from shared.messages import decode, encode
 from shared.streams import DEAD_LETTER, GATEWAY_ID, MAX_DEAD_LETTERS, MESSAGE, REPLICA_STREAM_TTL_S, REQUEST_ID, DirectStream, GroupStream
@@ -53,8 +53,8 @@ def is_temporary(error: BaseException) -> bool:
     return isinstance(error, redis.RedisError) and TEMPORARY.search(reason_of(error)) is not None
 
 
-def connect(url: str, timeout_s: float = 60.0) -> "redis.Redis":
-    """A client with hiredis underneath. Retrying is `Transport.persist`'s, so that it can be interrupted."""
+def connect(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> "redis.Redis":
+    """A client with hiredis underneath. timeout_s: for a reply; then the connection is closed. Retrying is `Transport.persist`'s: that can be interrupted."""
     try:
         return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=min(5.0, timeout_s), socket_timeout=timeout_s)
     except ValueError as error:
@@ -107,8 +107,8 @@ class Backoff:
 class Transport:
     """One connection to Redis, and the patience to get it back."""
 
-    def __init__(self, url: str, stopping: threading.Event, timeout_s: float = 60.0) -> None:
-        """timeout_s: for a reply."""
+    def __init__(self, url: str, stopping: threading.Event, timeout_s: float = REPLY_TIMEOUT_S) -> None:
+        """timeout_s: for a reply, beside what a read may block. What is sent again may have been done: every write here is safe to repeat."""
         self.client = connect(url, timeout_s)
         self._line = Line(self.client)
         self.stopping = stopping

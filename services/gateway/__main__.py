@@ -20,7 +20,9 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import patient
-from services.gateway.responses.stored import MAX_FOLLOWERS, Store
+from services.gateway.reading import MAX_FOLLOWERS, Reading
+from services.gateway.redis_memory import RedisMemory
+from services.gateway.responses.stored import Store
 from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, check_tls, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
@@ -36,7 +38,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     stage.transport.wait_until_up(settings.redis_timeout_s)
     client = connect(settings)
     metrics = Metrics(stage)
-    admission = Admission(stage, client, settings, metrics)
+    admission = Admission(stage, client, settings, metrics, RedisMemory(client))
     subscriptions = Subscriptions(stage, client)
     pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
 
@@ -49,7 +51,8 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     watch = Watch(stage, client, subscriptions, can_kill=settings.chaos_demo)
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
-        store=store, watch=watch, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client), jobs=Jobs(settings.redis_url),
+        store=store, watch=watch, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client),
+        jobs=Jobs(settings.redis_url), reading=Reading(client),
     )  # fmt: skip
 
 

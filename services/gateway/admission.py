@@ -10,40 +10,62 @@ import asyncio
 
 import redis.asyncio
 
+from services.gateway.held import HELD, check_size, too_much_held
 from services.gateway.limits import NUM_ARGUMENTS, SCRIPT, Caller
 from services.gateway.metrics import Metrics
+from services.gateway.redis_memory import RedisMemory
 from shared.errors import Invalid, Rejected
 from shared.messages import GenerateRequest, Replica, encode
 from shared.registry import Registry
 from shared.settings import RequestSettings
 from shared.stage import Stage
-from shared.streams import GATEWAY_ID, MESSAGE, REQUEST_ID, RUNNING_LOG_TTL_S, inflight_key, log_key, requests, response_key, stored_key
+from shared.streams import (
+    GATEWAY_ID,
+    MESSAGE,
+    REQUEST_ID,
+    RUNNING_LOG_TTL_S,
+    held_key,
+    inflight_key,
+    log_key,
+    open_key,
+    requests,
+    response_key,
+    stored_key,
+)
 from shared.tenants import Tenant
 
 STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
 UNBOUNDED_TOKENS = 512  # assumed of a request that names no max_tokens
 RETRY_AFTER_S = 2
+FULL_RETRY_AFTER_S = 10  # of a Redis that is nearly full: upkeep looks as often
 LONG_BYTES = 256 << 10
 
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
-# tokens, tokens in all, gateway id; what limits.py says of the tenant; then for each request its id, its tokens and its message. Returns what is left to the
-# tenant (nothing, if it has no limits), and, if they do not fit, why: {'full', requests, tokens} with what is held, or {'requests' | 'tokens' |
-# 'concurrency', ms to wait}. A response that was submitted before is not again: a batch that goes on after a death does not know how far it had come.
-FIRST = 12 + NUM_ARGUMENTS
+# tokens, tokens in all, gateway id, open key, most bytes that stay stored if it is refused; what limits.py says of the tenant; the tenant's account, most
+# bytes in it, bytes in all; then for each request its id, its tokens and its message. Returns what is left to the tenant (nothing, if it has no limits), and,
+# if they do not fit, why: {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' | 'tokens' | 'concurrency', ms to wait}.
+# A response that was submitted before is not again: a batch that goes on after a death does not know how far it had come.
+LIMITS = 14
+ACCOUNT = LIMITS + NUM_ARGUMENTS
+FIRST = ACCOUNT + 3
 SUBMIT = (
     SCRIPT
+    + HELD
     + f"""
-local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway = unpack(ARGV, 1, 11)
+local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway, open, keeps = unpack(ARGV, 1, {LIMITS - 1})
 if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', '{log_key("")}' .. ARGV[{FIRST}]) == 1 then return {{{{}}}} end
-local quota, running = ARGV[12], ARGV[13]
-local rpm, tpm, concurrency = tonumber(ARGV[14]), tonumber(ARGV[15]), tonumber(ARGV[16])
+local quota, running, rpm, tpm, concurrency, charged_requests, charged_tokens = unpack(ARGV, {LIMITS}, {ACCOUNT - 1})
+rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
+local account, max_size, size = ARGV[{ACCOUNT}], tonumber(ARGV[{ACCOUNT + 1}]), tonumber(ARGV[{ACCOUNT + 2}])
 local num_sequences = (#ARGV - {FIRST - 1}) / 3
 local left, wanting = {{}}, nil
 if quota ~= '' then
-  left, wanting = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(ARGV[17]), tonumber(ARGV[18]), num_sequences)
+  left, wanting = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
   if wanting then return {{left, wanting}} end
 end
+local held = held_by(account, max_size - size)
+if held + size > max_size then return {{left, {{'held', held, wait_for_room(account)}}}} end
 local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
 local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
 if held_requests + num_sequences > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
@@ -52,6 +74,9 @@ end
 if quota ~= '' then charge(quota, rpm, tpm, left) end
 redis.call('SET', response, record, 'EX', ttl)
 if content ~= '' then redis.call('SET', stored, content, 'EX', ttl) end
+redis.call('HSET', open, 'left', num_sequences, 'account', account, 'size', size, 'keeps', keeps)
+redis.call('EXPIRE', open, ttl)
+hold(account, size .. '/' .. string.match(ARGV[{FIRST}], '^(.*)%.'), size, ttl)
 for i = {FIRST}, #ARGV, 3 do
   redis.call('HSET', inflight, ARGV[i], ARGV[i + 1])
   redis.call('XADD', stream, '*', '{MESSAGE.decode()}', ARGV[i + 2], '{REQUEST_ID.decode()}', ARGV[i], '{GATEWAY_ID.decode()}', gateway)
@@ -68,7 +93,9 @@ return {{left}}
 
 
 class Admission:
-    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, metrics: Metrics) -> None:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, metrics: Metrics, memory: RedisMemory | None = None) -> None:
+        """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way."""
+        self.memory = memory or RedisMemory(client)
         self.stage = stage
         self.client = client
         self.settings = settings
@@ -99,32 +126,48 @@ class Admission:
         suffix = f" for the model {model}" if model else ""
         return Rejected(f"not ready: no {' and no '.join(stages)} is alive{suffix}", status=503, retry_after_s=RETRY_AFTER_S)
 
-    async def submit(self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"") -> None:
+    async def submit(
+        self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0
+    ) -> None:  # fmt: skip
         """Hand the requests of a response over, with its record and what is to be stored of it, all or none, and charge the caller for them.
 
-        Raises Rejected (429) if they do not fit, Invalid if they never will, and what the client raises.
+        keeps: most bytes that stay stored for a while should the response be refused. Raises Rejected (429; 503 while Redis is nearly full) if they do not
+        fit, Invalid if they never will, and what the client raises.
         """
+        self.check_memory(model)
         outputs = [estimate_output(request) for request in submitted]
         tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
             raise self._full(model, 0, 0, len(submitted), sum(tokens))
-        arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
-        arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
-        arguments += caller.arguments(sum(tokens), sum(outputs), len(submitted))
-        for request, count in zip(submitted, tokens, strict=True):
-            arguments += [request.request_id, count, message := encode(request)]
+        messages, size, most = list[bytes](), len(stored), self.settings.max_held_size
+        for request in submitted:
+            messages.append(message := encode(request))
+            size += len(message)
+            check_size(size, most)
             if len(message) > LONG_BYTES:
                 await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
+        arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
+        arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
+        arguments += [open_key(response_id), keeps]
+        arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), held_key(caller.tenant.tenant_id), most, size]
+        for request, count, message in zip(submitted, tokens, messages, strict=True):
+            arguments += [request.request_id, count, message]
         left, *wanting = await self.client.eval(SUBMIT, 0, *arguments)
         if not wanting:
             return caller.admitted(left)
         kind, *rest = wanting[0]
         if kind == b"full":
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
-        refusal = caller.refused(kind.decode(), rest[0], left)
+        refusal = too_much_held(rest[0], size, most, rest[1]) if kind == b"held" else caller.refused(kind.decode(), rest[0], left)
         self.metrics.rejected.labels(model, refusal.code).inc()
         raise refusal
+
+    def check_memory(self, model: str) -> None:
+        """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is left."""
+        if self.memory.is_nearly_full:
+            self.metrics.rejected.labels(model, "redis_nearly_full").inc()
+            raise Rejected(self.memory.problem, status=503, retry_after_s=FULL_RETRY_AFTER_S, code="redis_nearly_full")
 
     def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
         self.metrics.rejected.labels(model, "server_full").inc()

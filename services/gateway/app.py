@@ -43,6 +43,7 @@ def build_app(context: Context) -> FastAPI:
             "reader": pipeline.subscriptions.run(),
             "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
             "canceller": pipeline.canceller.run(),
+            "memory": context.admission.memory.run(),
         }
         tasks = [asyncio.create_task(or_die(name, each)) for name, each in work.items()]
         await asyncio.to_thread(context.stage.join)
@@ -113,6 +114,8 @@ async def health(request: Request) -> JSONResponse:
             await context.client.ping()
     except (RedisError, OSError):
         problems.append("redis does not answer")
+    if full := context.admission.memory.problem:
+        problems.append(full)
     registry = context.stage.registry
     computes = registry.of("compute")
     if not computes:

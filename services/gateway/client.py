@@ -9,10 +9,12 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from shared.line import REPLY_TIMEOUT_S
 from shared.settings import StageSettings
 
 MAX_CONNECTIONS = 64
-REDIS_TIMEOUT_S = 10.0  # for an answer: beyond the reader's blocking read, and what a client waits for a 503
+BLOCK_S = 1.0  # that a read may block at most
+CONNECTION_TIMEOUT_S = 10.0  # for one of the connections to be free
 
 
 class Cancellable(AbstractConnection):
@@ -38,10 +40,10 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
     pool = BlockingConnectionPool.from_url(
         settings.redis_url,
         max_connections=max_connections,
-        timeout=REDIS_TIMEOUT_S,
+        timeout=CONNECTION_TIMEOUT_S,
         retry=Retry(NoBackoff(), 0),
         socket_connect_timeout=5,
-        socket_timeout=REDIS_TIMEOUT_S,
+        socket_timeout=BLOCK_S + REPLY_TIMEOUT_S,
     )
     plain = pool.connection_class  # of the URL's scheme
     pool.connection_class = type(plain.__name__, (Cancellable, plain), {})

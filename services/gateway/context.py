@@ -20,6 +20,7 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.limits import Caller
 from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
+from services.gateway.reading import Reading
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
 from shared.messages import Replica
@@ -62,6 +63,7 @@ class Context(RequestContext):
     keys: KeyRing
     files: FileStore
     batches: BatchStore
+    reading: Reading
     jobs: Jobs
 
     def served_names(self) -> dict[str, Replica]:

@@ -27,6 +27,8 @@ from shared.streams import response_key
 from shared.tenants import Tenant
 from shared.transport import is_temporary
 
+KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
+
 
 @contextmanager
 def away() -> Iterator[None]:
@@ -151,7 +153,7 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
     owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
     with away(), admission_span(len(requests)):
-        await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored)
+        await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, KEPT_BYTES if record.is_background else 0)
 
 
 async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str) -> ResponseRecord | None:

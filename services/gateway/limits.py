@@ -74,7 +74,7 @@ class Caller:
 
     def refused(self, kind: str, wait_ms: int, left: list[int]) -> Rejected:
         """The error for what is wanting."""
-        self._tell(left)
+        self.tell(left)
         limit, unit = {
             "requests": (self.tenant.requests_per_minute, "requests a minute"),
             "tokens": (self.tenant.tokens_per_minute, "tokens a minute"),
@@ -87,10 +87,10 @@ class Caller:
     def admitted(self, left: list[int]) -> None:
         """left: as the script returned it."""
         self.is_charged = True
-        self._tell(left)
+        self.tell(left)
 
-    def _tell(self, left: list[int]) -> None:
-        """OpenAI's headers."""
+    def tell(self, left: list[int]) -> None:
+        """What is left, as a script returned it, in OpenAI's headers."""
         limits = (self.tenant.requests_per_minute, self.tenant.tokens_per_minute)
         for unit, limit, rest in zip(("requests", "tokens"), limits, left, strict=False):  # beside them, when that was; without limits nothing
             if limit is not None:

@@ -8,16 +8,17 @@ from services.gateway.sse import parse_id
 from shared.errors import Invalid, Recoverable
 from shared.messages import Control, encode
 from shared.stage import Stage
-from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, RUNNING_LOG_TTL_S, inflight_key, log_key, reader_key
+from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, inflight_key, log_key, reader_key, response_key
 
 ATTEMPTS = 20  # readers that take the same response over at the same moment
 
-# ARGV: reader key, the generation that was found, gateway, TTL of the reader key, control stream, its window in s, Control message of the next generation.
+# ARGV: reader key, the generation that was found, gateway, response key (the reader's lives as long), control stream, its window in s, Control message of the
+# next generation.
 TAKE = f"""
-local reader, found, gateway, ttl, control, window, message = unpack(ARGV)
+local reader, found, gateway, response, control, window, message = unpack(ARGV)
 if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(found) then return 0 end
 redis.call('HSET', reader, 'generation', found + 1, 'gateway', gateway)
-redis.call('EXPIRE', reader, ttl)
+redis.call('PEXPIRE', reader, math.max(redis.call('PTTL', response), 1000))
 local now = redis.call('TIME')
 redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
 redis.call('XTRIM', control, 'MINID', (now[1] - window) * 1000)
@@ -40,7 +41,7 @@ class Takeover:
         for _ in range(ATTEMPTS):
             found = await self._look(response_id, model, request_ids, positions)
             message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
-            arguments = (reader_key(response_id), found, self.stage.replica_id, RUNNING_LOG_TTL_S, CONTROL.key, CONTROL_WINDOW_S, message)
+            arguments = (reader_key(response_id), found, self.stage.replica_id, response_key(response_id), CONTROL.key, CONTROL_WINDOW_S, message)
             if await self.client.eval(TAKE, 0, *arguments):
                 return positions, found + 1
         raise Recoverable("others take the response over all the time")

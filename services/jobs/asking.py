@@ -13,6 +13,7 @@ from services.gateway.admission import estimate_output, estimate_prompt
 from services.gateway.batches.store import BatchRecord, Totals
 from services.gateway.context import RequestContext
 from services.gateway.errors import RequestFailed
+from services.gateway.held import check_size
 from services.gateway.openai import parse
 from services.gateway.openai.embeddings import embeddings_body, prepare_embeddings
 from services.gateway.openai.formats import Choice, usage
@@ -28,7 +29,7 @@ from services.gateway.responses.schemas import ResponseBody
 from services.gateway.translate import Fold, in_own_terms
 from services.jobs.input import Line
 from shared.errors import Invalid
-from shared.messages import GenerateRequest, TokenEvent
+from shared.messages import GenerateRequest, TokenEvent, encode
 
 Json = dict[str, Any]
 Logs = list[list[TokenEvent]]  # of a response's sequences
@@ -64,7 +65,10 @@ async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str,
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
     context.caller.arguments(tokens, outputs, len(asked.requests))  # raises for what the tenant's limits never allow
     requests = [replace(each, scheduling=replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
-    return replace(asked, requests=requests)
+    size = sum(len(encode(each)) for each in requests)
+    check_size(size, settings.max_held_size)
+    has_room = size + len(asked.stored) <= settings.max_held_size
+    return replace(asked, requests=requests, stored=asked.stored if has_room else b"")
 
 
 def behind(priority: int) -> int:

@@ -19,6 +19,7 @@ from services.gateway.batches.store import RUNNING, Batch, Totals, read_batch
 from services.gateway.errors import RequestFailed, error_body
 from services.gateway.files.store import FileRecord
 from services.gateway.generation import admit
+from services.gateway.held import CODE as STORAGE_LIMIT
 from services.gateway.limits import Caller
 from services.jobs import input as inputs
 from services.jobs import output
@@ -331,7 +332,9 @@ class BatchRun:
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
         try:
             await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
-        except Rejected:
+        except Rejected as error:
+            if error.code == STORAGE_LIMIT and asked.stored:  # the answer goes to the batch's file in any case
+                return await self._submit(batch, replace(asked, stored=b""), started_at)
             return False
         if self.spans is not None:
             self.spans.admitted(asked, started_at)

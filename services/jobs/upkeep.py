@@ -19,15 +19,29 @@ from services.jobs.input import FOLDERS, folder_of
 from services.jobs.office import Office
 from services.jobs.run import LEASE_S, RENEW
 from shared.job_queue import QUEUED_S
+from shared.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
 from shared.registry import look
-from shared.streams import BATCHES_RUNNING, JOB_QUEUE, LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, log_key, prompts, requests, upkeep_key
+from shared.streams import (
+    BATCHES_RUNNING,
+    JOB_QUEUE,
+    LOG_TTL_S,
+    batch_key,
+    batch_lease_key,
+    batch_queued_key,
+    log_key,
+    prompts,
+    requests,
+    response_key,
+    response_of,
+    stored_key,
+    upkeep_key,
+)
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.jobs")
 
 SWEEP_EVERY_S, MEMORY_EVERY_S, TIDY_EVERY_S = 5, 10, 600
 BEGUN_WITHIN_S = 10  # is a task that a worker has taken
-CROWDED, FULL = 0.8, 0.9  # of Redis' memory limit
 SHORT_LOG_TTL_S = 60  # of an ended log, when memory runs out
 SCAN_COUNT, MAX_SCANNED = 1000, 200_000
 UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end is nobody's
@@ -104,17 +118,16 @@ async def running_batches(office: Office) -> list[str]:
 
 
 async def check_memory(office: Office) -> None:
-    """Redis near its limit: logs of ended requests go sooner than they would, and batches add nothing until there is room again."""
+    """Redis near its limit: logs of ended requests go sooner than they would, with what is stored of them, and batches add nothing until there is room."""
     if not await claim(office, "memory", MEMORY_EVERY_S):
         return
-    memory: dict[str, Any] = await office.client.info("memory")
-    limit = int(memory.get("maxmemory", 0))
-    share = int(memory["used_memory"]) / limit if limit else 0.0
-    if share < CROWDED:
+    info: dict[str, Any] = await office.client.info("memory")
+    memory = memory_of(info)
+    if memory.share < CROWDED:
         return
     num_logs = await shorten_logs(office)
-    log.warning("Redis is nearly full: token logs of ended requests are dropped early", used_share=share, num_logs=num_logs, max_memory=limit)
-    if share > FULL:
+    log.warning("Redis is nearly full: token logs of ended requests are dropped early", used_share=memory.share, num_logs=num_logs, max_memory=memory.limit)
+    if memory.share >= BATCHES_PAUSE:
         with suppress(redis.OutOfMemoryError):  # then batches can add nothing anyway
             await office.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
 
@@ -123,7 +136,8 @@ async def shorten_logs(office: Office) -> int:
     """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how many."""
     cursor, num_scanned, num_shortened = 0, 0, 0
     while num_scanned < MAX_SCANNED:
-        cursor, keys = await office.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
+        found: Any = await office.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
+        cursor, keys = found
         num_scanned += SCAN_COUNT
         async with office.client.pipeline(transaction=False) as pipe:
             for key in keys:
@@ -132,11 +146,18 @@ async def shorten_logs(office: Office) -> int:
             ended = [key for key, ttl in zip(keys, ttls, strict=True) if SHORT_LOG_TTL_S < ttl <= LOG_TTL_S]  # a running one has a day
             for key in ended:
                 pipe.expire(key, SHORT_LOG_TTL_S)
+                response_id = response_of(key.decode().removeprefix(log_key("")))
+                for other in (stored_key(response_id), response_key(response_id)):  # of no use without the log; where others of the response run, a day long
+                    pipe.eval(SHORTEN, 0, other, SHORT_LOG_TTL_S, LOG_TTL_S)
             await pipe.execute()
         num_shortened += len(ended)
         if cursor == 0:
             break
     return num_shortened
+
+
+# ARGV: key, s, s: the life of what has ended, that is to be as short as the first; what has longer to live stays.
+SHORTEN = "if redis.call('TTL', ARGV[1]) <= tonumber(ARGV[3]) then redis.call('EXPIRE', ARGV[1], ARGV[2]) end"
 
 
 async def tidy(office: Office) -> None:

@@ -61,6 +61,7 @@ def test_only_a_step_beyond_its_own_bound_ends_compute(tmp_path: Path, redis_bin
         compute, other = Stage("compute", settings, step_timeout_s=3600.0), Stage("sampler", settings)
         for each in (compute, other):
             each._turned_at -= 2 * registry.STUCK_AFTER_S
+            each._served_at -= 2 * registry.STUCK_AFTER_S
             each._heartbeat.beat()
         assert {each.stage for each in compute.registry.replicas} == {"compute"}
         compute._turned_at -= 3600.0

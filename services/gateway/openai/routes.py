@@ -83,7 +83,8 @@ async def prepare_completion(
 async def resume_stream(response_id: str, request: Request, last_event_id: str | None = Header(None)) -> Response:
     """Go on with a stream whose gateway died: the events after Last-Event-ID, or all of them."""
     context = context_of(request)
-    generation = await context.pipeline.resume(context.tenant, response_id, last_event_id, KINDS)
+    async with context.reading.place(context.caller):
+        generation = await context.pipeline.resume(context.tenant, response_id, last_event_id, KINDS)
     return await Responder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, has_positions=True).stream()
 
 

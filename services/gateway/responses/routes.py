@@ -37,12 +37,16 @@ async def create(request: Request) -> Response:
     record, requests, content = await prepare_response(context, body, before, reader, num_dropped=num_dropped, is_background=body.background)
     events = ResponseEvents(record, body.asked())
     if body.background:
-        await context.pipeline.submit_unread(context.caller, record, requests, content)
+        leave = context.reading.follow(context.tenant.tenant_id) if body.stream else None  # before it is submitted: who is refused has begun nothing
+        try:
+            await context.pipeline.submit_unread(context.caller, record, requests, content)
+        except BaseException:
+            if leave is not None:
+                leave()
+            raise
         context.metrics.background.labels(record.served_model).inc()
         context.log_submitted(record, body.user, request.state.request_id)
-        if body.stream:
-            return EventStream(context.store.follow(record, events), on_close=lambda: None)
-        return JSONResponse(events.whole())
+        return EventStream(context.store.follow(record, events), on_close=leave) if leave is not None else JSONResponse(events.whole())
     measured = Measured(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests, content)
     context.log_submitted(record, body.user, request.state.request_id)
@@ -84,14 +88,15 @@ async def input_tokens(request: Request) -> Response:
 async def retrieve(response_id: str, request: Request, stream: bool = False, starting_after: int | None = Query(None, ge=0)) -> Response:
     """A stored response as it is now; or its events, from the first or after one of them, as they were and as they come."""
     context = context_of(request)
-    record, stored = await context.store.load(context.tenant, response_id)
-    if not stream:
-        if starting_after is not None:
-            raise Invalid("starting_after is for streams: set stream to true", param="starting_after")
-        return JSONResponse((await context.store.read(record, stored)).whole())
+    async with context.reading.place(context.caller):
+        record, stored = await context.store.load(context.tenant, response_id)
+        if not stream:
+            if starting_after is not None:
+                raise Invalid("starting_after is for streams: set stream to true", param="starting_after")
+            return JSONResponse((await context.store.read(record, stored)).whole())
     events = ResponseEvents(record, stored.asked, after=-1 if starting_after is None else starting_after)
     if record.is_background or await context.store.has_ended(record):
-        return EventStream(context.store.follow(record, events), on_close=lambda: None)
+        return EventStream(context.store.follow(record, events), on_close=context.reading.follow(record.tenant_id))
     generation = await context.pipeline.resume(context.tenant, response_id, None, ("response",))
     return await TranslatedResponder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
 
@@ -122,7 +127,8 @@ async def input_items(
 ) -> dict[str, Any]:
     """The items that the model was given: the conversation before, and the input."""
     context = context_of(request)
-    _, stored = await context.store.load(context.tenant, response_id)
+    async with context.reading.place(context.caller):
+        _, stored = await context.store.load(context.tenant, response_id)
     items = stored.items if order == "asc" else stored.items[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]

@@ -4,6 +4,7 @@ What is kept of the request is the whole conversation, so that going on with it 
 """
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,16 +14,17 @@ import redis
 import redis.asyncio
 
 from services.gateway.generation import away, find_record
+from services.gateway.held import queue_delete
 from services.gateway.openai.respond import aside
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.silence import GONE, PAGE
 from services.gateway.subscriptions import draining
 from services.gateway.translate import Fold, Json
-from shared.errors import Invalid, Lost, Rejected
+from shared.errors import Invalid, Lost
 from shared.messages import Control, RequestError, TokenEvent
 from shared.registry import broadcast
-from shared.streams import LOG_TTL_S, inflight_key, log_key, stored_key, tombstone_key
+from shared.streams import LOG_TTL_S, inflight_key, log_key, response_key, stored_key, tombstone_key
 from shared.tenants import Tenant
 from shared.token_log import END, end_request, parse_log
 from shared.transport import Backoff, entries_of, is_temporary
@@ -30,7 +32,6 @@ from shared.transport import Backoff, entries_of, is_temporary
 LONG_BYTES = 256 << 10
 DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
 MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
-MAX_FOLLOWERS = 512  # streams that follow logs; each holds a connection to Redis
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,8 @@ class Store:
         """followers: a client of its own, each command of which may block."""
         self.client = client
         self.followers = followers
+        self.ping_interval_s = ping_interval_s
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
-        self._num_followers = 0
         self._is_draining = False
 
     async def load(self, tenant: Tenant, response_id: str) -> tuple[ResponseRecord, Stored]:
@@ -102,41 +103,35 @@ class Store:
             last: Any = await self.client.xrevrange(log_key(record.request_ids[0]), count=1)
         return bool(last) and END in last[0][1]
 
-    def follow(self, record: ResponseRecord, events: ResponseEvents) -> AsyncIterator[bytes]:
-        """The response's events as bytes, from its log and as the log grows. Raises Rejected (503) if too many follow logs here."""
-        if self._num_followers >= MAX_FOLLOWERS:
-            raise Rejected("too many streams of background responses at this gateway", status=503, retry_after_s=1)
-        return self._follow(record, events)
-
-    async def _follow(self, record: ResponseRecord, events: ResponseEvents) -> AsyncIterator[bytes]:
+    async def follow(self, record: ResponseRecord, events: ResponseEvents) -> AsyncIterator[bytes]:
+        """The response's events as bytes, from its log and as the log grows."""
         (request_id,) = record.request_ids
         fold = Fold(record, events)
         yield fold.encode(events.opening(None))
-        position, last_id, backoff = 0, b"0-0", Backoff()
-        self._num_followers += 1
-        try:
-            while not fold.is_over:
-                try:
-                    entries = await self._wait(request_id, last_id)
-                    is_gone = not entries and not await self._is_known(record)
-                except (redis.RedisError, OSError) as error:
-                    if not is_temporary(error):
-                        raise
-                    yield events.ping
-                    await asyncio.sleep(backoff.failed(error))
-                    continue
-                backoff.succeeded()
-                if is_gone or (self._is_draining and not entries):
-                    yield fold.encode(events.interrupted(GONE if is_gone else draining(record.response_id)))
-                    return
-                for event in self._parse(request_id, entries, position):
-                    position = event.position
-                    yield fold.encode(fold.add(event))
-                last_id = entries[-1][0] if entries else last_id
-                if not entries:
-                    yield events.ping
-        finally:
-            self._num_followers -= 1
+        position, last_id, backoff, spoken_at = 0, b"0-0", Backoff(), time.monotonic()
+        while not fold.is_over:
+            is_due = time.monotonic() - spoken_at >= self.ping_interval_s - self.wait_s
+            try:
+                entries = await self._wait(request_id, last_id)
+                is_gone = not entries and is_due and not await self._is_known(record)
+            except (redis.RedisError, OSError) as error:
+                if not is_temporary(error):
+                    raise
+                yield events.ping
+                await asyncio.sleep(backoff.failed(error))
+                continue
+            backoff.succeeded()
+            if is_gone or (self._is_draining and not entries):
+                yield fold.encode(events.interrupted(GONE if is_gone else draining(record.response_id)))
+                return
+            for event in self._parse(request_id, entries, position):
+                position = event.position
+                yield fold.encode(fold.add(event))
+            last_id = entries[-1][0] if entries else last_id
+            if not entries and is_due:
+                yield events.ping
+            if entries or is_due:
+                spoken_at = time.monotonic()
 
     def drain(self) -> None:
         """End the streams that follow logs: another gateway can go on with them."""
@@ -167,6 +162,7 @@ class Store:
         await self.cancel(record)
         with away():
             async with self.client.pipeline(transaction=False) as pipe:
-                pipe.delete(stored_key(record.response_id))
-                pipe.expire(log_key(record.request_ids[0]), DELETED_LOG_TTL_S)
+                queue_delete(pipe, record.tenant_id, record.response_id)
+                for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
+                    pipe.expire(key, DELETED_LOG_TTL_S)
                 await pipe.execute()
