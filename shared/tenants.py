@@ -11,7 +11,7 @@ class Tenant:
 
     tenant_id: str  # made once, never used again; empty: there are no keys
     name: str
-    is_admin: bool = False  # may read /metrics and whatever else shows what others do
+    is_admin: bool = False  # may read /metrics and whatever else shows what others do, and may end it
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output, estimated
     max_concurrency: int | None = None  # requests in the pipeline
@@ -21,6 +21,15 @@ class Tenant:
     @property
     def has_limits(self) -> bool:
         return any(limit is not None for limit in (self.requests_per_minute, self.tokens_per_minute, self.max_concurrency))
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether other tenants' batches and responses are there for it. Where there are no keys, everybody administers, and sees what has no tenant."""
+        return self.is_admin and bool(self.tenant_id)
+
+    def sees(self, owner: str) -> bool:
+        """Whether what belongs to that tenant is there for it."""
+        return owner == self.tenant_id or self.sees_all
 
     def may_use(self, names: tuple[str, ...]) -> bool:
         """Whether it may use the model of these names."""

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.errors import error_response
 from services.gateway.limits import Caller
 from shared.api_keys import MIN_KEY_LENGTH, digest_of, read_keys, wants_keys
-from shared.errors import StartupError
+from shared.errors import Invalid, StartupError
 from shared.settings import GatewaySettings
 from shared.telemetry import get_logger
 from shared.tenants import EVERYBODY, NOBODY, Tenant
@@ -137,6 +137,12 @@ class Auth:
             await send(message)
 
         await self.app(scope, receive, send_with_limits)
+
+
+def check_sees_all(tenant: Tenant) -> None:
+    """Raises Invalid (403) for whom other tenants' work is not there."""
+    if not tenant.sees_all:
+        raise Invalid("This key may not do that: it takes an administrator's.", code="insufficient_permissions", status=403)
 
 
 def is_loopback(host: str) -> bool:

@@ -156,11 +156,13 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
         await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, KEPT_BYTES if record.is_background else 0)
 
 
-async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str) -> ResponseRecord | None:
-    """None if there is none, or none of this tenant's. Raises what the client raises."""
+async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str, *, of_all: bool = False) -> ResponseRecord | None:
+    """None if there is none, or none of this tenant's; of_all: or none that it sees, as an administrator does. Raises what the client raises."""
     packed: Any = await client.get(response_key(response_id))
     record = ResponseRecord.unpack(packed) if packed is not None else None
-    return record if record is not None and record.tenant_id == tenant.tenant_id else None
+    if record is None or not (tenant.sees(record.tenant_id) if of_all else record.tenant_id == tenant.tenant_id):
+        return None
+    return record
 
 
 def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:

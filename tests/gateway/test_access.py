@@ -467,3 +467,38 @@ def test_a_gateway_with_a_certificate_speaks_https_only(deployment: Deployment, 
             client.get(f"http://{url}")
     with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
         httpx.get(f"https://{url}", timeout=60, trust_env=False)
+
+
+def test_an_administrator_sees_and_ends_what_a_revoked_key_began(site: Site) -> None:
+    gone, admin, curious = site.key("gone"), site.key("ender", is_admin=True), site.key("curious")
+    [tenant] = [each.tenant_id for each in read_keys(site.path) if each.name == "gone"]
+    response = site.background(gone).json()["id"]
+    upload = {"purpose": (None, "batch"), "file": ("lines.jsonl", b"{}")}
+    file = site.http.post(site.deployment.url(site.first) + "/v1/files", files=upload, headers=bearer(gone)).json()["id"]
+    body = {"input_file_id": file, "endpoint": "/v1/completions", "completion_window": "24h"}
+    batch = site.post("/v1/batches", body, gone).json()["id"]
+    with streaming(site.deployment, gateway=site.first, headers=bearer(gone)) as stream:
+        begun = site.backstage.take(2)
+        revoke_key(site.path, "gone")
+        wait_until(lambda: site.get("/v1/models", gone).status_code == 401, description="the key is worth nothing")
+        running = {each["id"]: each for each in site.get("/v1/responses", admin).json()["data"]}
+        [completion] = {each.request_id.removesuffix(".0") for each in begun} - {response}
+        assert running[response]["tenant_id"] == running[completion]["tenant_id"] == tenant and running[completion]["kind"] == "text_completion"
+        assert {each["id"] for each in site.get(f"/v1/responses?tenant={tenant}", admin).json()["data"]} == {response, completion}
+        for name in ("*", tenant):
+            [listed] = [each for each in site.get(f"/v1/batches?tenant={name}", admin).json()["data"] if each["id"] == batch]
+            assert listed["tenant"] == {"id": tenant, "name": "gone"}
+        for path in ("/v1/responses", f"/v1/responses?tenant={tenant}", f"/v1/batches?tenant={tenant}"):
+            assert error_of(site.get(path, curious)) == (403, "insufficient_permissions"), path
+        for path in (f"/v1/responses/{response}", f"/v1/batches/{batch}"):
+            assert site.get(path, curious).status_code == 404 and site.get(path, admin).json()["id"] in (response, batch)
+            assert site.post(f"{path}/cancel", {}, curious).status_code == 404
+        assert site.post(f"/v1/batches/{batch}/cancel", {}, admin).json()["status"] == "cancelling"
+        for each in (response, completion):
+            assert site.post(f"/v1/responses/{each}/cancel", {}, admin).json()["status"] == "ended"
+        stream.wait_end()
+        assert stream.finish_reasons == ["cancelled"] or stream.error is not None
+    assert site.get(f"/v1/responses/{response}", admin).json()["status"] == "cancelled"
+    assert site.post("/v1/responses", {"model": NAME, "input": "x", "previous_response_id": response}, admin).status_code == 400, (
+        "it is not the administrator's"
+    )

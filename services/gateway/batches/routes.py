@@ -2,10 +2,12 @@
 
 import time
 import uuid
+from typing import Any
 
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
+from services.gateway.auth import check_sees_all
 from services.gateway.batches.schemas import BatchBody
 from services.gateway.batches.store import Batch, BatchRecord
 from services.gateway.context import context_of
@@ -48,29 +50,42 @@ async def create(request: Request) -> JSONResponse:
 
 
 @router.get("")
-async def list_batches(request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100)) -> JSONResponse:
-    """The batches that there are, the newest first."""
+async def list_batches(
+    request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), tenant: str | None = Query(None, max_length=64)
+) -> JSONResponse:
+    """The batches that there are, the newest first. tenant, for administrators: another's, by its id; or *: those of all that have not ended."""
     context = context_of(request)
-    found = await context.batches.list_of(context.tenant.tenant_id, after, limit + 1)
-    return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, Batch.describe))
+    if tenant is None:
+        found = await context.batches.list_of(context.tenant.tenant_id, after, limit + 1)
+        return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, Batch.describe))
+    check_sees_all(context.tenant)
+    if tenant == "*":
+        return JSONResponse(page_of(await context.batches.running(), after, limit, lambda each: each.record.batch_id, describe_with_tenant))
+    found = await context.batches.list_of(tenant, after, limit + 1)
+    return JSONResponse(page_of(found, None, limit, lambda each: each.record.batch_id, describe_with_tenant))
+
+
+def describe_with_tenant(batch: Batch) -> dict[str, Any]:
+    """The object of the API, and whose it is."""
+    return batch.describe() | {"tenant": {"id": batch.record.owner, "name": batch.record.tenant.name}}
 
 
 @router.get("/{batch_id}")
 async def retrieve(batch_id: str, request: Request) -> JSONResponse:
     """A batch as it is now."""
     context = context_of(request)
-    return JSONResponse((await context.batches.load(batch_id, context.tenant.tenant_id)).describe())
+    return JSONResponse((await context.batches.load(batch_id, context.tenant)).describe())
 
 
 @router.post("/{batch_id}/cancel")
 async def cancel(batch_id: str, request: Request) -> JSONResponse:
     """End a batch: what has been answered by then is in its files."""
     context = context_of(request)
-    batch = await context.batches.load(batch_id, context.tenant.tenant_id)
+    batch = await context.batches.load(batch_id, context.tenant)
     with away():
         status = await context.batches.move(batch_id, ("validating", "in_progress"), "cancelling")
     if status != "cancelling":
         raise Invalid(f"Cannot cancel a batch with status '{status}'.", param="batch_id", code="batch_has_ended", status=409)
     if batch.status != "cancelling":
         await context.jobs.send(batch_id)
-    return JSONResponse((await context.batches.load(batch_id, context.tenant.tenant_id)).describe())
+    return JSONResponse((await context.batches.load(batch_id, context.tenant)).describe())

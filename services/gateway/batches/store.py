@@ -184,12 +184,12 @@ class BatchStore:
             raise Rejected(f"{MAX_RUNNING} batches are running already", status=429, retry_after_s=60)
         return Batch(record, "validating", {})
 
-    async def load(self, batch_id: str, owner: str) -> Batch:
-        """Raises Invalid (404) for one that is not there, or not this owner's."""
+    async def load(self, batch_id: str, tenant: Tenant) -> Batch:
+        """Raises Invalid (404) for one that is not there for this tenant."""
         with away():
             values: Any = await self.client.hgetall(batch_key(batch_id))
             batch = read_batch(values)
-        if batch is None or batch.record.owner != owner:
+        if batch is None or not tenant.sees(batch.record.owner):
             raise Invalid(f"No batch found with id '{batch_id}'.", param="batch_id", code="batch_not_found", status=404)
         return batch
 
@@ -207,6 +207,16 @@ class BatchStore:
             if gone := [name for name, batch in zip(names, batches, strict=True) if batch is None]:
                 await self.client.zrem(batches_key(owner), *gone)
         return [batch for batch in batches if batch is not None]
+
+    async def running(self) -> list[Batch]:
+        """Those of all owners that have not ended, the newest first."""
+        with away():
+            names: Any = await self.client.smembers(BATCHES_RUNNING)
+            async with self.client.pipeline(transaction=False) as pipe:
+                for name in names:
+                    pipe.hgetall(batch_key(name.decode()))
+                found = [batch for values in await pipe.execute() if (batch := read_batch(values)) is not None]
+        return sorted(found, key=lambda each: each.record.created_at, reverse=True)
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
         """Give it the status, and further fields, if it has one of those allowed. Returns the status that it has then; None: there is no such batch."""

@@ -5,6 +5,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
+from services.gateway.auth import check_sees_all
 from services.gateway.context import RequestContext, context_of
 from services.gateway.measured import Measured
 from services.gateway.openai.docs import takes
@@ -15,6 +16,7 @@ from services.gateway.responses.chat import NAME_HERE, chat_of
 from services.gateway.responses.conversation import num_too_many, with_conversation
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.items import Json, with_ids
+from services.gateway.responses.overview import find_any, held, running, summary
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.stored import Stored
 from services.gateway.token_count import count_tokens
@@ -72,6 +74,16 @@ async def prepare_response(
     return record, requests, content
 
 
+@router.get("")
+async def list_responses(request: Request, tenant: str = Query("*", max_length=64), limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
+    """For administrators: the responses of all APIs that run, the newest first; or those of one tenant, by its id, that run or are stored."""
+    context = context_of(request)
+    check_sees_all(context.tenant)
+    found = await running(context) if tenant == "*" else await held(context, tenant, limit)
+    newest = sorted(found, key=lambda each: each[0].created, reverse=True)
+    return {"object": "list", "data": [summary(record, is_running=is_running) for record, is_running in newest[:limit]], "has_more": len(newest) > limit}
+
+
 @router.post("/input_tokens", openapi_extra=takes("response"))
 async def input_tokens(request: Request) -> Response:
     """How many tokens the model would be given, by its own template and tokenizer."""
@@ -89,7 +101,7 @@ async def retrieve(response_id: str, request: Request, stream: bool = False, sta
     """A stored response as it is now; or its events, from the first or after one of them, as they were and as they come."""
     context = context_of(request)
     async with context.reading.place(context.caller):
-        record, stored = await context.store.load(context.tenant, response_id)
+        record, stored = await context.store.load(context.tenant, response_id, of_all=True)
         if not stream:
             if starting_after is not None:
                 raise Invalid("starting_after is for streams: set stream to true", param="starting_after")
@@ -103,9 +115,12 @@ async def retrieve(response_id: str, request: Request, stream: bool = False, sta
 
 @router.post("/{response_id}/cancel")
 async def cancel(response_id: str, request: Request) -> Response:
-    """End a background response. One that has ended stays as it is."""
+    """End a background response; for an administrator, any tenant's response of any API. One that has ended stays as it is."""
     context = context_of(request)
-    record, stored = await context.store.load(context.tenant, response_id)
+    if context.tenant.sees_all and (other := await find_any(context, response_id)) is not None:
+        await context.store.cancel(other)
+        return JSONResponse(summary(other, is_running=False))
+    record, stored = await context.store.load(context.tenant, response_id, of_all=True)
     if not record.is_background:
         raise Invalid("Only responses created with background=true can be cancelled: of others, close the connection.", param="response_id")
     await context.store.cancel(record)
@@ -116,7 +131,7 @@ async def cancel(response_id: str, request: Request) -> Response:
 async def delete(response_id: str, request: Request) -> dict[str, Any]:
     """Forget a stored response; one that runs is cancelled."""
     context = context_of(request)
-    record, _ = await context.store.load(context.tenant, response_id)
+    record, _ = await context.store.load(context.tenant, response_id, of_all=True)
     await context.store.delete(record)
     return {"id": response_id, "object": "response.deleted", "deleted": True}
 
@@ -128,7 +143,7 @@ async def input_items(
     """The items that the model was given: the conversation before, and the input."""
     context = context_of(request)
     async with context.reading.place(context.caller):
-        _, stored = await context.store.load(context.tenant, response_id)
+        _, stored = await context.store.load(context.tenant, response_id, of_all=True)
     items = stored.items if order == "asc" else stored.items[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]

@@ -56,11 +56,11 @@ class Store:
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
         self._is_draining = False
 
-    async def load(self, tenant: Tenant, response_id: str) -> tuple[ResponseRecord, Stored]:
-        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant."""
+    async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
+        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all: or not to be seen by it."""
         with away():
             packed: Any = await self.client.get(stored_key(response_id))
-            record = await find_record(self.client, tenant, response_id)
+            record = await find_record(self.client, tenant, response_id, of_all=of_all)
         if packed is None or record is None:
             raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
         return record, Stored(**await aside(lambda: orjson.loads(packed), is_long=len(packed) > LONG_BYTES))
@@ -149,12 +149,12 @@ class Store:
 
     async def cancel(self, record: ResponseRecord) -> None:
         """End the response as cancelled, now: its log says so before anybody is told. What has ended stays as it is."""
-        (request_id,) = record.request_ids
         with away():
             async with self.client.pipeline(transaction=False) as pipe:
-                pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
-                end_request(pipe, record.served_model, request_id, None)
-                broadcast(pipe, Control("cancel", (request_id,)))
+                for request_id in record.request_ids:
+                    pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
+                    end_request(pipe, record.served_model, request_id, None)
+                broadcast(pipe, Control("cancel", tuple(record.request_ids)))
                 await pipe.execute()
 
     async def delete(self, record: ResponseRecord) -> None:
