@@ -280,6 +280,7 @@ class ComputeService:
         """Every second: take over what dead replicas left, and end what nobody reads any more."""
         self._upkept_at = now = time.monotonic()
         self.drop_taken_over()
+        self.exchange.follow_clock()
         self.admitter.claim(self.room)
         live = self.stage.registry.ids("gateway")
         readers = {active.gateway_id for active in self.active.values() if active.gateway_id is not None}

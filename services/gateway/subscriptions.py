@@ -17,6 +17,7 @@ from services.gateway.subscription import Subscription
 from shared.errors import Invalid
 from shared.line import DENIED, reason_of, without_command
 from shared.messages import Control, RequestError, StepEvents, TokenEvent, decode
+from shared.redis_clock import NEWEST, has_begun_anew
 from shared.stage import Stage
 from shared.streams import CONTROL, MESSAGE, events
 from shared.telemetry import get_logger
@@ -141,7 +142,12 @@ class Subscriptions:
             pipe.xtrim(self.stream.key, minid=next_id(self._last_id), approximate=False)
             for key, values, error in letters:
                 write_dead_letter(key, values, error, 1, pipe)
-            await pipe.execute()
+            pipe.eval(NEWEST, 2, self.stream.key, CONTROL.key)
+            *_, [newest_event, newest_control] = await pipe.execute()
+        if has_begun_anew(self._last_id, newest_event) or has_begun_anew(self._control_id, newest_control):
+            log.warning("a stream has begun anew: Redis' clock went back", events=self._last_id, control=self._control_id)
+            self._last_id = "0-0" if has_begun_anew(self._last_id, newest_event) else self._last_id
+            self._control_id = "0-0" if has_begun_anew(self._control_id, newest_control) else self._control_id
         self._trimmed_at = time.monotonic()
         for _ in letters:
             self._garbage.popleft()

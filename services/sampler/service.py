@@ -24,6 +24,7 @@ from shared.decision import decide, pad, pick, uniform
 from shared.errors import Lost, Recoverable
 from shared.line import Line
 from shared.messages import Control, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenLogprob, TopLogprob, encode
+from shared.redis_clock import follow_clock
 from shared.settings import SamplerSettings
 from shared.stage import Stage
 from shared.streams import CONTROL, MESSAGE, DirectStream, candidates, decisions, events
@@ -36,6 +37,7 @@ log = get_logger("penstock.sampler")
 BLOCK_MS = 500
 FORGET_AFTER_S = 600.0  # a state nobody has asked about: its compute replica died, or another sampler has it
 FORGET_EVERY_S = 10.0
+FOLLOW_CLOCK_EVERY_S = 1.0
 REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
 ANSWER_EVERY_S = 0.5  # while many are taken over: compute goes on with those, and hears that this sampler lives well before it loses its patience
 
@@ -53,7 +55,7 @@ class SamplerService:
         self.control = DirectReader(stage.transport, CONTROL)
         self.news = Line(stage.transport.client)
         self.num_tokens = self.num_rebuilt = 0
-        self.forgot_at = time.monotonic()
+        self.forgot_at = self.followed_at = time.monotonic()
 
     def run(self) -> None:
         self.stage.catch_signals()
@@ -71,6 +73,9 @@ class SamplerService:
             self.stage.load.update(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
             if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
+            if time.monotonic() - self.followed_at > FOLLOW_CLOCK_EVERY_S:
+                self.followed_at = time.monotonic()
+                follow_clock(self.stage.transport, [self.reader, self.control])
         self.stage.leave()
         self.news.close()
         self.stage.transport.run(lambda pipe: pipe.delete(self.reader.stream.key))

@@ -65,7 +65,7 @@ def test_all_that_is_kept_of_a_response_lives_as_long_as_its_log(gateways: Deplo
         response_id = first.request_id.rpartition(".")[0]
         backstage.write(first, 1, 2, finish=2)
         assert client.ttl(response_key(response_id)) > LOG_TTL_S, "one of its sequences runs"
-        backstage.end(second)
+        backstage.write(second, 1, finish=1)
         stream.wait_end()
     assert not client.exists(open_key(response_id))
     assert gateways.get(f"/v1/streams/{response_id}", "gateway-2").status_code == 200
@@ -85,7 +85,7 @@ def keyed(deployment: Deployment, own: Backstage, tmp_path: Path) -> Iterator[tu
 def test_a_tenant_that_stores_much_is_refused_and_others_are_not(keyed: tuple[Deployment, dict[str, str]], own: Backstage) -> None:
     deployment, keys = keyed
 
-    def stored(name: str, size: int = 400_000) -> httpx.Response:
+    def stored(name: str, size: int = 300_000) -> httpx.Response:
         reply = ask(deployment, "x" * size, keys[name], background=True, max_output_tokens=5)
         if reply.status_code == 200:
             own.write(own.take()[0], 1, finish=1)

@@ -20,6 +20,7 @@ from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
 from shared.line import Line
 from shared.messages import Control, StepCandidates, StepDecisions
+from shared.redis_clock import follow_clock
 from shared.stage import Stage
 from shared.streams import CONTROL, GroupStream, candidates, decisions
 from shared.telemetry import get_logger
@@ -125,6 +126,10 @@ class Exchange:
             log.warning("decisions are missing, sending their candidates again", num_sequences=len(late))
             self._send_again(late)
         return self.undecided.given_up()
+
+    def follow_clock(self) -> None:
+        """Now and then: what Redis' clock has done to the streams that are read here."""
+        follow_clock(self.stage.transport, [self.decisions, self.control])
 
     def forget(self, active: ActiveRequest, *, tell_sampler: bool) -> None:
         """The request has ended: its entry is acknowledged with the next write, its sampler told unless it knows."""
