@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shared.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
 
 LOG_TTL_S = 3600  # of a finished request's token log: how long a client may still read it
-RUNNING_LOG_TTL_S = 24 * 3600  # of a running request's: a backstop, far beyond any generation
+RUNNING_LOG_TTL_S = 7 * 24 * 3600  # of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
 REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
 CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
 MAX_DEAD_LETTERS = 10_000

@@ -42,9 +42,9 @@ local function release(account, member, left)
   if not redis.call('ZSCORE', account, member) then return end
   local size, id = string.match(member, '^(%d+)/(.*)$')
   local kept = left .. '/' .. id
-  if left > 0 then redis.call('ZADD', account, redis.call('TIME')[1] + {LOG_TTL_S}, kept) end
-  if kept ~= member then redis.call('ZREM', account, member) end
-  redis.call('INCRBY', account .. '{held_bytes_key("")}', left - size)
+  local change = left > 0 and left * redis.call('ZADD', account, redis.call('TIME')[1] + {LOG_TTL_S}, kept) or 0
+  if kept ~= member then change = change - size * redis.call('ZREM', account, member) end
+  redis.call('INCRBY', account .. '{held_bytes_key("")}', change)
 end
 """
 

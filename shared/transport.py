@@ -87,7 +87,7 @@ class Backoff:
     def __init__(self) -> None:
         self.problem = ""  # the error that is being waited out; empty: none
         self._delay_s = FIRST_RETRY_S
-        self.failed_at = self._warned_at = 0.0  # monotonic, s: the last time; when it was said last
+        self.failed_at = self._warned_at = float("-inf")  # monotonic, s: the last time; when it was said last
 
     def failed(self, error: BaseException) -> float:
         """Seconds to wait before the next try."""
@@ -101,7 +101,7 @@ class Backoff:
     def succeeded(self) -> None:
         if self.problem:
             log.info("redis serves again")
-            self.problem, self._delay_s, self._warned_at = "", FIRST_RETRY_S, 0.0
+            self.problem, self._delay_s, self._warned_at = "", FIRST_RETRY_S, float("-inf")
 
 
 class Transport:

@@ -5,6 +5,8 @@ one proxy for each stage, so that the count is the stage's own. The faults:
 
     cut                     the connection breaks, and Redis has not seen the write
     lost                    Redis has done it, and the connection breaks before the reply
+    silent                  Redis has done it, no reply comes, and the connection stays open: the client hangs up
+    late                    the same, but Redis does it only then, when the client has most likely sent it again
     READONLY, OOM, …        each command of it is answered with that error, and Redis has not seen it
 """
 
@@ -12,6 +14,7 @@ import contextlib
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +26,8 @@ ERRORS = {
     "MISCONF": "MISCONF Errors writing to the AOF file: No space left on device",
     "LOADING": "LOADING Redis is loading the dataset in memory",
 }
-FAULTS = ("cut", "lost", *ERRORS)
+LATE_S = 0.2  # after the client has hung up
+FAULTS = ("cut", "lost", "silent", "late", *ERRORS)
 
 
 def commands_in(data: bytes) -> tuple[list[bytes], bytes]:
@@ -58,6 +62,7 @@ class FaultyRedis:
     num_writes: int = 0  # since `arm`
     names: list[bytes] = field(default_factory=list)  # of the commands since `arm`
     disturbed: list[bytes] = field(default_factory=list)  # the commands of the write that was disturbed
+    is_over: bool = False  # what is late has arrived
     _at: int = 0
     _fault: str = ""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -94,7 +99,7 @@ class FaultyRedis:
         """Disturb the at-th write from now on; 0: none."""
         with self._lock:
             self.num_writes, self._at, self._fault = 0, at, fault
-            self.names, self.disturbed = [], []
+            self.names, self.disturbed, self.is_over = [], [], fault != "late"
 
     def _accept(self) -> None:
         with contextlib.suppress(OSError):  # closed
@@ -108,14 +113,15 @@ class FaultyRedis:
         """One connection, until either side or a fault ends it."""
         with client, server, contextlib.suppress(OSError):
             server.connect(str(self.server))
-            pending, is_lost = b"", False
+            pending, is_lost, is_silent = b"", False, False
             while True:
                 for ready in select.select([client, server], [], [])[0]:
                     data = ready.recv(1 << 20)
                     if not data or (ready is server and is_lost):
                         return
                     if ready is server:
-                        client.sendall(data)
+                        if not is_silent:
+                            client.sendall(data)
                         continue
                     data = pending + data
                     names, pending = commands_in(data)
@@ -127,8 +133,18 @@ class FaultyRedis:
                     if fault in ERRORS:
                         client.sendall(f"-{ERRORS[fault]}\r\n".encode() * len(names))
                         continue
-                    is_lost = fault == "lost"
+                    if fault == "late":
+                        return self._deliver_late(client, server, data[: len(data) - len(pending)])
+                    is_lost, is_silent = fault == "lost", is_silent or fault == "silent"
                     server.sendall(data[: len(data) - len(pending)])
+
+    def _deliver_late(self, client: socket.socket, server: socket.socket, write: bytes) -> None:
+        while client.recv(1 << 20):
+            pass
+        time.sleep(LATE_S)
+        server.sendall(write)
+        server.recv(1 << 20)
+        self.is_over = True
 
     def _count(self, names: list[bytes]) -> str:
         """The fault of this write; empty: none."""

@@ -37,8 +37,8 @@ local function wait_for_room(account)
   return oldest and math.max(1, oldest - redis.call('TIME')[1]) or 1
 end
 local function hold(account, member, size, ttl)
-  redis.call('ZADD', account, redis.call('TIME')[1] + ttl, member)
-  redis.call('INCRBY', account .. '{held_bytes_key("")}', size)
+  local added = redis.call('ZADD', account, redis.call('TIME')[1] + ttl, member)  -- a batch's worker may submit again what Redis has lost in part
+  redis.call('INCRBY', account .. '{held_bytes_key("")}', size * added)
   redis.call('EXPIRE', account, ttl)
   redis.call('EXPIRE', account .. '{held_bytes_key("")}', ttl)
 end

@@ -23,6 +23,7 @@ from services.sampler.service import SamplerService
 from services.tokenizer import service as tokenizer_service
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.service import TokenizerService
+from shared import line
 from shared.messages import GenerateRequest, Replica
 from shared.model_files import DEMO_MODEL, open_model
 from shared.registry import Registry
@@ -34,6 +35,7 @@ from shared.transport import Transport, append_to_group
 from tests.waiting import wait_until
 
 MODEL = "penstock-demo"
+REPLY_TIMEOUT_S = 1.0  # of stages that are hurried, or behind a proxy
 FILES = open_model("demo")
 
 
@@ -55,7 +57,7 @@ class LocalStage(Stage):
     def __init__(self, name: str, settings: StageSettings, *, url: str = "", max_model_len: int | None = None) -> None:
         super().__init__(name, settings, model=MODEL, max_model_len=max_model_len)
         if url:
-            self.transport = Transport(url, self.stopping)
+            self.transport = Transport(url, self.stopping, REPLY_TIMEOUT_S)
         self.live = Registry()
 
     @property
@@ -85,6 +87,7 @@ def hurried() -> Iterator[None]:
         patch.setattr(compute_service, "UPKEEP_EVERY_S", 0.05)
         patch.setattr(compute_service, "IDLE_WAIT_S", 0.02)
         patch.setattr(exchange, "STANDING_MS", 50)
+        patch.setattr(line, "REPLY_TIMEOUT_S", REPLY_TIMEOUT_S)
         patch.setattr(tokenizer_service, "CLAIM_IDLE_MS", 100)
         patch.setattr(tokenizer_service, "CLAIM_EVERY_S", 0.05)
         patch.setattr(tokenizer_service, "BLOCK_MS", 20)

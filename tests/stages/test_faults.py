@@ -35,7 +35,7 @@ REQUESTS = (
     replace(ask("echoed.0", "Compute owns what needs the whole vocabulary", max_tokens=0, prompt_logprobs=1), echo=True),
     replace(ask("tokens.0", "Once upon a time"), task="tokenize"),
 )  # fmt: skip
-STRIDES = {"cut": 2, "lost": 2}  # of the other faults every 7th write
+STRIDES = {"cut": 2, "lost": 2, "silent": 11, "late": 5}  # of the other faults every 7th write
 MOST_WRITES = 60  # of a stage, undisturbed; a machine that is so slow that there are more, of reads that time out, disturbs fewer of them
 
 
@@ -100,7 +100,8 @@ def test_a_failed_round_trip_changes_no_byte_of_any_log(stage: str, fault: str, 
         line.forget_logs()
         proxy.arm(at, fault)
         assert line.answer(*REQUESTS) == disturbed.logs, (at, proxy.disturbed)
-        wait_until(lambda: proxy.disturbed, description=f"write {at} has come")
+        wait_until(lambda: proxy.disturbed and proxy.is_over and line.is_at_rest(), description=f"write {at} has come")
+        assert {request_id: line.log(request_id) for request_id in disturbed.logs} == disturbed.logs, (at, proxy.disturbed)
         assert line.client.exists(inflight_key(MODEL)) == 0
         assert line.pending() == 0
 

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.redis_server import socket_path
+from shared import line as line_module
 from shared import transport as transport_module
 from shared.errors import Recoverable
 from shared.line import without_command
@@ -172,6 +173,18 @@ def test_a_password_that_is_missing_or_wrong_is_not_waited_for(client: "redis.Re
             with pytest.raises(redis.RedisError) as found:
                 Transport(wrong, threading.Event()).persist(lambda wrong=wrong: Transport(wrong, threading.Event()).client.get("key"))
             assert not is_temporary(found.value)
+
+
+def test_a_read_may_block_for_longer_than_a_reply_may_take(url: str, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line_module, "REPLY_TIMEOUT_S", 0.5)
+    transport = Transport(url, threading.Event(), 0.5)
+    reader = group(transport)
+    before = client.info("stats")["total_connections_received"]
+    assert reader.read(count=1, block_ms=1500) == ([], []) and not transport.problem
+    assert client.info("stats")["total_connections_received"] <= before + 1, "its own, which stays open"
+    put(client, 1)
+    assert names(reader.read(count=1, block_ms=1500)[0]) == ["r.1"]
+    transport.close()
 
 
 def test_waiting_ends_when_told_to_stop(transport: Transport, client: "redis.Redis") -> None:
