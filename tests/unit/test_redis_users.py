@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.streams import RUNNING_LOG_TTL_S, inflight_key, log_key, reader_key
+from shared.messages import RequestError
+from shared.streams import RUNNING_LOG_TTL_S, held_key, inflight_key, log_key, open_key, reader_key, stored_key
 from shared.token_log import end_request
 
 ROOT = Path(__file__).parent.parent.parent
@@ -31,14 +32,18 @@ def test_each_stage_can_end_a_request_and_only_jobs_can_list_keys(server: "redis
         server.hset(inflight_key("m"), mapping={"": 5, request_id: 5})
         server.hset(reader_key(f"resp_{user}"), mapping={"generation": 1, "gateway": "gateway-1"})
         server.expire(reader_key(f"resp_{user}"), RUNNING_LOG_TTL_S)
+        server.hset(open_key(f"resp_{user}"), mapping={"left": 1, "account": held_key("t"), "size": 9, "keeps": 0})
+        server.zadd(held_key("t"), {f"9/resp_{user}": 2**40})
+        server.set(stored_key(f"resp_{user}"), "asked")
         with redis.Redis.from_url(redis_url, username=user, password=f"{user.upper()}_PASSWORD") as client:
             pipe = client.pipeline(transaction=False)
-            end_request(pipe, "m", request_id, None)
+            end_request(pipe, "m", request_id, None, error=RequestError("too long", 400))
             pipe.execute()
             for command in (["RANDOMKEY"], *([["SCAN", "0"]] if user != "jobs" else [])):
                 with pytest.raises(redis.exceptions.NoPermissionError):
                     client.execute_command(*command)
         assert server.xlen(log_key(request_id)) == 1 and not server.hexists(inflight_key("m"), request_id)
+        assert not server.exists(open_key(f"resp_{user}"), stored_key(f"resp_{user}"), held_key("t"))
     assert server.xlen("events:gateway-1") == len(STAGES), "who reads a request hears of its end"
 
 
