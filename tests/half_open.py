@@ -6,9 +6,10 @@ What a client sends still arrives, and Redis does it; nothing comes back on that
 import contextlib
 import select
 import socket
-import threading
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass, field
+
+from tests.faulty_redis import FaultyRedis
 
 
 class Connection:
@@ -36,35 +37,13 @@ class Connection:
                         self.client.sendall(data)
 
 
-class HalfOpenRedis:
-    """Listens at `path` while the `with` lasts. `server` is the real server's socket."""
+@dataclass
+class HalfOpenRedis(FaultyRedis):
+    """Listens as that does, and disturbs whole connections in place of writes."""
 
-    def __init__(self, server: Path, path: Path) -> None:
-        self.server = server
-        self.path = path
-        self.url = f"unix://{path}"
-        self.loses_all = False  # the replies of all connections, new ones too
-        self.loses_loops = False  # the same, but the heartbeat's go on
-        self.connections: list[Connection] = []
-        self._threads: list[threading.Thread] = []
-
-    def __enter__(self) -> "HalfOpenRedis":
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self.path))
-        self._listener.listen(64)
-        self._start(self._accept)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._threads[0].join()
-        self._listener.close()
-        for each in self.connections:
-            for end in (each.client, each.server):
-                with contextlib.suppress(OSError):
-                    end.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join()
+    loses_all: bool = False  # the replies of all connections, new ones too
+    loses_loops: bool = False  # the same, but the heartbeat's go on
+    connections: list[Connection] = field(default_factory=list)
 
     def cut_replies(self) -> None:
         """Whatever is open now is half open from now on; what is opened later is well."""
@@ -74,15 +53,7 @@ class HalfOpenRedis:
     def _is_lost(self, connection: Connection) -> bool:
         return self.loses_all or (self.loses_loops and not connection.is_heartbeat)
 
-    def _start(self, target: Callable[..., None], *arguments: object) -> None:
-        self._threads.append(threading.Thread(target=target, args=arguments, daemon=True))
-        self._threads[-1].start()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # closed
-            while True:
-                client, _ = self._listener.accept()
-                server = socket.socket(socket.AF_UNIX)
-                server.connect(str(self.server))
-                self.connections.append(Connection(client, server))
-                self._start(self.connections[-1].serve, self._is_lost)
+    def _serve(self, client: socket.socket, server: socket.socket) -> None:
+        server.connect(str(self.server))
+        self.connections.append(connection := Connection(client, server))
+        connection.serve(self._is_lost)

@@ -18,7 +18,7 @@ from tests.gateway.streams import BODY
 from tests.gateway.test_access import bearer
 
 WHOLE = BODY | {"stream": False, "stream_options": None}
-NUM_TOKENS, NUM_READS = 3000, 200
+NUM_TOKENS, NUM_READS = 600, 60
 
 
 @pytest.fixture
