@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import socket
 import zlib
 from typing import Any
 
@@ -12,6 +13,7 @@ from services.gateway.ignored import HEADER
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways
+from tests.gateway.test_answers import LOOK, answering
 from tests.gateway.test_ignored import ASKED, answered
 
 CHAT = ASKED["/v1/chat/completions"]
@@ -97,3 +99,40 @@ def test_ollama_s_fields_are_answered_as_its_clients_expect(gateways: Deployment
     for field, word in (({"suffix": "end"}, "suffix: no model here fills in"), ({"images": ["aGk="]}, "images: this server's models read text only")):
         refused = gateways.post("/api/generate", {"model": NAME, "prompt": "Hi"} | field)
         assert refused.status_code == 400 and word in refused.json()["error"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/batches", "/v1/files", "/api/tags", "/api/version", "/health", f"/v1/models/{NAME}"])
+def test_a_slash_at_the_end_of_a_path_says_nothing(gateways: Deployment, path: str) -> None:
+    plain, slash = gateways.get(path), gateways.get(f"{path}/")
+    assert (slash.status_code, slash.json().keys()) == (plain.status_code, plain.json().keys()) and plain.status_code == 200
+    refused = gateways.post("/v1/chat/completions/", CHAT | {"n": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "n")
+
+
+def over_http_1_0(gateways: Deployment, body: dict[str, Any]) -> bytes:
+    url = httpx.URL(gateways.url())
+    content = json.dumps(body).encode()
+    with socket.create_connection((url.host, url.port or 80), timeout=60) as connection:
+        head = f"POST /v1/chat/completions HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(content)}\r\n\r\n"
+        connection.sendall(head.encode() + content)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_an_answer_over_http_1_0_has_no_chunks_and_ends_with_the_connection(gateways: Deployment, backstage: Backstage) -> None:
+    thread, _ = answering(backstage, ["one", " two"])
+    head, _, body = over_http_1_0(gateways, CHAT | {"stream": True}).partition(b"\r\n\r\n")
+    thread.join()
+    assert b"transfer-encoding" not in head.lower() and b"connection: close" in head.lower()
+    assert body.startswith(b"data: {") and body.endswith(b"data: [DONE]\n\n") and b" two" in body
+    thread, _ = answering(backstage, ["one"])
+    head, _, body = over_http_1_0(gateways, CHAT).partition(b"\r\n\r\n")
+    thread.join()
+    assert f"content-length: {len(body)}".encode() in head.lower() and json.loads(body)["choices"][0]["message"]["content"] == "one"
+
+
+def test_the_first_delta_of_a_forced_call_has_no_content(gateways: Deployment, backstage: Backstage) -> None:
+    for choice, first in (("required", None), ("auto", "")):
+        thread, _ = answering(backstage, ['[{"name": "look", "parameters": {}}]'])
+        answer = gateways.post("/v1/chat/completions", CHAT | {"stream": True, "tools": [LOOK], "tool_choice": choice})
+        thread.join()
+        assert json.loads(answer.text.partition("data: ")[2].partition("\n")[0])["choices"][0]["delta"] == {"role": "assistant", "content": first}
