@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.admission import STAGES
+from services.gateway.anthropic.batches import router as anthropic_batches
 from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.auth import Auth
 from services.gateway.batches.routes import router as batches
@@ -86,6 +87,7 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(files)
     app.include_router(batches)
     app.include_router(anthropic)
+    app.include_router(anthropic_batches)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
     app.include_router(live)

@@ -130,7 +130,8 @@ class Unchunked:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["http_version"] != "1.0":
-            return await self.app(scope, receive, send)
+            await self.app(scope, receive, send)
+            return
         cycle, is_endless = self.protocol.cycle, False
 
         async def send_plain(message: Message) -> None:

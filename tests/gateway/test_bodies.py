@@ -134,7 +134,7 @@ def test_what_is_not_here_is_said_in_each_api_s_shape(gateways: Deployment) -> N
     other = gateways.post("/v1/responses/compact", {})
     assert (other.status_code, other.json()["error"]["code"]) == (405, "method_not_supported") and other.headers["Allow"]
     assert "no POST /api/push" in gateways.post("/api/push", {"model": "x"}).json()["error"]
-    assert gateways.get("/v1/messages/batches").json()["error"]["type"] == "not_found_error"
+    assert gateways.get("/v1/messages/absent").json()["error"]["type"] == "not_found_error"
 
 
 def test_the_docs_list_the_bodies_fields(gateways: Deployment) -> None:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import orjson
 from pydantic import ValidationError
 
-from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
+from services.gateway.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
 from services.gateway.batches.schemas import BatchBody
 from services.gateway.ignored import pass_over
 from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
@@ -28,6 +28,7 @@ BODIES: dict[str, type[Body]] = {
     "batch": BatchBody,
     "message": MessagesBody,
     "count": CountTokensBody,
+    "message_batch": MessageBatchBody,
     "ollama_chat": OllamaChatBody,
     "ollama_generate": OllamaGenerateBody,
     "ollama_embed": OllamaEmbedBody,
