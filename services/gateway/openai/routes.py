@@ -57,6 +57,7 @@ async def prepare_completion(
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """What goes into the pipeline for a completion: as `prepare_chat` for a chat."""
     params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
+    params = with_model_defaults(context, body, params, model)
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
@@ -133,6 +134,7 @@ async def prepare_chat(
     fields of the record.
     """
     calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
+    params = with_model_defaults(context, body, params, model)
     tool_calls, reasoning = parsers_of(context, model)
     parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
     constraint = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
@@ -172,6 +174,13 @@ def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
     parsers = next((replica.parsers for replica in context.stage.registry.of("tokenizer", model)), {})
     tool_calls, reasoning = parsers.get("tool_calls", ""), parsers.get("reasoning", "")
     return tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else ""
+
+
+def with_model_defaults(context: RequestContext, body: GenerateBody, params: SamplingParams, model: str) -> SamplingParams:
+    """The params with what the model's makers say in the place of what the request does not. A beam search draws nothing."""
+    said = next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
+    missing: dict[str, Any] = {name: value for name, value in said.items() if getattr(body, name, None) is None}
+    return replace(params, **missing) if missing and not body.use_beam_search else params
 
 
 def fingerprint_of(context: RequestContext, model: str) -> str:
