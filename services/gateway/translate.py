@@ -15,6 +15,7 @@ from fastapi import Request, Response
 
 from services.gateway.errors import RequestFailed
 from services.gateway.generation import Generation
+from services.gateway.ignored import renamed
 from services.gateway.measured import Measured
 from services.gateway.openai import parse
 from services.gateway.openai.formats import Choice, format_for, usage
@@ -26,20 +27,25 @@ from shared.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
 
+PLACED = re.compile(r"(messages|tools)\[(\d+)\]")
 NUMBER = re.compile(r"\[\d+\]")
 
 
-def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str]) -> ChatCompletionBody:
+def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str], place_of_tool: Callable[[int], str]) -> ChatCompletionBody:
     """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other API's terms.
 
-    names: of the chat's fields, where they are others; place_of: where a message, by its number in the chat, came from.
+    names: of the chat's fields, where they are others; place_of and place_of_tool: where a message or a tool, by its number in the chat, came from.
     """
 
     def rename(path: str) -> str:
-        head, dot, rest = path.partition(".")
-        return place_of(int(head[len("messages[") : -1])) + dot + rest if head.startswith("messages[") else name_of(path, names)
+        if (found := PLACED.match(path)) is None:
+            return name_of(path, names)
+        name, number, rest = found[1], int(found[2]), path[found.end() :]
+        if name == "messages":
+            return place_of(number) + rest
+        return place_of_tool(number) + name_of(path, names).removeprefix(found[0])
 
-    chat = parse.check(ChatCompletionBody, {name: value for name, value in given.items() if value is not None}, rename)
+    chat = parse.take(ChatCompletionBody, {name: value for name, value in given.items() if value is not None}, rename)
     with own_terms(names):
         chat.params()
     return chat
@@ -59,9 +65,10 @@ def name_of(path: str, names: dict[str, str]) -> str:
 
 @contextmanager
 def own_terms(names: dict[str, str]) -> Iterator[None]:
-    """What is wrong with a chat is told in the other API's terms."""
+    """What is wrong with a chat, and what of it is passed over, is told in the other API's terms."""
     try:
-        yield
+        with renamed(lambda name: name_of(name, names)):
+            yield
     except Invalid as error:
         here = name_of(error.param or "", names)
         raise Invalid(told_of(str(error), error.param, here), param=here or None, code=error.code, status=error.status) from None

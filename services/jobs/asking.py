@@ -10,10 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from services.gateway.admission import estimate_output, estimate_prompt
+from services.gateway.anthropic.chat import NAME_HERE as MESSAGE_NAMES
+from services.gateway.anthropic.chat import chat_of as message_chat
+from services.gateway.anthropic.events import MessageEvents
+from services.gateway.anthropic.schemas import MessagesBody
 from services.gateway.batches.store import BatchRecord, Totals
 from services.gateway.context import RequestContext
 from services.gateway.errors import RequestFailed
 from services.gateway.held import check_size
+from services.gateway.ignored import collecting
 from services.gateway.openai import parse
 from services.gateway.openai.embeddings import embeddings_body, prepare_embeddings
 from services.gateway.openai.formats import Choice, usage
@@ -21,12 +26,11 @@ from services.gateway.openai.respond import check, whole_body
 from services.gateway.openai.routes import prepare_chat, prepare_completion
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
 from services.gateway.record import ResponseRecord
-from services.gateway.responses.chat import NAME_HERE
 from services.gateway.responses.conversation import with_conversation
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.routes import prepare_response
 from services.gateway.responses.schemas import ResponseBody
-from services.gateway.translate import Fold, in_own_terms
+from services.gateway.translate import Fold, Translation, in_own_terms, own_terms
 from services.jobs.input import Line
 from shared.errors import Invalid
 from shared.messages import GenerateRequest, TokenEvent, encode
@@ -58,8 +62,9 @@ def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
 
 async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
-    asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
-    settings, outputs = context.settings, sum(map(estimate_output, asked.requests))
+    with collecting(is_strict=context.settings.strict_fields):
+        asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
+    settings, outputs = context.settings, sum(estimate_output(each, context.stage.registry) for each in asked.requests)
     tokens = sum(map(estimate_prompt, asked.requests)) + outputs
     if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
@@ -76,19 +81,19 @@ def behind(priority: int) -> int:
 
 
 async def ask_chat(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = seeded(parse.check(ChatCompletionBody, value), seed)
+    body = seeded(parse.take(ChatCompletionBody, value), seed)
     record, requests = await prepare_chat(context, body, "chat.completion", body.model, None, key=key, is_background=True)
     return Asked(record, requests, b"", fold_choices)
 
 
 async def ask_completion(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = seeded(parse.check(CompletionBody, value), seed)
+    body = seeded(parse.take(CompletionBody, value), seed)
     record, requests = await prepare_completion(context, body, None, key=key, is_background=True)
     return Asked(record, requests, b"", fold_choices)
 
 
 async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int) -> Asked:
-    body = parse.check(EmbeddingBody, value)
+    body = parse.take(EmbeddingBody, value)
     record, requests = prepare_embeddings(context, body, None, key=key, is_background=True)
 
     def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
@@ -100,7 +105,7 @@ async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int)
 
 
 async def ask_response(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = parse.check(ResponseBody, value)
+    body = parse.take(ResponseBody, value)
     if body.stream or body.background:
         field = "stream" if body.stream else "background"
         raise Invalid(f"{field} is not available in a batch", param=field)
@@ -112,18 +117,32 @@ async def ask_response(context: RequestContext, value: Json, key: str, seed: int
     record, requests, stored = await prepare_response(context, body, before, None, key=key, is_background=True)
 
     def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-        events = ResponseEvents(record, body.asked() | {"background": False})
-        folded = Fold(record, events)
-        events.opening(None)
-        for event in logs[0]:
-            try:
-                check(event)
-            except RequestFailed as failed:
-                raise RequestFailed(in_own_terms(failed.error, NAME_HERE)) from None
-            folded.add(event)
-        return events.whole(), count(usage([folded.choice], 1))
+        return fold_translation(record, logs, ResponseEvents(record, body.asked() | {"background": False}))
 
     return Asked(record, requests, stored, fold)
+
+
+async def ask_message(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+    body = parse.take(MessagesBody, value)
+    if body.stream:
+        raise Invalid("stream is not available in a batch", param="stream")
+    chat = message_chat(body if body.seed is not None else body.model_copy(update={"seed": seed}))
+    with own_terms(MESSAGE_NAMES):
+        record, requests = await prepare_chat(context, chat, "message", body.model, None, key=key, is_background=True)
+    return Asked(record, requests, b"", lambda record, logs: fold_translation(record, logs, MessageEvents(record)))
+
+
+def fold_translation(record: ResponseRecord, logs: Logs, translation: Translation) -> tuple[Any, Totals]:
+    """The answer of another API. Raises RequestFailed, in its terms."""
+    folded = Fold(record, translation)
+    translation.opening(None)
+    for event in logs[0]:
+        try:
+            check(event)
+        except RequestFailed as failed:
+            raise RequestFailed(in_own_terms(failed.error, translation.names)) from None
+        folded.add(event)
+    return translation.whole(), count(usage([folded.choice], 1))
 
 
 ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]]] = {
@@ -131,6 +150,7 @@ ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]
     "/v1/completions": ask_completion,
     "/v1/embeddings": ask_embeddings,
     "/v1/responses": ask_response,
+    "/v1/messages": ask_message,
 }
 
 

@@ -156,11 +156,12 @@ def test_arguments_that_a_schema_does_not_name_are_not_made_up() -> None:
         ({"tools": [ADD, ADD]}, "tools", "two functions named add"),
         ({"tools": [ADD], "tool_choice": "maybe"}, "tool_choice", "none.*auto.*required"),
         ({"tools": [ADD], "tool_choice": 7}, "tool_choice", "expected none, auto, required"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "function"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice", "there are none"),
+        ({"tools": [{"type": 3}]}, "tools[0].type", "function"),
         ({"tools": [tool("no spaces")]}, "tools[0].function.name", "pattern"),
         ({"tools": [tool("deep", parameters=json.loads('{"a":' * 70 + "1" + "}" * 70))]}, "tools[0].function.parameters", "deeper than 64"),
         ({"tools": [ADD] * 129}, "tools", "at most 128"),
-        ({"functions": [ADD["function"]]}, "functions", "unknown or unsupported"),
+        ({"functions": [ADD["function"]], "tools": [ADD]}, "functions", "older name"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs.messages", "can't set"),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "not allowed here"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
@@ -175,9 +176,9 @@ def test_what_can_not_be_is_refused_by_name(body: dict[str, Any], param: str, wo
 
 def test_all_that_is_wrong_is_named() -> None:
     with pytest.raises(Invalid) as error:
-        read(temperature="hot", n=0, nonsense=1, more_nonsense=2, messages=[{"role": "user"}])
-    assert error.value.code == "unknown_parameter" and error.value.param == "nonsense"
-    for words in ("field: nonsense", "field: more_nonsense", "temperature: ", "n: ", "missing required parameter: messages[0].content"):
+        read(temperature="hot", n=0, mirostat=1, grammar="2", messages=[{"role": "user"}])
+    assert error.value.code == "unknown_parameter" and error.value.param == "mirostat"
+    for words in ("field: mirostat", "field: grammar", "temperature: ", "n: ", "missing required parameter: messages[0].content"):
         assert words in str(error.value)
     with pytest.raises(Invalid) as missing:
         parse("chat", b'{"model": "m"}')
