@@ -20,8 +20,8 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.limits import Caller
 from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
-from services.gateway.reading import Reading
 from services.gateway.openai.body import Body
+from services.gateway.reading import Reading
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
 from shared.errors import Invalid
