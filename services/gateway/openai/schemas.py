@@ -120,7 +120,7 @@ class GenerateBody(Body):
         if logprobs is None and self.num_sequences > self.n:
             logprobs = 0  # the best are chosen by them
         given = {
-            "max_tokens": max_tokens,
+            "max_tokens": min(max_tokens, MAX_TOKENS) if max_tokens is not None else None,  # what is too much is cut: see the tokenizer
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
