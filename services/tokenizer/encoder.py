@@ -282,7 +282,9 @@ class Encoder:
         room = max_model_len - n
         if (least := 0 if params.max_tokens == 0 else 1) > room:
             parts = f" ({n} in the {field}, at least {least} in the completion)"
-            reason = f"This model's maximum context length is {max_model_len} tokens. However, you requested {n + least} tokens{parts}. Please reduce the {field}."
+            reason = (
+                f"This model's maximum context length is {max_model_len} tokens. However, you requested {n + least} tokens{parts}. Please reduce the {field}."
+            )
             raise Invalid(reason, param=field, code="context_length_exceeded")
         if params.min_tokens > (max_tokens := room if params.max_tokens is None else min(params.max_tokens, room)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")

@@ -12,7 +12,7 @@ from services.gateway.errors import CLIENT_CLOSED
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.chat import NAME_HERE
 from services.gateway.sse import PING
-from services.gateway.translate import name_of, told_of
+from services.gateway.translate import errors_in, name_of, told_of
 from shared.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
@@ -37,6 +37,7 @@ class ResponseEvents:
         self.usage: Json | None = None
         self._key = record.response_id.rpartition("_")[2]
         self._number = 0
+        self._told: Json = {}  # where the answer breaks its schema; of those who read it later nobody is told
         self._open: Json | None = None  # the last item of output, while it grows
         self._text: list[str] = []  # of the item that grows
         self._logprobs: list[Json] = []
@@ -55,6 +56,7 @@ class ResponseEvents:
             "output": [dict(item) for item in self.output],
             "usage": self.usage,
             **self.asked,
+            **self._told,
         }
 
     def encode(self, event: Json) -> bytes:
@@ -68,6 +70,7 @@ class ResponseEvents:
 
     def chunk(self, chunk: Json) -> list[Json]:
         events = self.begun()
+        self._told |= errors_in(chunk)
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if delta.get("reasoning_content"):

@@ -16,6 +16,8 @@ MAX_NEGATED = 64  # alternatives
 
 
 class Walker(Protocol):
+    one_of: str
+
     def walk(self, node: Any, resolver: Any) -> Any: ...
     def found(self, reference: Any, resolver: Any) -> tuple[Any, Any] | None: ...
 

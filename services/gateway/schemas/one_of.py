@@ -19,7 +19,7 @@ def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: A
     overlapping = {pair for pair in combinations(range(len(options)), 2) if not are_disjoint(walker, views[pair[0]], views[pair[1]], resolver)}
     if not overlapping:
         return walked
-    if len(options) > MAX_OPTIONS or not getattr(walker, "is_thorough", True):
+    if len(options) > MAX_OPTIONS or walker.one_of != "exclusive":
         return None
     made = []
     for number, each in enumerate(walked):

@@ -1,57 +1,169 @@
-"""What a client asks an answer to match, made such that it can be enforced: for the helper, which may be killed in the middle of it."""
+"""What a client asks an answer to match, made such that it can be enforced, and what of it can't be. Runs in the helper: a schema may take long."""
 
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from services.gateway.schemas.rewrite import Rewriter
+from services.gateway.schemas.closing import closed
+from services.gateway.schemas.rewrite import OneOf, Rewriter
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.grammar import check_grammar
 
-MAX_NAMED = 16
+Json = dict[str, Any]
+
+MAX_NAMED = 16  # of what is passed over in a schema
+BUDGET_S = 2.0  # of this process's time; then only a schema's first level is enforced
+STRICT: tuple[tuple[bool, OneOf], ...] = ((True, "exclusive"), (True, "kept"))
+LENIENT: tuple[tuple[bool, OneOf], ...] = (*STRICT, (True, "any"), (False, "any"))
+ALL_BELOW = "all below the first level"
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """constraint: what is enforced; ignored: what of the client's is not, by name; is_checked: whether an answer is to be checked at its end."""
+    """constraint: what is enforced; ignored: what is not, by name; checks: the schemas that an answer is held against at its end, as pairs of the function whose
+    arguments they describe (empty: the answer itself) and the JSON."""
 
     constraint: Constraint
     ignored: tuple[str, ...] = ()
-    is_checked: bool = False
+    checks: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def size(self) -> int:
+        """Characters."""
+        return len(self.constraint.text) + sum(len(schema) for _, schema in self.checks)
+
+
+@dataclass(frozen=True, slots=True)
+class Enforced:
+    """A schema in the library's words; passed_over: what is not enforced, by name, with whether an answer can be checked for it."""
+
+    schema: Any
+    passed_over: dict[str, bool]
 
 
 def prepare(constraint: Constraint) -> Prepared:
-    if constraint.kind != "json_schema":
+    """Raises Invalid (400) for what can't be enforced, strictly asked, and for what nothing matches."""
+    if constraint.kind == "json_schema":
+        schema = json.loads(constraint.text)
+        found = enforceable(schema, constraint.param, is_lenient=constraint.is_lenient)
+        checks = (("", constraint.text),) if any(found.passed_over.values()) else ()
+        made = replace(constraint, text=as_json(found.schema), is_lenient=False)
+        return Prepared(made, tuple(f"{constraint.param}: {name}" for name in found.passed_over)[:MAX_NAMED], checks)
+    if constraint.kind != "structural_tag":
         check_grammar(constraint)
         return Prepared(constraint)
-    schema = json.loads(constraint.text)
-    refusal: Invalid | None = None
-    for made, passed_over in attempts(schema, is_strict=not constraint.is_lenient):
-        names = [name for name in passed_over if not name.startswith("format ")]
-        if names and not constraint.is_lenient:
-            raise Invalid(f"can't enforce {', '.join(names)}")
-        attempt = replace(constraint, text=json.dumps(made, ensure_ascii=False))
+    tag = json.loads(constraint.text)
+    ignored: dict[str, None] = {}
+    checks: dict[str, str] = {}
+    for content in contents_of(tag):
+        param, name = content.get("param") or constraint.param, content.get("function") or ""
+        schema = content.get("json_schema", True)
+        own = schema.get("x-guidance") if isinstance(schema, dict) else None
+        is_lenient = not isinstance(own, dict) or own.get("lenient") is not False
         try:
-            check_grammar(attempt)
+            found = enforceable(schema, param, is_lenient=is_lenient)
+        except Invalid as error:
+            raise Invalid(f"the function {name}: {error}" if name else str(error), param=error.param, code=error.code) from None
+        content["json_schema"] = found.schema
+        ignored |= dict.fromkeys(f"{param}: {each}" for each in found.passed_over)
+        if name and any(found.passed_over.values()):
+            checks[name] = as_json(schema)
+    made = replace(constraint, text=as_json(tag))
+    check_grammar(made)
+    return Prepared(made, tuple(ignored)[:MAX_NAMED], tuple(checks.items()))
+
+
+def contents_of(node: Any) -> Iterator[Json]:
+    """The places of a structural tag where a schema stands, each with the schema as `json_schema`."""
+    if isinstance(node, list):
+        for each in node:
+            yield from contents_of(each)
+    if isinstance(node, dict):
+        if node.get("type") == "json_schema":
+            yield node
+            return
+        if "structures" in node and "format" not in node:
+            for each in node["structures"] if isinstance(node["structures"], list) else ():
+                if isinstance(each, dict):
+                    content = {"json_schema": each.get("schema", True)}
+                    yield content
+                    each["schema"] = content["json_schema"]
+        for key in ("format", "content", "elements", "tags"):
+            yield from contents_of(node.get(key))
+
+
+def enforceable(schema: Any, param: str, *, is_lenient: bool) -> Enforced:
+    """Raises Invalid."""
+    if not isinstance(schema, dict | bool):
+        raise refused(param, "a JSON schema is an object")
+    began, refusal = time.process_time(), None
+    for is_thorough, one_of in LENIENT if is_lenient else STRICT:
+        if is_lenient and time.process_time() - began > BUDGET_S:
+            break
+        try:
+            found = rewritten(schema, param, is_thorough=is_thorough, one_of=one_of)
+            names = [name for name in found.passed_over if not name.startswith("format ")]
+            if names and not is_lenient:
+                raise refused(param, f"{', '.join(names)} can't be enforced; without strict it is passed over")
+            check_schema(found.schema, param)
         except Invalid as error:
             refusal = refusal or error
+            if "matches nothing" in str(error):
+                raise
             continue
-        return Prepared(attempt, tuple(passed_over)[:MAX_NAMED], any(passed_over.values()))
-    assert refusal is not None
-    raise refusal
+        return found
+    if not is_lenient:
+        assert refusal is not None
+        raise refusal
+    for shallow in shallow_of(schema):
+        try:
+            check_schema(shallow, param)
+        except Invalid:
+            continue
+        return Enforced(with_options(shallow, schema), {ALL_BELOW: True})
+    return Enforced(with_options({}, schema), {"all": True})
 
 
-def attempts(schema: Any, *, is_strict: bool) -> Iterator[tuple[Any, dict[str, bool]]]:
-    for is_thorough, takes_any_of in ((True, False), (True, True), (False, True)):
-        rewriter = Rewriter(schema, is_thorough=is_thorough, takes_any_of=takes_any_of)
-        yield rewriter.rewritten(), rewriter.passed_over
-        if is_strict:
-            return
-    shallow = {}
-    if isinstance(schema, dict):
-        shallow = {key: schema[key] for key in ("type", "required") if key in schema}
-        shallow["properties"] = {name: {"type": each["type"]} if isinstance(each, dict) and "type" in each else {} for name, each in (schema.get("properties") or {}).items()}
-    yield shallow, {"shallow": True}
-    yield {"type": schema["type"]} if isinstance(schema, dict) and "type" in schema else {}, {"all": True}
+def rewritten(schema: Any, param: str, *, is_thorough: bool, one_of: OneOf) -> Enforced:
+    rewriter = Rewriter(closed(schema) if isinstance(schema, dict) else schema, is_thorough=is_thorough, one_of=one_of)
+    try:
+        made = rewriter.rewritten()
+    except Invalid as error:
+        raise refused(param, str(error)) from None
+    except RecursionError:
+        raise refused(param, "it is nested too deeply") from None
+    if made is False:
+        raise refused(param, "it matches nothing")
+    return Enforced(with_options(made, schema), rewriter.passed_over)
+
+
+def with_options(made: Json, schema: Any) -> Json:
+    """With the engine's options, which the client may have given beside."""
+    own = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return {**made, "x-guidance": own} if isinstance(own, dict) else made
+
+
+def shallow_of(schema: Any) -> Iterator[Json]:
+    """Less and less of a schema: its first level, its type."""
+    if not isinstance(schema, dict):
+        return
+    properties = schema.get("properties") if isinstance(schema.get("properties"), dict) else {}
+    types = {name: {"type": each["type"]} if isinstance(each, dict) and "type" in each else {} for name, each in (properties or {}).items()}
+    top = {key: schema[key] for key in ("type", "required") if key in schema}
+    yield {**top, "properties": types, **({"additionalProperties": False} if set(map(str, top.get("required", ()))) <= set(types) and types else {})}
+    yield {"type": schema["type"]} if "type" in schema else {}
+
+
+def check_schema(schema: Any, param: str) -> None:
+    check_grammar(Constraint("json_schema", as_json(schema), param))
+
+
+def as_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+def refused(param: str, reason: str) -> Invalid:
+    return Invalid(f"{param or 'the schema'}: {reason}", param=param or None, code="invalid_json_schema")

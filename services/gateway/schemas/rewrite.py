@@ -5,8 +5,7 @@ list), the rewritten one allows less.
 """
 
 import json
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jsonschema
 import referencing
@@ -27,6 +26,7 @@ COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 SCALARS = {"type", "minLength", "maxLength", "pattern", *NUMBERS}  # keywords that a listed value keeps to or not
 SIBLINGS_COUNT = ("2019-09", "2020-12")  # drafts in which the siblings of $ref say something
 MAX_PLACES = 6  # of a list in which `contains` is looked for
+OneOf = Literal["exclusive", "kept", "any"]
 HELD = "#/$defs/"
 
 
@@ -44,11 +44,12 @@ def specification_of(schema: Any) -> Any:
 class Rewriter:
     """One schema's. passed_over: the names of what is not enforced, with whether an answer can be checked for it."""
 
-    def __init__(self, schema: Any, *, is_thorough: bool = True, takes_any_of: bool = False) -> None:
-        """is_thorough: rewrite also what multiplies alternatives; takes_any_of: a oneOf whose options are not disjoint is an anyOf."""
+    def __init__(self, schema: Any, *, is_thorough: bool = True, one_of: OneOf = "exclusive") -> None:
+        """is_thorough: rewrite also what multiplies alternatives; one_of: what becomes of options that are not plainly disjoint: each without the others, left to
+        the library, or an anyOf."""
         self.schema = schema
         self.is_thorough = is_thorough
-        self.takes_any_of = takes_any_of
+        self.one_of = one_of
         self.passed_over: dict[str, bool] = {}
         self.specification = specification_of(schema)
         self.ignores_siblings = bool(uri_of(schema)) and not any(each in uri_of(schema) for each in SIBLINGS_COUNT)
@@ -90,6 +91,8 @@ class Rewriter:
 
     def _joined(self, out: Json, more: list[Any]) -> Any:
         more = [each for each in more if each != {}]
+        if is_contradictory(out):
+            return False
         if any(each is False or each == {"not": {}} for each in more):
             return False
         if not more:
@@ -146,13 +149,13 @@ class Rewriter:
             said = matched(pattern)
             if said is None:
                 self.pass_over("pattern")
-            more += said_of_strings(said or [], node)
+            more += said_of_strings(said or [])
         if isinstance(name := node.get("format"), str):
             schema = formatted(name)
             if schema is None:
                 self.pass_over(f"format {name[:32]}", is_checkable=False)
             else:
-                more += said_of_strings([schema], node)
+                more += said_of_strings([schema])
 
     def _list(self, node: Json, out: Json, more: list[Any], resolver: Any) -> None:
         items, first = node.get("items"), node.get("prefixItems")
@@ -285,7 +288,10 @@ class Rewriter:
         """The names of the properties that a schema speaks of in any case; None: that depends."""
         if not isinstance(node, dict) or depth > 8:
             return []
-        if set(node) & {"anyOf", "oneOf", "if", "patternProperties", "dependentSchemas", "$dynamicRef"} or node.get("additionalProperties") not in (None, False):
+        if set(node) & {"anyOf", "oneOf", "if", "patternProperties", "dependentSchemas", "$dynamicRef"} or node.get("additionalProperties") not in (
+            None,
+            False,
+        ):
             return None
         parts = [self._evaluated(each, resolver, depth + 1) for each in node.get("allOf", ())]
         if "$ref" in node:
@@ -357,7 +363,7 @@ class Rewriter:
             more.append(walked[0])
         elif (said := exclusive(self, options, walked, resolver, {key: each for key, each in node.items() if key != "oneOf"})) is not None:
             self._any_of(said, out, more)
-        elif self.takes_any_of:
+        elif self.one_of == "any":
             self.pass_over("oneOf")
             self._any_of(walked, out, more)
         else:
@@ -401,11 +407,20 @@ def sequence(values: list[Any]) -> Json:
     return {"type": "array", "prefixItems": [{"const": each} for each in values], "items": False, "minItems": len(values)}
 
 
-def said_of_strings(schemas: list[Json], node: Json) -> list[Json]:
-    """What is said of texts only, beside other types."""
-    if node.get("type") == "string":
-        return [{key: each for key, each in schema.items() if key != "type"} for schema in schemas]
+def said_of_strings(schemas: list[Json]) -> list[Json]:
+    """Without the type: other types may stand beside."""
     return [{key: each for key, each in schema.items() if key != "type"} for schema in schemas]
+
+
+def is_contradictory(node: Json) -> bool:
+    """Whether the bounds of a node of one type leave nothing."""
+    names = node.get("type")
+    if names in ("number", "integer") and "minimum" in node and "maximum" in node:
+        return bool(node["minimum"] > node["maximum"])
+    for name, unit in (("string", "Length"), ("array", "Items")):
+        if names == name and f"min{unit}" in node and f"max{unit}" in node:
+            return bool(node[f"min{unit}"] > node[f"max{unit}"])
+    return names == "object" and any(node.get("properties", {}).get(name) is False for name in node.get("required", ()))
 
 
 def exclusive_bounds(node: Json) -> Json:
@@ -424,6 +439,3 @@ def keeps_to(value: Any, schema: Any) -> bool:
         return bool(jsonschema.Draft202012Validator({key: each for key, each in schema.items() if each is not None}).is_valid(value))
     except Exception:  # a pattern that Python does not read, a bound that is no number
         return True
-
-
-Write = Callable[[Json, Json, list[Any], Any], None]
