@@ -1,5 +1,6 @@
-"""`python -m services.gateway.grammar_worker`: the gateway's helper that makes what clients want their answers to match such that it can be enforced, and compiles
-it, to see whether it is.
+"""`python -m services.gateway.grammar_worker`: the gateway's helper that makes what clients want their answers to match such that it can be enforced.
+
+It compiles it, too, to see whether it is.
 
 A grammar comes from whoever sends a request. The library counts its work and its memory; where that should not hold, this process is killed, or its memory
 ends, and nothing else with it. A question is a pickled Constraint, the answer Prepared or Invalid.

@@ -59,6 +59,7 @@ async def prepare_completion(
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """What goes into the pipeline for a completion: as `prepare_chat` for a chat."""
     params, prompts, prepared, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
+    constraint = prepared.constraint if prepared is not None else None
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
@@ -75,7 +76,7 @@ async def prepare_completion(
             GenerateRequest(
                 request_id, gateway_id, model, own,
                 prompt=text, prompt_token_ids=token_ids, echo=body.echo, created_at=now,
-                scheduling=body.scheduling(now, f"{record.response_id}.{index // record.n}"), constraint=prepared.constraint if prepared is not None else None, encoding=body.encoding(),
+                scheduling=body.scheduling(now, f"{record.response_id}.{index // record.n}"), constraint=constraint, encoding=body.encoding(),
             )
         )  # fmt: skip
     return record, requests

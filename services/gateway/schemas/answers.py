@@ -25,7 +25,7 @@ class AnswerChecker:
 
         checks: of the response's record; calls: name and arguments of each.
         """
-        schemas = {name: schema for name, schema in checks}
+        schemas = {each[0]: each[1] for each in checks}
         asked = [(name, schemas[name], text) for name, text in calls if name in schemas]
         asked += [("", schemas[""], content)] if "" in schemas and not calls else []
         if not asked:

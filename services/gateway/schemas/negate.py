@@ -16,8 +16,8 @@ MAX_NEGATED = 64  # alternatives
 
 
 class Walker(Protocol):
-    one_of: str
-
+    @property
+    def one_of(self) -> str: ...
     def walk(self, node: Any, resolver: Any) -> Any: ...
     def found(self, reference: Any, resolver: Any) -> tuple[Any, Any] | None: ...
 
@@ -114,7 +114,7 @@ def _all_of(walker: Walker, value: Any, resolver: Any, depth: int) -> list[Json]
 
 def _any_of(walker: Walker, value: Any, resolver: Any, depth: int) -> list[Json] | None:
     """None of them holds."""
-    found = [negated(walker, each, resolver, depth + 1) for each in value] if isinstance(value, list) else [None]
+    found = [negated(walker, each, resolver, depth + 1) for each in (value if isinstance(value, list) else [None])]
     parts = list(_known(found))
     if len(parts) < len(found):
         return None

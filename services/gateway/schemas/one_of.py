@@ -38,7 +38,7 @@ def view_of(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> Json:
     """What a schema says at its top: type, enum, required, properties; behind references, too."""
     if not isinstance(node, dict) or depth > 8:
         return {}
-    view = {"types": types_of(node), "values": values_of(node), "required": set(texts(node.get("required"))), "properties": {}}
+    view: dict[str, Any] = {"types": types_of(node), "values": values_of(node), "required": set(texts(node.get("required"))), "properties": {}}
     view["properties"] = {name: (each, resolver) for name, each in table(node.get("properties")).items()}
     view["texts"] = text_of(node)
     view["is_closed"] = node.get("additionalProperties") is False and not node.get("patternProperties")

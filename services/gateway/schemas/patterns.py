@@ -120,10 +120,8 @@ def excluding_texts(texts: Iterable[str]) -> str | None:
 def complement(pattern: str) -> str | None:
     """A pattern of the texts that do not match, of patterns that are a list of literal texts or a class of letters, repeated; None: of others."""
     if (found := ONE_CLASS.fullmatch(pattern)) is not None:
-        if found["escape"] is not None:
-            others = found["escape"].swapcase()
-        else:
-            others = f"[{found['letters']}]" if found["negative"] else f"[^{found['letters']}]"
+        of_class = f"[{found['letters']}]" if found["negative"] else f"[^{found['letters']}]"
+        others = found["escape"].swapcase() if found["escape"] is not None else of_class
         made = others if found["times"] == "*" else f"^$|{others}"
     elif pattern.startswith("^") and (words := _literals(pattern[1:])) is not None:
         made = excluding(words)

@@ -23,8 +23,10 @@ ALL_BELOW = "all below the first level"
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """constraint: what is enforced; ignored: what is not, by name; checks: the schemas that an answer is held against at its end, as pairs of the function whose
-    arguments they describe (empty: the answer itself) and the JSON."""
+    """constraint: what is enforced; ignored: what is not, by name.
+
+    checks: the schemas that an answer is held against at its end: pairs of the function whose arguments they describe (empty: the answer itself) and the JSON.
+    """
 
     constraint: Constraint
     ignored: tuple[str, ...] = ()
@@ -52,12 +54,15 @@ def prepare(constraint: Constraint) -> Prepared:
         checks = (("", constraint.text),) if any(found.passed_over.values()) else ()
         made = replace(constraint, text=as_json(found.schema), is_lenient=False)
         return Prepared(made, tuple(f"{constraint.param}: {name}" for name in found.passed_over)[:MAX_NAMED], checks)
-    if constraint.kind != "structural_tag":
-        check_grammar(constraint)
-        return Prepared(constraint)
-    tag = json.loads(constraint.text)
-    ignored: dict[str, None] = {}
-    checks: dict[str, str] = {}
+    if constraint.kind == "structural_tag":
+        return prepare_tag(constraint)
+    check_grammar(constraint)
+    return Prepared(constraint)
+
+
+def prepare_tag(constraint: Constraint) -> Prepared:
+    """Of a structural tag, each of its schemas. A schema is strict where its x-guidance says that it is not lenient."""
+    tag, ignored, checks = json.loads(constraint.text), dict[str, None](), dict[str, str]()
     for content in contents_of(tag):
         param, name = content.get("param") or constraint.param, content.get("function") or ""
         schema = content.get("json_schema", True)

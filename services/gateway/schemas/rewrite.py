@@ -1,13 +1,12 @@
 """A JSON schema in the words that the grammars' library knows: what it has none for is said by others, or passed over and named.
 
-No answer that keeps to the rewritten schema breaks the keywords that were rewritten. Where a keyword allows more than can be said (`contains` at any place of a
-list), the rewritten one allows less.
+No answer that keeps to the rewritten schema breaks the keywords that were rewritten. Where a keyword allows more than can be said
+(`contains` at any place of a list), the rewritten one allows less.
 """
 
 import json
 from typing import Any, Literal
 
-import jsonschema
 import referencing
 import referencing.exceptions
 from jsonschema_specifications import REGISTRY
@@ -18,6 +17,7 @@ from services.gateway.schemas.negate import Json, either, negated
 from services.gateway.schemas.objects import table, texts
 from services.gateway.schemas.one_of import exclusive
 from services.gateway.schemas.patterns import formatted, matched, takes
+from services.gateway.schemas.values import exclusive_bounds, is_contradictory, keeps_to, orders, sequence
 from shared.errors import Invalid
 
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
@@ -28,6 +28,9 @@ SIBLINGS_COUNT = ("2019-09", "2020-12")  # drafts in which the siblings of $ref 
 MAX_PLACES = 6  # of a list in which `contains` is looked for
 OneOf = Literal["exclusive", "kept", "any"]
 HELD = "#/$defs/"
+MAX_UNIQUE = 4  # values of which all lists without a double are listed
+NOT_LISTS = [each for each in TYPES if each not in ("array", "integer")]
+COMPOSING = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
 
 
 def uri_of(schema: Any) -> str:
@@ -45,8 +48,10 @@ class Rewriter:
     """One schema's. passed_over: the names of what is not enforced, with whether an answer can be checked for it."""
 
     def __init__(self, schema: Any, *, is_thorough: bool = True, one_of: OneOf = "exclusive") -> None:
-        """is_thorough: rewrite also what multiplies alternatives; one_of: what becomes of options that are not plainly disjoint: each without the others, left to
-        the library, or an anyOf."""
+        """is_thorough: rewrite also what multiplies alternatives.
+
+        one_of: what becomes of options that are not plainly disjoint: each without the others, left to the library, or an anyOf.
+        """
         self.schema = schema
         self.is_thorough = is_thorough
         self.one_of = one_of
@@ -195,7 +200,7 @@ class Rewriter:
         for number in range(max(MAX_PLACES, len(before))):
             at = [before[place] if place < len(before) else rest for place in range(number + 1)]
             places.append({"type": "array", "prefixItems": [*at[:-1], {"allOf": [at[-1], inner]} if at[-1] != {} else inner], "minItems": number + 1})
-        more.append({"anyOf": places} if node.get("type") == "array" else {"anyOf": [{"type": [*NOT_LISTS]}, *places]})
+        more.append({"anyOf": places} if node.get("type") == "array" else {"anyOf": [{"type": NOT_LISTS}, *places]})
         return None
 
     def _properties(self, node: Json, out: Json, more: list[Any], resolver: Any) -> None:
@@ -230,7 +235,7 @@ class Rewriter:
             self._keep_apart(out)
 
     def _keep_apart(self, out: Json) -> None:
-        """Of properties that a pattern speaks of, too: what it says is not said twice. What refers to others the library can't join: the property is left out."""
+        """A property that a pattern speaks of, too: what both say is said once. References the library can't join: there the property is left out."""
         for name, each in out.get("properties", {}).items():
             for pattern, said in out["patternProperties"].items():
                 if each is False or not keeps_to(name, {"pattern": pattern}):
@@ -388,54 +393,6 @@ class Rewriter:
         return None
 
 
-MAX_UNIQUE = 4
-NOT_LISTS = tuple(each for each in TYPES if each not in ("array", "integer"))
-COMPOSING = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
-
-
-def orders(values: list[Any]) -> list[list[Any]]:
-    """Each list of different ones of the values."""
-    kept: dict[str, Any] = {json.dumps(each, sort_keys=True): each for each in values}
-
-    def after(used: list[Any]) -> list[list[Any]]:
-        return [used, *(made for each in kept.values() if each not in used for made in after([*used, each]))]
-
-    return after([])
-
-
-def sequence(values: list[Any]) -> Json:
-    return {"type": "array", "prefixItems": [{"const": each} for each in values], "items": False, "minItems": len(values)}
-
-
 def said_of_strings(schemas: list[Json]) -> list[Json]:
     """Without the type: other types may stand beside."""
     return [{key: each for key, each in schema.items() if key != "type"} for schema in schemas]
-
-
-def is_contradictory(node: Json) -> bool:
-    """Whether the bounds of a node of one type leave nothing."""
-    names = node.get("type")
-    if names in ("number", "integer") and "minimum" in node and "maximum" in node:
-        return bool(node["minimum"] > node["maximum"])
-    for name, unit in (("string", "Length"), ("array", "Items")):
-        if names == name and f"min{unit}" in node and f"max{unit}" in node:
-            return bool(node[f"min{unit}"] > node[f"max{unit}"])
-    return names == "object" and any(node.get("properties", {}).get(name) is False for name in node.get("required", ()))
-
-
-def exclusive_bounds(node: Json) -> Json:
-    """Of draft 4, where exclusiveMinimum says whether minimum is."""
-    made: Json = {}
-    for bound, exclusive_bound in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-        if node.get(exclusive_bound) is True and bound in node:
-            made |= {exclusive_bound: node[bound], bound: None}
-        elif isinstance(node.get(exclusive_bound), bool):
-            made[exclusive_bound] = None
-    return made
-
-
-def keeps_to(value: Any, schema: Any) -> bool:
-    try:
-        return bool(jsonschema.Draft202012Validator({key: each for key, each in schema.items() if each is not None}).is_valid(value))
-    except Exception:  # a pattern that Python does not read, a bound that is no number
-        return True

@@ -1,4 +1,4 @@
-"""Whether an answer keeps to its schema, by the jsonschema package: for what was passed over, at the answer's end. In a helper, for a pattern may take for ever."""
+"""Whether an answer keeps to its schema, by the jsonschema package. Runs in a helper: a pattern may take for ever."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from referencing.jsonschema import DRAFT202012
 
 MAX_PROBLEMS = 8
 MAX_PATH = 200  # characters
-EVERYTHING = referencing.Resource(contents={}, specification=DRAFT202012)
+EVERYTHING: Any = referencing.Resource(contents={}, specification=DRAFT202012)  # type: ignore[call-arg]
 
 # What a schema refers to in another place is not fetched: it says nothing
 PLACES: Any = referencing.Registry(retrieve=lambda _: EVERYTHING).combine(REGISTRY)  # type: ignore[call-arg]
