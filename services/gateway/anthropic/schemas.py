@@ -31,10 +31,10 @@ class OutputConfig(Body):
 
 class CountTokensBody(Body):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],),
+        "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ANYTHING, "speed": ("standard",), "metadata": ANYTHING,
     }  # fmt: skip
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     messages: Annotated[list[tuple[int, Json]], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)]
     system: Annotated[str | None, PlainValidator(read_system), WithJsonSchema(SYSTEM_SCHEMA)] = None
     tools: Annotated[list[Json] | None, BeforeValidator(at_most(MAX_TOOLS))] = None

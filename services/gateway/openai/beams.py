@@ -57,7 +57,7 @@ async def search_prompt(
     prompt, room = np.array(tokens["tokens"], np.int32), tokens["max_model_len"] - tokens["count"]
     max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     search = BeamSearch(width, max_tokens, () if params.ignore_eos else tuple(tokens["eos_token_ids"]), length_penalty, early_stopping)
-    check_size(len(prompt), room, "messages" if request.messages is not None else "prompt")
+    check_size(search, len(prompt), room, "messages" if request.messages is not None else "prompt")
     while not search.is_over:
         search.advance(await step(context, request, prompt, search))
     texts = [await text_of(context, request, prompt, answer.token_ids) for answer in search.answers[:num_best]]
@@ -70,8 +70,8 @@ async def search_prompt(
     ]  # fmt: skip
 
 
-def check_size(num_prompt_tokens: int, room: int, field: str) -> None:
-    """Raises Invalid for a prompt that leaves no room for an answer."""
+def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str) -> None:
+    """Raises Invalid for a search that takes too much."""
     if not num_prompt_tokens:
         raise Invalid("the prompt is empty: it has no tokens", param=field)
     if room < 1:

@@ -1,5 +1,6 @@
 """A body's bytes to a body, checked. Pure, and in time linear in its size: it runs in the gateway or, for long bodies, in its helper process."""
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ from pydantic import ValidationError
 from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
 from services.gateway.batches.schemas import BatchBody
 from services.gateway.ignored import pass_over
-from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody
+from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
@@ -32,16 +33,17 @@ BODIES: dict[str, type[Body]] = {
     "ollama_embed": OllamaEmbedBody,
     "ollama_embeddings": OllamaEmbeddingsBody,
     "ollama_model": OllamaModelBody,
+    "ollama_pull": OllamaPullBody,
 }
 MAX_NAMED = 16  # of the wrong fields of a body
-BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
+BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed", "own", "free", "hosted")  # of a union, which pydantic puts between the parts of a path
 B = TypeVar("B", bound=Body)
 
 
 def parse(kind: str, data: bytes) -> Body:
     """Raises Invalid (400), naming the fields that are wrong."""
     try:
-        value = orjson.loads(data)
+        value = orjson.loads(data.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise Invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

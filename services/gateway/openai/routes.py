@@ -38,7 +38,7 @@ LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_sto
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await context.bodies.read(request, "chat")
+    body = await context.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
     record, requests = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
     return await respond(context, body, record, requests, request)
@@ -48,7 +48,7 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, given as text or as token ids."""
     context = context_of(request)
-    body = await context.bodies.read(request, "completion")
+    body = await context.read(request, "completion")
     assert isinstance(body, CompletionBody)
     record, requests = await prepare_completion(context, body, context.stage.replica_id)
     return await respond(context, body, record, requests, request)

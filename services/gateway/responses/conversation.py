@@ -68,7 +68,7 @@ def without_logprobs(item: Json) -> Json:
     """An item of the output as one of an input."""
     if item["type"] != "message":
         return item
-    return item | {"content": [{key: value for key, value in part.items() if key != "logprobs"} for part in item["content"]]}
+    return item | {"content": [part | {"logprobs": []} if "logprobs" in part else part for part in item["content"]]}
 
 
 async def num_too_many(context: Context, body: ResponseBody, before: list[Json]) -> int:

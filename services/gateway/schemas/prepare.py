@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from services.gateway.schemas.closing import closed
-from services.gateway.schemas.rewrite import OneOf, Rewriter
+from services.gateway.schemas.rewrite import Malformed, OneOf, Rewriter
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.grammar import check_grammar
@@ -18,6 +18,7 @@ MAX_NAMED = 16  # of what is passed over in a schema
 BUDGET_S = 2.0  # of this process's time; then only a schema's first level is enforced
 STRICT: tuple[tuple[bool, OneOf], ...] = ((True, "exclusive"), (True, "kept"))
 LENIENT: tuple[tuple[bool, OneOf], ...] = (*STRICT, (True, "any"), (False, "any"))
+MALFORMED = "malformed"  # of an error that is the same whether it is strict or not
 ALL_BELOW = "all below the first level"
 
 
@@ -116,8 +117,8 @@ def enforceable(schema: Any, param: str, *, is_lenient: bool) -> Enforced:
             check_schema(found.schema, param)
         except Invalid as error:
             refusal = refusal or error
-            if "matches nothing" in str(error):
-                raise
+            if error.code == MALFORMED:
+                raise refused(param, str(error)) from None
             continue
         return found
     if not is_lenient:
@@ -136,12 +137,12 @@ def rewritten(schema: Any, param: str, *, is_thorough: bool, one_of: OneOf) -> E
     rewriter = Rewriter(closed(schema) if isinstance(schema, dict) else schema, is_thorough=is_thorough, one_of=one_of)
     try:
         made = rewriter.rewritten()
-    except Invalid as error:
-        raise refused(param, str(error)) from None
+    except Malformed as error:
+        raise Invalid(str(error), code=MALFORMED) from None
     except RecursionError:
         raise refused(param, "it is nested too deeply") from None
     if made is False:
-        raise refused(param, "it matches nothing")
+        raise Invalid("no answer can match it", code=MALFORMED)
     return Enforced(with_options(made, schema), rewriter.passed_over)
 
 

@@ -44,6 +44,10 @@ def specification_of(schema: Any) -> Any:
     return specification_with(uri if uri.endswith(("#", "schema#")) or "20" in uri else f"{uri}#", default=DRAFT202012)
 
 
+class Malformed(Invalid):
+    """No schema at all, strict or not."""
+
+
 class Rewriter:
     """One schema's. passed_over: the names of what is not enforced, with whether an answer can be checked for it."""
 
@@ -76,14 +80,25 @@ class Rewriter:
             self.held[name] = self.walk(node, resolver)
         if not isinstance(made, dict) or not self.held:
             return made
+        for name in self.held:
+            self._check_end(name)
         return {**made, "$defs": self.held}
+
+    def _check_end(self, name: str) -> None:
+        """Raises Malformed for a reference that refers to nothing but itself."""
+        seen = set()
+        while (node := self.held.get(name)) and set(node) == {"$ref"}:
+            if name in seen:
+                raise Malformed("a $ref refers to itself")
+            seen.add(name)
+            name = node["$ref"].removeprefix(HELD)
 
     def walk(self, node: Any, resolver: Any) -> Any:
         """A node, rewritten."""
         if isinstance(node, bool):
             return {} if node else False
         if not isinstance(node, dict):
-            raise Invalid("a JSON schema is an object")
+            raise Malformed("a JSON schema is an object")
         if isinstance(node.get("$id"), str) and node is not self.schema:
             resolver = resolver.in_subresource(self.specification.create_resource(node))
         if "$ref" in node and self.ignores_siblings:
@@ -124,11 +139,11 @@ class Rewriter:
     def _values(self, node: Json, out: Json, more: list[Any], _: Any) -> None:
         names = node.get("type")
         if names is not None:
-            listed = [each for each in (names if isinstance(names, list) else [names]) if each in TYPES]
-            if listed and len(listed) == len(names if isinstance(names, list) else [names]):
+            listed = names if isinstance(names, list) else [names]
+            if unknown := [each for each in listed if each not in (*TYPES, "any")]:
+                raise Malformed(f"there is no type {json.dumps(unknown[0])[:40]}")
+            if listed and "any" not in listed:  # of draft 3
                 out["type"] = names
-            else:
-                self.pass_over("type", is_checkable=False)
         for key in ("enum", "const"):
             if key in node and (key == "const" or (isinstance(node[key], list) and node[key])):
                 own = {name: each for name, each in {**node, **exclusive_bounds(node)}.items() if name in SCALARS}
