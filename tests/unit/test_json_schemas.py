@@ -18,6 +18,7 @@ import pytest
 from pydantic import BaseModel, TypeAdapter
 
 from services.gateway.openai.schemas import ChatCompletionBody
+from services.gateway.schemas import answers
 from services.gateway.schemas.answers import AnswerChecker
 from services.gateway.schemas.prepare import Prepared, prepare
 from services.gateway.schemas.validate import problems_of
@@ -247,14 +248,17 @@ def test_forced_calls_come_to_an_end() -> None:
 CONTENT = json.dumps({"type": "array", "items": {"type": "string", "pattern": "^(a+)+$"}, "uniqueItems": True})
 
 
-def test_an_answer_is_checked_within_bounds() -> None:
+def test_an_answer_is_checked_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
+        monkeypatch.setattr(answers, "CHECK_TIMEOUT_S", 60.0)
         checker, checks = AnswerChecker(), [("", CONTENT), ("f", json.dumps(UNIQUE))]
         assert await checker.check(checks, '["a", "aa"]', []) == []
         assert await checker.check(checks, '["a", "a"]', []) == [{"path": "$", "message": "uniqueItems does not hold"}]
         [problem] = await checker.check(checks, "", [("f", '{"names": ["x", "x"]}'), ("g", "{")])
         assert problem == {"function": "f", "path": "$.names", "message": "uniqueItems does not hold"}
-        [slow] = await checker.check(checks, json.dumps(["a" * 60 + "b"]), [])
+        with monkeypatch.context() as patch:
+            patch.setattr(answers, "CHECK_TIMEOUT_S", 0.3)
+            [slow] = await checker.check(checks, json.dumps(["a" * 60 + "b"]), [])
         assert slow["message"].startswith("not checked: it takes more than")
         assert await checker.check(checks, '["b"]', []) == [{"path": "$[0]", "message": "pattern does not hold"}]  # the next one has another process
         [long] = await checker.check(checks, "x" * (1 << 21), [])
@@ -266,3 +270,10 @@ def test_an_answer_is_checked_within_bounds() -> None:
 
 def test_what_a_schema_refers_to_elsewhere_is_not_fetched() -> None:
     assert problems_of({"properties": {"a": {"$ref": "http://127.0.0.1:1/a.json"}}}, '{"a": 1}') == []
+
+
+@pytest.mark.parametrize("is_lenient", [False, True])
+def test_a_schema_that_is_nested_too_deeply_is_an_error(is_lenient: bool) -> None:
+    with pytest.raises(Invalid) as refused:
+        prepare(Constraint("json_schema", '{"not":' * 20_000 + "{}" + "}" * 20_000, PARAM, is_lenient))
+    assert refused.value.param == PARAM

@@ -14,6 +14,7 @@ from services.gateway.generation import Generation
 from services.gateway.measured import Measured
 from services.gateway.openai.formats import Choice, best, content_and_calls, format_for, usage
 from services.gateway.record import ResponseRecord
+from services.gateway.schemas.answers import unchecked
 from services.gateway.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
@@ -148,7 +149,9 @@ class Responder:
         """Hold the answers that end here against what of their schemas could not be enforced."""
         record = self.generation.record
         for index, event in batch if record.checks else ():
-            if event.finish_reason == "stop":
+            if event.finish_reason == "stop" and record.parsing is None and self.generation.positions[index]:
+                self.choices[index].schema_errors = [unchecked("the stream was resumed, and its beginning is not here")]
+            elif event.finish_reason == "stop":
                 text = [*self.choices[index].text, *(each.text for at, each in batch if at == index)]
                 content, calls = content_and_calls(Choice(index, text=text), record)
                 self.choices[index].schema_errors = await self.generation.pipeline.answers.check(record.checks, content, calls)

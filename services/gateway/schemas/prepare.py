@@ -49,6 +49,13 @@ class Enforced:
 
 def prepare(constraint: Constraint) -> Prepared:
     """Raises Invalid (400) for what can't be enforced, strictly asked, and for what nothing matches."""
+    try:
+        return prepare_any(constraint)
+    except RecursionError:
+        raise refused(constraint.param, "it is nested too deeply") from None
+
+
+def prepare_any(constraint: Constraint) -> Prepared:
     if constraint.kind == "json_schema":
         schema = json.loads(constraint.text)
         found = enforceable(schema, constraint.param, is_lenient=constraint.is_lenient)
@@ -110,7 +117,7 @@ def enforceable(schema: Any, param: str, *, is_lenient: bool) -> Enforced:
         if is_lenient and time.process_time() - began > BUDGET_S:
             break
         try:
-            found = rewritten(schema, param, is_thorough=is_thorough, one_of=one_of)
+            found = rewritten(schema, is_thorough=is_thorough, one_of=one_of)
             names = [name for name in found.passed_over if not name.startswith("format ")]
             if names and not is_lenient:
                 raise refused(param, f"{', '.join(names)} can't be enforced; without strict it is passed over")
@@ -133,14 +140,12 @@ def enforceable(schema: Any, param: str, *, is_lenient: bool) -> Enforced:
     return Enforced(with_options({}, schema), {"all": True})
 
 
-def rewritten(schema: Any, param: str, *, is_thorough: bool, one_of: OneOf) -> Enforced:
+def rewritten(schema: Any, *, is_thorough: bool, one_of: OneOf) -> Enforced:
     rewriter = Rewriter(closed(schema) if isinstance(schema, dict) else schema, is_thorough=is_thorough, one_of=one_of)
     try:
         made = rewriter.rewritten()
     except Malformed as error:
         raise Invalid(str(error), code=MALFORMED) from None
-    except RecursionError:
-        raise refused(param, "it is nested too deeply") from None
     if made is False:
         raise Invalid("no answer can match it", code=MALFORMED)
     return Enforced(with_options(made, schema), rewriter.passed_over)
