@@ -67,6 +67,11 @@ ENFORCED: dict[str, tuple[Any, list[Any], list[Any]]] = {
     "unevaluatedProperties": ({"allOf": [{"properties": {"a": True}}], "type": "object", "unevaluatedProperties": False}, [{"a": 1}], [{"c": 1}]),
     "oneOf": ({**AB, "oneOf": [{"required": ["a"]}, {"required": ["b"]}]}, [{"a": 1}, {"b": 1}], [{}, {"a": 1, "b": 1}]),
     "oneOf of types": ({"oneOf": [{"type": "string"}, {"type": "string", "enum": ["x"]}, {"type": "null"}]}, ["y", None], ["x"]),
+    "oneOf told apart by a property": (
+        {"type": "object", "oneOf": [{"properties": {"kind": {"const": each}, each: {"type": "integer"}}} for each in ("p", "q")]},
+        [{"kind": "p", "p": 1}, {"kind": "q"}],
+        [{"p": 1}, {"kind": "r"}, {"kind": "q", "q": "x"}],
+    ),
     "look-ahead": ({"type": "string", "pattern": "^(?!no|never$)(?=.*[0-9])[a-z0-9]+$"}, ["a1", "never1"], ["no1", "a", "A1"]),
     "draft 4's bounds": ({**DRAFT_4, "type": "integer", "minimum": 3, "exclusiveMinimum": True, "maximum": 9, "exclusiveMaximum": False}, [4, 9], [3]),
     "siblings in draft 4": ({**DRAFT_4, "$ref": "#/definitions/a", "definitions": {"a": {"enum": [1]}}, "not": {}}, [1], [2]),

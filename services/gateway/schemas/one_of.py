@@ -19,6 +19,8 @@ def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: A
     overlapping = {pair for pair in combinations(range(len(options)), 2) if not are_disjoint(walker, views[pair[0]], views[pair[1]], resolver)}
     if not overlapping:
         return walked
+    if (name := discriminator(walker, views, overlapping, resolver)) is not None:
+        return [{"allOf": [each, {"type": "object", "required": [name]}]} for each in walked]
     if len(options) > MAX_OPTIONS or walker.one_of != "exclusive":
         return None
     made = []
@@ -32,6 +34,17 @@ def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: A
         if all(fitting):
             made.append({"allOf": [each, *map(either, fitting)]} if fitting else each)
     return made or None
+
+
+def discriminator(walker: Walker, views: list[Json], overlapping: set[tuple[int, int]], resolver: Any) -> str | None:
+    """A property that tells the options from one another once it is there. Without it several would hold."""
+    if any(not view or "object" not in view["types"] for view in views):
+        return None
+    for name in sorted(set.intersection(*(set(view["properties"]) for view in views))):
+        of_name = [view_of(walker, *view["properties"][name]) for view in views]
+        if all(are_disjoint(walker, of_name[one], of_name[other], resolver) for one, other in overlapping):
+            return str(name)
+    return None
 
 
 def view_of(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> Json:
