@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import Any
 
-from services.gateway.schemas.negate import Json, either
+from services.gateway.schemas.negate import MAX_DEPTH, Json, Walker, either
 from services.gateway.schemas.patterns import takes
 
 MAX_CHOICES = 64  # alternatives that one keyword may become
+CONDITIONAL = {"anyOf", "oneOf", "if", "patternProperties", "dependentSchemas", "$dynamicRef"}
 SIMPLE_NAMES = {"type", "pattern", "enum", "const", "minLength", "maxLength", "title", "description", "$comment"}
 
 
@@ -98,3 +99,17 @@ def named(names: Json) -> str | None:
     if "pattern" in names:
         return str(names["pattern"])
     return f"^(?:{'|'.join(re.escape(each) for each in names.get('enum', [names.get('const')]) if isinstance(each, str))})$"
+
+
+def evaluated(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> list[str] | None:
+    """The names of the properties that a schema speaks of in any case; None: that depends."""
+    if not isinstance(node, dict) or depth > MAX_DEPTH:
+        return []
+    if CONDITIONAL & node.keys() or node.get("additionalProperties") not in (None, False):
+        return None
+    parts = [evaluated(walker, each, resolver, depth + 1) for each in node.get("allOf", ())]
+    if "$ref" in node:
+        target = walker.found(node["$ref"], resolver)
+        parts.append(evaluated(walker, *target, depth + 1) if target is not None else None)
+    known = [part for part in parts if part is not None]
+    return [*table(node.get("properties")), *(name for part in known for name in part)] if len(known) == len(parts) else None

@@ -298,27 +298,11 @@ class Rewriter:
     def _unevaluated(self, node: Json, more: list[Any], resolver: Any) -> None:
         if node.get("unevaluatedProperties") in (None, True, {}):
             return
-        names = self._evaluated(node, resolver, 0)
+        names = objects.evaluated(self, node, resolver)
         if names is None or node["unevaluatedProperties"] is not False:
             return self.pass_over("unevaluatedProperties")
         more.append({"properties": dict.fromkeys(names, {}), "additionalProperties": False})
         return None
-
-    def _evaluated(self, node: Any, resolver: Any, depth: int) -> list[str] | None:
-        """The names of the properties that a schema speaks of in any case; None: that depends."""
-        if not isinstance(node, dict) or depth > 8:
-            return []
-        if set(node) & {"anyOf", "oneOf", "if", "patternProperties", "dependentSchemas", "$dynamicRef"} or node.get("additionalProperties") not in (
-            None,
-            False,
-        ):
-            return None
-        parts = [self._evaluated(each, resolver, depth + 1) for each in node.get("allOf", ())]
-        if "$ref" in node:
-            target = self.found(node["$ref"], resolver)
-            parts.append(self._evaluated(*target, depth + 1) if target is not None else None)
-        known = [part for part in parts if part is not None]
-        return [*table(node.get("properties")), *(name for part in known for name in part)] if len(known) == len(parts) else None
 
     def _references(self, node: Json, out: Json, more: list[Any], resolver: Any) -> None:
         for key in ("$dynamicRef", "$recursiveRef"):
