@@ -55,7 +55,7 @@ def name_of(path: str, names: dict[str, str]) -> str:
     """A field of the chat, by its name in the other API: of the beginnings that have one, the longest counts. [] in names is any number."""
     bare = NUMBER.sub("[]", path)
     for end in range(len(bare), 0, -1):
-        if bare[:end] in names and bare[end : end + 1] in ("", ".", "["):
+        if bare[:end] in names and bare[end : end + 1] in ("", ".", "[", ":"):
             made = names[bare[:end]] + bare[end:]
             for number in NUMBER.findall(path):
                 made = made.replace("[]", number, 1)

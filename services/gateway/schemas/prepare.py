@@ -169,7 +169,12 @@ def shallow_of(schema: Any) -> Iterator[Json]:
 
 
 def check_schema(schema: Any, param: str) -> None:
-    check_grammar(Constraint("json_schema", as_json(schema), param))
+    try:
+        check_grammar(Constraint("json_schema", as_json(schema), param))
+    except Invalid as error:
+        if "oneOf constraints are not supported" in str(error):
+            raise refused(param, "oneOf can't be enforced, for its options overlap; without strict it is passed over") from None
+        raise
 
 
 def as_json(value: Any) -> str:
