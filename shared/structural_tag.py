@@ -14,6 +14,7 @@ ANY_TEXT = r"/(.|\n)*/"
 SPACE = r"/[ \t\n\r]{0,8}/"  # between a thought and the answer
 EMPTY = '""'
 MAX_DEPTH = 32
+MAX_TAGS = 1000
 
 
 def structural_tag_grammar(value: Any, *, special_tokens: Mapping[str, int], make_regex: Callable[[str], str], json_options: Mapping[str, Any]) -> str:
@@ -113,7 +114,11 @@ class _Writer:
 
     def tags_with_separator(self, value: dict[str, Any], depth: int) -> str:
         tag = self.rule(" | ".join(self.tag(each, "", depth) for each in _objects(value, "tags")))
-        more = "" if value.get("stop_after_first") else f" ({self.text(_get(value, 'separator', str))} {tag})*"
+        most = value.get("max_tags")
+        if most is not None and (isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= MAX_TAGS):
+            raise Invalid(f"max_tags is a number from 1 to {MAX_TAGS}")
+        times = "*" if most is None else f"{{0,{most - 1}}}"
+        more = "" if value.get("stop_after_first") or most == 1 else f" ({self.text(_get(value, 'separator', str))} {tag}){times}"
         return f"({tag}{more})" if value.get("at_least_one") else f"({tag}{more})?"
 
     def schema(self, schema: Any) -> str:
@@ -121,7 +126,13 @@ class _Writer:
             schema = {}
         if not isinstance(schema, dict):
             raise Invalid("a JSON schema is an object")
-        return f"%json {json.dumps({**schema, 'x-guidance': {**self.json_options, **schema.get('x-guidance', {})}})}"
+        own = schema.get("x-guidance", {})
+        if not isinstance(own, dict):
+            raise Invalid("x-guidance is an object")
+        options = {**self.json_options, **own}
+        if "whitespace_flexible" in own:  # which a pattern, be it ours, would overrule
+            options.pop("whitespace_pattern", None)
+        return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
     def grammar(self, lark: str) -> str:
         """A grammar of its own, by reference."""

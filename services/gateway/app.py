@@ -62,6 +62,7 @@ def build_app(context: Context) -> FastAPI:
         await context.store.followers.aclose()
         await context.bodies.helper.stop()
         await context.grammars.helper.stop()
+        await context.pipeline.answers.helper.stop()
 
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN
     app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)

@@ -17,6 +17,7 @@ from services.gateway.admission import Admission
 from services.gateway.canceller import Canceller
 from services.gateway.limits import Caller
 from services.gateway.record import ResponseRecord
+from services.gateway.schemas.answers import AnswerChecker
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from services.gateway.traces import admission_span, current_root
@@ -97,6 +98,7 @@ class Pipeline:
         self.subscriptions = subscriptions
         self.canceller = canceller
         self.takeover = takeover
+        self.answers = AnswerChecker()
 
     async def submit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
         """Admit the requests as the caller's and hand them over, with the record, all or nothing.

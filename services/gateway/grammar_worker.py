@@ -1,21 +1,23 @@
-"""`python -m services.gateway.grammar_worker`: the gateway's helper that compiles what clients want their answers to match, to see whether it can be.
+"""`python -m services.gateway.grammar_worker`: the gateway's helper that makes what clients want their answers to match such that it can be enforced.
+
+It compiles it, too, to see whether it is.
 
 A grammar comes from whoever sends a request. The library counts its work and its memory; where that should not hold, this process is killed, or its memory
-ends, and nothing else with it. A question is a pickled Constraint, the answer None or Invalid.
+ends, and nothing else with it. A question is a pickled Constraint, the answer Prepared or Invalid.
 """
 
 import pickle
 import resource
 import sys
 
+from services.gateway.schemas.prepare import Prepared, prepare
 from services.gateway.worker import run_worker
-from shared.grammar import check_grammar
 
 MEMORY = 1 << 30  # more than what the process has when it begins
 
 
-def answer(question: bytes) -> None:
-    check_grammar(pickle.loads(question))
+def answer(question: bytes) -> Prepared:
+    return prepare(pickle.loads(question))
 
 
 def limit_memory() -> None:

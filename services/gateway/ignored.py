@@ -21,7 +21,7 @@ HEADER = "X-Penstock-Ignored"
 MAX_NAMES = 32  # of one request; it may have a million
 MAX_NAME = 64  # characters
 MAX_REFUSED = 8  # names in one error
-UNSAFE = re.compile(r"[^!-+\--~]")  # what is not printable ASCII, and the comma
+UNSAFE = re.compile(r"[^ -+\--~]")  # what is not printable ASCII, and the comma; a space stands between a schema and its keyword
 
 
 @dataclass(slots=True)

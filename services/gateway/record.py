@@ -3,6 +3,7 @@
 import os
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -49,6 +50,7 @@ class ResponseRecord:
     tenant_id: str = ""  # whose it is
     traceparent: str = ""  # of its trace; empty: it has none
     resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
+    checks: Sequence[Sequence[str]] = ()  # as of schemas.prepare.Prepared: what the answer is held against at its end
 
     @property
     def request_ids(self) -> list[str]:

@@ -55,7 +55,7 @@ def name_of(path: str, names: dict[str, str]) -> str:
     """A field of the chat, by its name in the other API: of the beginnings that have one, the longest counts. [] in names is any number."""
     bare = NUMBER.sub("[]", path)
     for end in range(len(bare), 0, -1):
-        if bare[:end] in names and bare[end : end + 1] in ("", ".", "["):
+        if bare[:end] in names and bare[end : end + 1] in ("", ".", "[", ":"):
             made = names[bare[:end]] + bare[end:]
             for number in NUMBER.findall(path):
                 made = made.replace("[]", number, 1)
@@ -91,12 +91,25 @@ def thinking_kwargs(is_wanted: bool) -> Json:
 
 
 def arguments_of(text: str) -> Json:
-    """A call's arguments; what the model broke off is kept as it wrote it."""
+    """A call's arguments; what is no object is kept as the model wrote it."""
     try:
         value = orjson.loads(text or b"{}")
     except orjson.JSONDecodeError:
         value = text
     return value if isinstance(value, dict) else {"": value}
+
+
+def errors_in(chunk: Json) -> Json:
+    """The field of a chat's last chunk that says where the answer breaks its schema, if it is there."""
+    return {"penstock": chunk["penstock"]} if "penstock" in chunk else {}
+
+
+def is_broken_off(arguments: str) -> bool:
+    """Whether an answer that was cut off ended in the middle of a call's arguments."""
+    try:
+        return not isinstance(orjson.loads(arguments), dict)
+    except orjson.JSONDecodeError:
+        return True
 
 
 class Translation(Protocol):
@@ -190,13 +203,16 @@ class TranslatedResponder(Responder):
 
     async def _collect(self) -> None:
         while not self._is_over:
-            for _, event in await self._next():
+            batch = await self._next()
+            await self._check_ends(batch)
+            for _, event in batch:
                 check(event)
                 self.fold.add(event)
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         yield self.fold.encode(self.translation.opening(batch[0][1] if batch else None))
         while True:
+            await self._check_ends(batch)
             encoded = b"".join(self.fold.encode(self.fold.add(event)) for _, event in batch)
             yield encoded if batch else self.translation.ping
             if self._is_over:

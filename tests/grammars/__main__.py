@@ -2,11 +2,14 @@
 
 By default hypothesis makes them. With --suite FOLDER they are the JSON Schema Test Suite's (its folder tests/draft2020-12, which
 jsonschema's source distribution has). Beside the answers, its own instances are tried: what it calls invalid must not be accepted, and of
-what it calls valid it is counted how much is.
+what it calls valid it is counted how much is. With --folder PATH they are the files *.json below a folder, each a schema that somebody has written
+(the data of guidance-ai/jsonschemabench, for one): --count of them, drawn by --seed from all in the order of their names, each taken with and without
+strict as the gateway takes it, with --answers for each that a random walk draws among the tokens that are allowed.
 """
 
 import argparse
 import json
+import random
 import sys
 import warnings
 from collections import Counter
@@ -17,11 +20,14 @@ import jsonschema
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from services.gateway.schemas.prepare import prepare
+from services.gateway.schemas.validate import problems_of
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.grammar import compile_grammar
 from tests.grammars.generate import Answer, generate, vocabulary
 from tests.grammars.schemas import keeps_to, schemas
+from tests.grammars.walk import walk
 
 AT_ONCE = 32
 TEMPERATURES = (0.7, 1.3, 2.5)
@@ -32,10 +38,16 @@ def main() -> int:
     parser.add_argument("--schemas", type=int, default=3000, help="how many hypothesis makes")
     parser.add_argument("--suite", type=Path, help="a folder of the JSON Schema Test Suite")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, help="a folder of schemas")
+    parser.add_argument("--count", type=int, default=699, help="how many of the folder's")
+    parser.add_argument("--answers", type=int, default=2, help="to each of the folder's")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # hypothesis's, about what takes long
     counts: Counter[str] = Counter()
-    wrong = of_suite(args.suite, counts) if args.suite else of_hypothesis(args.schemas, args.seed, counts)
+    if args.folder:
+        wrong = of_folder(args.folder, args.count, args.answers, args.seed, counts)
+    else:
+        wrong = of_suite(args.suite, counts) if args.suite else of_hypothesis(args.schemas, args.seed, counts)
     for each in wrong[:20]:
         print("WRONG", each)
     print(json.dumps({**counts, "wrong": len(wrong)}))
@@ -54,12 +66,36 @@ def of_hypothesis(count: int, seed: int, counts: Counter[str]) -> list[str]:
     return wrong
 
 
+def of_folder(folder: Path, count: int, num_answers: int, seed: int, counts: Counter[str]) -> list[str]:
+    """An answer that ended is wrong if it is not valid, and nothing would be told of it."""
+    files = sorted(folder.rglob("*.json"))
+    wrong = []
+    for file in random.Random(seed).sample(files, min(count, len(files))):
+        text = json.dumps(json.loads(file.read_text(encoding="utf-8-sig")), ensure_ascii=False, separators=(",", ":"))
+        counts["schemas"] += 1
+        for way, is_lenient in (("strict", False), ("lenient", True)):
+            try:
+                found = prepare(Constraint("json_schema", text, "schema", is_lenient))
+                answers = [walk(found.constraint, seed=number) for number in range(num_answers)]
+            except Invalid as error:
+                print(f"{way} refused: {file.relative_to(folder)}: {error}")
+                continue
+            counts[f"{way}: taken"] += 1
+            counts[f"{way}: taken, and checked at the end"] += bool(found.checks)
+            for answer in answers:
+                counts[f"{way}: {answer.finish_reason}"] += 1
+                problems = problems_of(json.loads(text), answer.text) if answer.finish_reason == "stop" else []
+                counts[f"{way}: broken, and told"] += bool(problems and found.checks)
+                wrong += [f"{file.name}, {way}: {answer.text!r}: {problems}"] if problems and not found.checks else []
+    return wrong
+
+
 def of_suite(folder: Path, counts: Counter[str]) -> list[str]:
     groups = [group for file in sorted(folder.glob("*.json")) for group in json.loads(file.read_text(encoding="utf-8"))]
     wrong, held = [], []
     for group in groups:
         try:
-            matcher = compile_grammar(Constraint("json_schema", json.dumps(group["schema"])), vocabulary())
+            matcher = compile_grammar(enforced(group["schema"]), vocabulary())
         except Invalid:
             counts["refused"] += 1
             continue
@@ -79,10 +115,15 @@ def of_suite(folder: Path, counts: Counter[str]) -> list[str]:
 
 def check(some: list[Any], temperature: float, seed: int, counts: Counter[str]) -> list[str]:
     """What did not keep to its schema."""
-    answers = generate([Constraint("json_schema", json.dumps(each)) for each in some], temperature=temperature, seed=seed, max_tokens=400)
+    answers = generate([enforced(each) for each in some], temperature=temperature, seed=seed, max_tokens=400)
     counts["schemas"] += len(some)
     counts.update(answer.finish_reason for answer in answers)
     return [f"{answer} for {schema!r}: {problem}" for answer, schema in zip(answers, some, strict=True) if (problem := problem_of(answer, schema))]
+
+
+def enforced(schema: Any) -> Constraint:
+    """As the gateway hands it to compute. Raises Invalid."""
+    return prepare(Constraint("json_schema", json.dumps(schema))).constraint
 
 
 def problem_of(answer: Answer, schema: Any) -> str:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from services.gateway.schemas.prepare import prepare
 from shared.constraint import Constraint
 from shared.grammar import compile_grammar
 from tests.grammars.generate import generate, vocabulary
@@ -18,7 +19,8 @@ AT_ONCE = 24
 @settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(some=st.lists(schemas(), min_size=AT_ONCE, max_size=AT_ONCE), temperature=st.sampled_from([0.9, 2.0]), seed=st.integers(0, 1 << 32))
 def test_every_answer_that_has_ended_keeps_to_its_schema(some: list[Any], temperature: float, seed: int) -> None:
-    answers = generate([Constraint("json_schema", json.dumps(each)) for each in some], temperature=temperature, seed=seed, max_tokens=300)
+    asked = [prepare(Constraint("json_schema", json.dumps(each))).constraint for each in some]
+    answers = generate(asked, temperature=temperature, seed=seed, max_tokens=300)
     assert [answer.error for answer in answers] == [None] * len(some)
     ended = [(answer.text, schema) for answer, schema in zip(answers, some, strict=True) if answer.finish_reason == "stop"]
     assert ended  # the others are cut off: a text without a bound is as long as chance will have it
@@ -41,7 +43,7 @@ def test_every_answer_that_has_ended_keeps_to_its_schema(some: list[Any], temper
 )
 def test_what_is_valid_is_allowed(schema: Any, text: str) -> None:
     assert keeps_to(text, schema)
-    matcher = compile_grammar(Constraint("json_schema", json.dumps(schema)), vocabulary())
+    matcher = compile_grammar(prepare(Constraint("json_schema", json.dumps(schema))).constraint, vocabulary())
     token_ids = vocabulary().tokenizer.tokenize_str(text)
     assert matcher.validate_tokens(token_ids) == len(token_ids)
     assert matcher.consume_tokens(token_ids) and matcher.is_accepting()

@@ -158,6 +158,39 @@ def test_allowed_tokens_and_bad_words(demo: Deployment) -> None:
     assert nothing.status_code == 400 and nothing.json()["error"]["code"] == "nothing_allowed"
 
 
+ALIKE = {"type": "array", "items": {"const": 1}, "minItems": 2, "maxItems": 2, "uniqueItems": True}  # [1, 1] is all that can be enforced
+BROKEN = {"path": "$", "message": "uniqueItems does not hold"}
+FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": ALIKE}}
+UNIQUE: dict[str, tuple[str, dict[str, Any], str]] = {  # a path, a body, and the field that is named
+    "chat": ("/v1/chat/completions", {"messages": QUESTION, "response_format": FORM}, "response_format.json_schema.schema"),
+    "completion": ("/v1/completions", {"prompt": "Numbers:", "guided_json": ALIKE, "max_tokens": 30}, "guided_json"),
+    "response": ("/v1/responses", {"input": "Hi", "text": {"format": {"type": "json_schema", "name": "x", "schema": ALIKE}}}, "text.format.schema"),
+    "message": (
+        "/v1/messages", {"messages": QUESTION, "max_tokens": 30, "output_config": {"format": {"type": "json_schema", "schema": ALIKE}}},
+        "output_config.format.schema",
+    ),
+    "ollama": ("/api/chat", {"messages": QUESTION, "format": ALIKE}, "format"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNIQUE)
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_enforced_is_named_and_an_answer_that_breaks_it_says_so(demo: Deployment, name: str, stream: bool) -> None:
+    path, fields, field = UNIQUE[name]
+    reply = demo.post(path, {"model": MODEL, "stream": stream, **fields})
+    assert reply.status_code == 200, reply.text
+    assert reply.headers["x-penstock-ignored"] == f"{field}: uniqueItems"
+    told = [json.loads(found) for found in re.findall(r'"penstock":(\{"schema_errors":\[.*?\]\})', reply.text)]
+    assert told == [{"schema_errors": [{"index": 0, **BROKEN}]}]
+
+
+def test_an_answer_that_keeps_to_what_was_not_enforced_says_nothing(demo: Deployment) -> None:
+    schema = {"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "items": False, "minItems": 2, "uniqueItems": True}
+    reply = demo.post("/v1/chat/completions", {"model": MODEL, "messages": QUESTION, "guided_json": schema})
+    assert reply.headers["x-penstock-ignored"] == "guided_json: uniqueItems" and "penstock" not in reply.json()
+    assert json.loads(reply.json()["choices"][0]["message"]["content"]) == [1, 2]
+
+
 WRONG: list[tuple[dict[str, Any], str, str | None]] = [
     ({"response_format": {"type": "xml"}}, "response_format.type", None),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", None),

@@ -15,6 +15,7 @@ from services.gateway.anthropic.chat import chat_of
 from services.gateway.anthropic.events import MessageEvents
 from services.gateway.openai.parse import parse
 from services.gateway.record import make_record
+from services.gateway.translate import is_broken_off
 from shared.errors import Invalid
 from shared.messages import RequestError
 from tests.unit.test_response_events import USAGE, chats
@@ -40,16 +41,38 @@ def test_what_the_package_makes_of_the_events_is_the_whole_message(chat: list[An
         if sent.get("delta", {}).get("type") != "input_json_delta":  # the deltas here are any texts, not JSON
             snapshot = accumulate_event(event=EVENT.validate_python(sent), current_snapshot=snapshot, json_bufs=buffers)
     whole = Message.model_validate(made.whole())
+    if whole.stop_reason == "max_tokens" and snapshot.content and snapshot.content[-1].type == "tool_use" and is_broken_off(last_arguments(chat)):
+        snapshot.content.pop()  # a stream has told of it already
     assert [block.type for block in snapshot.content] == [block.type for block in whole.content]
     for before, after in zip(snapshot.content, whole.content, strict=True):
         assert before.type == "tool_use" or getattr(before, before.type) == getattr(after, before.type)
     assert (snapshot.stop_reason, snapshot.stop_sequence, snapshot.usage.output_tokens) == (whole.stop_reason, whole.stop_sequence, 4)
-    has_called = any(block.type == "tool_use" for block in whole.content)
+    has_called = any("tool_calls" in delta for delta in chat)
     reasons = {"stop": "tool_use" if has_called else "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     assert whole.stop_reason == ("stop_sequence" if stop == "end" else reasons[end])
     assert whole.usage.input_tokens == 2 and whole.usage.cache_read_input_tokens == 1
     assert "".join(block.text for block in whole.content if block.type == "text") == said(chat, "content")
     assert "".join(block.thinking for block in whole.content if block.type == "thinking") == said(chat, "reasoning_content")
+
+
+def last_arguments(chat: list[Any]) -> str:
+    """Of the last call in a chat's chunks."""
+    text = ""
+    for call in (call for delta in chat for call in delta.get("tool_calls", ())):
+        text = ("" if "id" in call else text) + call.get("function", {}).get("arguments", "")
+    return text
+
+
+@pytest.mark.parametrize("arguments", ["", '{"a": ', '{"a": 1'])
+def test_a_call_that_was_cut_off_is_not_in_the_message(arguments: str) -> None:
+    made = MessageEvents(make_record("message", "m", "m"))
+    for call, text in (("f", '{"a": 1}'), ("g", arguments)):
+        for delta in ({"id": f"call_{call}", "function": {"name": call, "arguments": ""}}, {"function": {"arguments": text}}):
+            made.chunk({"choices": [{"delta": {"tool_calls": [delta]}, "finish_reason": None}]})
+    made.chunk({"choices": [{"delta": {}, "finish_reason": "length"}]})
+    made.closing(USAGE)
+    assert [(block["name"], block["input"]) for block in made.whole()["content"]] == [("f", {"a": 1})]
+    assert made.whole()["stop_reason"] == "max_tokens"
 
 
 def test_a_call_s_arguments_are_an_object() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatCompletionBody
-from services.gateway.openai.tools import closed
 from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser
+from services.gateway.schemas.closing import closed
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.grammar import Vocabulary, compile_grammar, load_vocabulary
@@ -58,19 +58,22 @@ def test_what_has_to_be_called_is_a_constraint() -> None:
     constraint = one.forced()
     assert (
         constraint is not None
-        and constraint.kind == "json_schema"
-        and json.loads(constraint.text) == SCHEMA | {"additionalProperties": False} | GUIDANCE
-        and constraint.is_lenient
+        and constraint.kind == "structural_tag"
+        and json.loads(constraint.text)["format"]["content"]
+        == {"type": "json_schema", "json_schema": SCHEMA | GUIDANCE, "function": "add", "param": "tools[0].function.parameters"}
     )
     assert one.parsing("hermes", "qwen3").tool_calls == "arguments" and one.parsing("hermes", "qwen3").reasoning == "qwen3"
     assert one.parsing("hermes", "qwen3", may_think=False).reasoning == ""
     nothing = read(tools=[LOOK], tool_choice=named("look")).calling().forced()
-    assert nothing is not None and json.loads(nothing.text) == {"type": "object", "properties": {}, "additionalProperties": False} | GUIDANCE
+    assert nothing is not None
+    assert json.loads(nothing.text)["format"]["content"]["json_schema"] == {"type": "object", "properties": {}, "additionalProperties": False} | GUIDANCE
     many = read(tools=[ADD, LOOK], tool_choice="required", parallel_tool_calls=False).calling()
     assert many.parsing("hermes", "").max_calls == 1 and many.parsing("hermes", "").tool_calls == "calls"
     grammar = many.forced()
-    assert grammar is not None and grammar.kind == "lark"
-    assert grammar.text.splitlines()[:3] == ['start: "[" call "]"', "call: call_0 | call_1", r'call_0: "{\"name\": \"add\", \"parameters\": " arguments_0 "}"']
+    assert grammar is not None and grammar.kind == "structural_tag"
+    form = json.loads(grammar.text)["format"]
+    assert (form["begin"], form["end"], form["content"]["max_tags"]) == ("[", "]", 1)
+    assert [each["begin"] for each in form["content"]["tags"]] == ['{"name": "add", "parameters": ', '{"name": "look", "parameters": ']
 
 
 STRICT = tool("add", parameters=SCHEMA, strict=True)

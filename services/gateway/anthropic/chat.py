@@ -81,4 +81,4 @@ def _chat_tool_choice(choice: Json, tools: list[Json]) -> str | Json | None:
 def _chat_format(form: Json | None) -> Json | None:
     if form is None or form.get("type") != "json_schema":
         return form
-    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema"), "strict": True}}
+    return {"type": "json_schema", "json_schema": {"name": "output", "schema": form.get("schema")}}

@@ -8,7 +8,7 @@ from services.gateway.anthropic.blocks import Json
 from services.gateway.anthropic.chat import NAME_HERE
 from services.gateway.anthropic.errors import error_of
 from services.gateway.record import ResponseRecord
-from services.gateway.translate import arguments_of
+from services.gateway.translate import arguments_of, errors_in, is_broken_off
 from shared.messages import RequestError, TokenEvent
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -33,6 +33,7 @@ class MessageEvents:
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
         self.usage: Json = usage_of(0, 0, 0)
+        self._told: Json = {}  # where the answer breaks its schema
         self._is_open = False  # the last block may grow
         self._text: list[str] = []  # of that block
 
@@ -46,6 +47,7 @@ class MessageEvents:
             "stop_reason": self.stop_reason,
             "stop_sequence": self.stop_sequence,
             "usage": self.usage,
+            **self._told,
         }
 
     def encode(self, event: Json) -> bytes:
@@ -60,6 +62,7 @@ class MessageEvents:
 
     def chunk(self, chunk: Json) -> list[Json]:
         events = []
+        self._told |= errors_in(chunk)
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if delta.get("reasoning_content"):
@@ -82,7 +85,7 @@ class MessageEvents:
 
     def closing(self, usage: Json) -> list[Json]:
         self.usage = usage_of(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"])
-        delta = {"type": "message_delta", "delta": {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}, "usage": self.usage}
+        delta = {"type": "message_delta", "delta": {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}, "usage": self.usage, **self._told}
         return [*self._close(), delta, {"type": "message_stop"}]
 
     def failed(self, error: RequestError, _: Json) -> list[Json]:
@@ -109,11 +112,14 @@ class MessageEvents:
             return []
         self._is_open = False
         block, text = self.content[-1], "".join(self._text)
-        if block["type"] == "tool_use":
-            block["input"] = arguments_of(text)
-        else:
+        stop = {"type": "content_block_stop", "index": len(self.content) - 1}
+        if block["type"] != "tool_use":
             block[KINDS[block["type"]][2]] = text
-        return [{"type": "content_block_stop", "index": len(self.content) - 1}]
+        elif self.stop_reason == "max_tokens" and is_broken_off(text):
+            self.content.pop()  # a stream has told what there was of it: its stop_reason says that it is not whole
+        else:
+            block["input"] = arguments_of(text)
+        return [stop]
 
 
 def usage_of(num_prompt: int, num_cached: int, num_output: int) -> Json:

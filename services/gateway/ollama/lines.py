@@ -8,7 +8,7 @@ import orjson
 
 from services.gateway.ollama.schemas import NAME_HERE, Json
 from services.gateway.record import ResponseRecord
-from services.gateway.translate import arguments_of
+from services.gateway.translate import arguments_of, errors_in, is_broken_off
 from shared.messages import RequestError, TokenEvent
 
 DONE_REASONS = {"length": "length"}  # what else there is, is a stop
@@ -30,6 +30,7 @@ class OllamaLines:
         self._calls: list[Json] = []
         self._logprobs: list[Json] = []
         self._reason = "stop"
+        self._told: Json = {}  # where the answer breaks its schema
         self._began_ns = time.monotonic_ns()
         self._first_ns: int | None = None
 
@@ -46,6 +47,7 @@ class OllamaLines:
     def chunk(self, chunk: Json) -> list[Json]:
         self._first_ns = self._first_ns or time.monotonic_ns()
         lines = []
+        self._told |= errors_in(chunk)
         for choice in chunk["choices"]:
             delta = choice["delta"]
             text, thought = delta.get("content") or "", delta.get("reasoning_content") or ""
@@ -74,8 +76,10 @@ class OllamaLines:
             "prompt_eval_duration": first - self._began_ns,
             "eval_count": usage["completion_tokens"],
             "eval_duration": now - first,
+            **self._told,
         }
-        calls = [self._head(is_done=False) | self._body("", "", self._called())] if self._calls else []
+        called = self._called()
+        calls = [self._head(is_done=False) | self._body("", "", called)] if called else []
         return [*calls, self.done | self._body("", "", [])]
 
     def failed(self, error: RequestError, _: Json) -> list[Json]:
@@ -94,9 +98,11 @@ class OllamaLines:
         return {"message": {"role": "assistant", "content": text, **thinking, **({"tool_calls": calls} if calls else {})}}
 
     def _called(self) -> list[Json]:
+        """The calls, but for a last one that was cut off."""
+        is_cut = self._reason == "length" and bool(self._calls) and is_broken_off(self._calls[-1]["arguments"])
         return [
             {"id": call["id"], "function": {"index": index, "name": call["name"], "arguments": arguments_of(call["arguments"])}}
-            for index, call in enumerate(self._calls)
+            for index, call in enumerate(self._calls[:-1] if is_cut else self._calls)
         ]
 
 

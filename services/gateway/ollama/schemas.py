@@ -110,7 +110,7 @@ class OllamaBody(Body):
             return {"type": "json_object"}
         if isinstance(self.format, str):
             raise Invalid("format takes json, or a JSON schema", param="format")
-        return {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format, "strict": True}}
+        return {"type": "json_schema", "json_schema": {"name": "format", "schema": self.format}}
 
 
 class OllamaChatBody(OllamaBody):

@@ -7,7 +7,6 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.gateway.openai.fields import kind_of, refuse_unknown, shortened
-from services.gateway.openai.tools import closed
 from shared.constraint import Constraint, Kind
 from shared.errors import Invalid
 
@@ -48,8 +47,9 @@ def constraint_of(response_format: dict[str, Any] | None, structured_outputs: St
         *(_of_guided(name, value) for name, value in guided.items() if value is not None),
     ]
     given = [constraint for constraint in found if constraint is not None]
-    if len(given) > 1:
-        raise Invalid(f"{given[0].param} and {given[1].param} both say what the answer must match: give one", param=given[1].param)
+    for other in given[1:]:
+        if (other.kind, other.text) != (given[0].kind, given[0].text):  # some clients say one thing under two names, for servers of either kind
+            raise Invalid(f"{given[0].param} and {other.param} say different things of what the answer must match: give one", param=other.param)
     return given[0] if given else None
 
 
@@ -67,12 +67,12 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
     if kind == "json_schema":
         return _of_json_schema(value.get("json_schema"))
     if value.get("schema") is not None:  # llama.cpp's way to say it
-        return Constraint("json_schema", schema_text(value["schema"], "response_format.schema"), "response_format.schema")
+        return Constraint("json_schema", to_json(value["schema"], "response_format.schema"), "response_format.schema", is_lenient=True)
     return Constraint("json_object", "", "response_format")
 
 
 def _of_json_schema(value: Any) -> Constraint:
-    """OpenAI's object. strict false lets pass what can't be enforced."""
+    """OpenAI's object. With strict, what can't be enforced is an error; without, it is passed over and named."""
     param = "response_format.json_schema"
     if not isinstance(value, dict):
         raise Invalid(f"{param} must be an object with a schema, got {kind_of(value)}", param=param)
@@ -83,7 +83,7 @@ def _of_json_schema(value: Any) -> Constraint:
     schema = value.get("schema")
     if schema is None:
         return Constraint("json_object", "", param)
-    return Constraint("json_schema", schema_text(schema, f"{param}.schema"), f"{param}.schema", is_lenient=value.get("strict") is False)
+    return Constraint("json_schema", to_json(schema, f"{param}.schema"), f"{param}.schema", is_lenient=value.get("strict") is not True)
 
 
 def _of_structured_outputs(value: StructuredOutputs) -> list[Constraint | None]:
@@ -121,18 +121,13 @@ def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> C
             if not isinstance(schema, dict):
                 raise Invalid(f"{param}: a JSON schema is an object", param=param)
             schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **whitespace}}
-        return Constraint("json_schema", schema_text(schema, param), param)
+        return Constraint("json_schema", to_json(schema, param), param, is_lenient=True)
     if name == "choice":
         return Constraint("choice", to_json(value, param), param)
     if name == "structural_tag":
         return Constraint("structural_tag", value if isinstance(value, str) else to_json(value, param), param)
     kind: Kind = "regex" if name == "regex" else "gbnf" if "::=" in value else "lark"
     return Constraint(kind, value, param)
-
-
-def schema_text(schema: Any, param: str) -> str:
-    """A JSON schema, without properties that it does not name."""
-    return to_json(closed(schema) if isinstance(schema, dict) else schema, param)
 
 
 def to_json(value: Any, param: str) -> str:

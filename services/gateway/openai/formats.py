@@ -29,6 +29,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     prompt_token_ids: Int32Array | None = None
     embedding: Float32Array | None = None
+    schema_errors: list[dict[str, Any]] = field(default_factory=list)  # where it breaks what of its schema could not be enforced
 
     @classmethod
     def begin(cls, index: int, record: ResponseRecord) -> "Choice":
@@ -125,7 +126,7 @@ class ChatFormat:
 
     def end(self, choice: Choice) -> dict[str, Any]:
         own = {"index": choice.index, "delta": {}, "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return self._chunk([own], choice)
+        return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
         return self._chunk([], None) | {"usage": usage(choices, self.record.n)}
@@ -151,6 +152,7 @@ class ChatFormat:
             ],
             **self._of_prompt(0, choices[0].prompt_logprobs),
             **self._prompt_ids(0, choices[0].prompt_token_ids),
+            **errors_field(choices),
         }
 
     def _of_prompt(self, index: int, prompt: PromptLogprobs | None) -> dict[str, Any]:
@@ -186,11 +188,12 @@ class CompletionFormat:
             "finish_reason": event.finish_reason,
             "stop_reason": event.stop_reason,
         }
-        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice)]
+        told = errors_field([choice]) if event.finish_reason is not None else {}
+        return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice) | told]
 
     def end(self, choice: Choice) -> dict[str, Any]:
         own = {"index": choice.index, "text": "", "logprobs": None, "finish_reason": choice.finish_reason, "stop_reason": choice.stop_reason}
-        return self._chunk([own], choice)
+        return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
         return self._chunk([], None) | {"usage": usage(choices, self.record.n)}
@@ -211,6 +214,7 @@ class CompletionFormat:
                 }
                 for choice in choices
             ],
+            **errors_field(choices),
         }
 
     def _logprobs(self, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
@@ -260,6 +264,12 @@ def ids_field(record: ResponseRecord, token_ids: list[int]) -> dict[str, Any]:
     return {"token_ids": token_ids} if record.has_token_ids else {}
 
 
+def errors_field(choices: Iterable[Choice]) -> dict[str, Any]:
+    """The field penstock, where an answer breaks its schema."""
+    errors = [{"index": choice.index, **error} for choice in choices for error in choice.schema_errors]
+    return {"penstock": {"schema_errors": errors}} if errors else {}
+
+
 def prompt_ids_field(record: ResponseRecord, token_ids: Int32Array | None) -> dict[str, Any]:
     return {"prompt_token_ids": token_ids.tolist()} if record.has_token_ids and token_ids is not None else {}
 
@@ -271,6 +281,14 @@ def best(choices: list[Choice], record: ResponseRecord) -> list[Choice]:
         ranked = [sorted(choices[at : at + record.n], key=mean_logprob, reverse=True)[: record.num_best] for at in range(0, len(choices), record.n)]
         found = [replace(choice, index=index) for index, choice in enumerate(choice for group in ranked for choice in group)]
     return [replace(choice, logprobs=None) for choice in found] if record.hides_logprobs else found
+
+
+def content_and_calls(choice: Choice, record: ResponseRecord) -> tuple[str, list[tuple[str, str]]]:
+    """A whole answer's content, and name and arguments of its calls."""
+    answer = parsed(choice, record).answer
+    if answer is None:
+        return "".join(choice.text), []
+    return "".join(answer.content), [(call.name, "".join(call.arguments)) for call in answer.calls]
 
 
 def parsed(choice: Choice, record: ResponseRecord) -> Choice:

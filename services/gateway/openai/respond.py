@@ -12,8 +12,9 @@ from starlette.types import Receive, Scope, Send
 from services.gateway.errors import CLIENT_CLOSED, RequestFailed, error_body
 from services.gateway.generation import Generation
 from services.gateway.measured import Measured
-from services.gateway.openai.formats import Choice, best, format_for, usage
+from services.gateway.openai.formats import Choice, best, content_and_calls, format_for, usage
 from services.gateway.record import ResponseRecord
+from services.gateway.schemas.answers import unchecked
 from services.gateway.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.messages import RequestError, TokenEvent
@@ -138,9 +139,22 @@ class Responder:
 
     async def _collect(self) -> None:
         while not self._is_over:
-            for index, event in await self._next():
+            batch = await self._next()
+            await self._check_ends(batch)
+            for index, event in batch:
                 check(event)
                 self.choices[index].add(event)
+
+    async def _check_ends(self, batch: list[tuple[int, TokenEvent]]) -> None:
+        """Hold the answers that end here against what of their schemas could not be enforced."""
+        record = self.generation.record
+        for index, event in batch if record.checks else ():
+            if event.finish_reason == "stop" and record.parsing is None and self.generation.positions[index]:
+                self.choices[index].schema_errors = [unchecked("the stream was resumed, and its beginning is not here")]
+            elif event.finish_reason == "stop":
+                text = [*self.choices[index].text, *(each.text for at, each in batch if at == index)]
+                content, calls = content_and_calls(Choice(index, text=text), record)
+                self.choices[index].schema_errors = await self.generation.pipeline.answers.check(record.checks, content, calls)
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
@@ -150,6 +164,7 @@ class Responder:
         ping = PING_AMONG_IDS if self.has_positions else PING
         failure: RequestError | None = None
         while True:
+            await self._check_ends(batch)
             is_long = any(event.prompt_logprobs is not None for _, event in batch)
             encoded, failure = await aside(partial(self._encode, batch, positions), is_long=is_long) if batch else (ping, None)
             if batch and opening:  # with the first tokens: clients take it for the first

@@ -1,6 +1,7 @@
 """The API's endpoints: bodies in, responses out."""
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,7 @@ from services.gateway.openai.respond import Responder
 from services.gateway.openai.schemas import MAX_MESSAGES, ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
 from services.gateway.parsing.answer import REASONING, TOOL_CALLS
 from services.gateway.record import ResponseRecord, choice_params, make_record
+from services.gateway.schemas.prepare import Prepared
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.messages import GenerateRequest, Replica
@@ -56,14 +58,15 @@ async def prepare_completion(
     context: RequestContext, body: CompletionBody, gateway_id: str | None, **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """What goes into the pipeline for a completion: as `prepare_chat` for a chat."""
-    params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
+    params, prompts, prepared, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
     params = with_model_defaults(context, body, params, model)
+    constraint = prepared.constraint if prepared is not None else None
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
         "text_completion", body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
         num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
-        **(each_choice(body, has_logprobs=body.logprobs is not None) | others),
+        checks=checks_of(prepared), **(each_choice(body, has_logprobs=body.logprobs is not None) | others),
     )  # fmt: skip
     now = time.time()
     requests = []
@@ -119,11 +122,13 @@ def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:
     return context.resolve(body.model)
 
 
-async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Constraint | None:
-    """What the answer must match, checked. Raises Invalid, Rejected."""
-    if constraint is not None:
-        await context.grammars.check(constraint)
-    return constraint
+async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Prepared | None:
+    """What the answer must match, such that it can be enforced. Raises Invalid, Rejected."""
+    return await context.grammars.check(constraint) if constraint is not None else None
+
+
+def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
+    return prepared.checks if prepared is not None else ()
 
 
 async def prepare_chat(
@@ -138,13 +143,14 @@ async def prepare_chat(
     params = with_model_defaults(context, body, params, model)
     tool_calls, reasoning = parsers_of(context, model)
     parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
-    constraint = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
+    prepared = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
+    constraint = prepared.constraint if prepared is not None else None
     if constraint is not None and parsing.reasoning and body.may_think:
         constraint = after_thought(constraint, parsing.reasoning)
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
         has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
-        **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
+        checks=checks_of(prepared), **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
     options = body.chat_options(
         calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning

@@ -18,13 +18,13 @@ from shared.constraint import Constraint
 from shared.errors import Invalid
 
 MAX_TOOLS = 128
+MAX_FORCED_CALLS = 16  # in an answer that has to call
 MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
 # Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}  # a custom tool's function
-COMPOSED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "if"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -176,80 +176,82 @@ class Calling:
         """What the calls in an answer must match that may call, in the form of that name: something if any of the functions is strict. Raises Invalid."""
         if self.mode != "auto" or not any(tool.function.strict for tool in self.callable) or tool_calls not in TAGS:
             return None
-        return Constraint("structural_tag", json.dumps({"format": TAGS[tool_calls](self.callable)}, ensure_ascii=False), "tools")
+        return tags_constraint(TAGS[tool_calls](self.offers()))
 
     def forced(self) -> Constraint | None:
         """What an answer that has to call must match. Raises Invalid."""
+        if not self.is_forced:
+            return None
         if self.mode == "named":
-            [tool] = self.callable
-            return Constraint("json_schema", json.dumps(schema_of(tool), ensure_ascii=False), "tools", not tool.function.strict)
-        return Constraint("lark", calls_grammar(self.callable, is_parallel=self.is_parallel), "tools") if self.mode == "required" else None
+            [offer] = self.offers()
+            return tags_constraint({"type": "tag", "begin": "", "content": tagged(offer, "", "")["content"], "end": ""})
+        return tags_constraint(calls_format(self.offers(), is_parallel=self.is_parallel))
+
+    def offers(self) -> list["Offer"]:
+        numbers = {tool.function.name: number for number, tool in enumerate(self.tools)}
+        return [Offer(tool.function.name, schema_of(tool), f"tools[{numbers[tool.function.name]}].function.parameters") for tool in self.callable]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A function that may be called. param: the field that says what its arguments are."""
+
+    name: str
+    schema: dict[str, Any]
+    param: str
+
+
+def tags_constraint(form: dict[str, Any]) -> Constraint:
+    return Constraint("structural_tag", json.dumps({"format": form}, ensure_ascii=False), "tools")
 
 
 def schema_of(tool: Tool | CustomTool) -> dict[str, Any]:
     """Of its arguments, which are an object whatever else the schema says."""
-    schema = closed({"type": "object", **tool.function.parameters}) if tool.function.parameters is not None else NO_ARGUMENTS
+    schema = {"type": "object", **tool.function.parameters} if tool.function.parameters is not None else NO_ARGUMENTS
     return {**schema, "x-guidance": {**SPACING, "lenient": not tool.function.strict}}
 
 
-def closed(schema: dict[str, Any], levels: int = MAX_DEPTH) -> dict[str, Any]:
-    """The schema without properties that it does not name: one that does not say takes any, but whoever lists them means these, and a model may go on for ever.
-
-    Where schemas are put together (allOf, $ref and the like), one of them can't say so alone: they stay as they are. So does what lies deeper than the levels.
-    """
-    made, properties, required = dict(schema), schema.get("properties"), schema.get("required", [])
-    if isinstance(properties, dict) and isinstance(required, list) and set(map(str, required)) <= properties.keys() and not COMPOSED & schema.keys():
-        made["properties"] = {name: closed(each, levels - 1) if isinstance(each, dict) and levels else each for name, each in properties.items()}
-        made["additionalProperties"] = False
-    if isinstance(schema.get("items"), dict) and levels:
-        made["items"] = closed(schema["items"], levels - 1)
-    return made
+def calls_format(offers: Sequence[Offer], *, is_parallel: bool) -> dict[str, Any]:
+    """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. A model that has nothing more to call may go on with calls: there is a most of them."""
+    tags = [tagged(offer, json_head(offer, "parameters"), "}") for offer in offers]
+    most = MAX_FORCED_CALLS if is_parallel else 1
+    calls = {"type": "tags_with_separator", "tags": tags, "separator": ", ", "at_least_one": True, "max_tags": most}
+    return {"type": "tag", "begin": "[", "content": calls, "end": "]"}
 
 
-def calls_grammar(tools: Sequence[Tool | CustomTool], *, is_parallel: bool) -> str:
-    """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. Each schema is a root of its own, so that what it refers to in itself is found."""
-    lines = [
-        'start: "[" call (", " call)* "]"' if is_parallel else 'start: "[" call "]"',
-        "call: " + " | ".join(f"call_{number}" for number in range(len(tools))),
-    ]
-    for number, tool in enumerate(tools):
-        head = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "parameters": ')
-        lines += [f'call_{number}: {head} arguments_{number} "}}"', f"arguments_{number}: %json {json.dumps(schema_of(tool))}"]
-    return "\n".join(lines)
-
-
-def tagged(tool: Tool | CustomTool, begin: str, end: str) -> dict[str, Any]:
+def tagged(offer: Offer, begin: str, end: str) -> dict[str, Any]:
     """A call between two texts."""
-    return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema_of(tool)}, "end": end}
+    content = {"type": "json_schema", "json_schema": offer.schema, "function": offer.name, "param": offer.param}
+    return {"type": "tag", "begin": begin, "content": content, "end": end}
 
 
-def json_head(tool: Tool | CustomTool) -> str:
-    return f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
+def json_head(offer: Offer, field: str = "arguments") -> str:
+    return f'{{"name": {json.dumps(offer.name)}, "{field}": '
 
 
-def hermes_tags(tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
-    tags = [tagged(tool, f"<tool_call>\n{json_head(tool)}", "}\n</tool_call>") for tool in tools]
+def hermes_tags(offers: Sequence[Offer]) -> dict[str, Any]:
+    tags = [tagged(offer, f"<tool_call>\n{json_head(offer)}", "}\n</tool_call>") for offer in offers]
     return {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
 
 
-def list_tags(marker: str, tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
+def list_tags(marker: str, offers: Sequence[Offer]) -> dict[str, Any]:
     """A list of calls behind a marker."""
-    calls = {"type": "tags_with_separator", "tags": [tagged(tool, json_head(tool), "}") for tool in tools], "separator": ", ", "at_least_one": True}
+    calls = {"type": "tags_with_separator", "tags": [tagged(offer, json_head(offer), "}") for offer in offers], "separator": ", ", "at_least_one": True}
     return {"type": "tag", "begin": f"{marker}[", "content": calls, "end": "]"}
 
 
-def granite_tags(tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
-    return {"type": "triggered_tags", "triggers": ["<|tool_call|>"], "tags": [list_tags("<|tool_call|>", tools)]}
+def granite_tags(offers: Sequence[Offer]) -> dict[str, Any]:
+    return {"type": "triggered_tags", "triggers": ["<|tool_call|>"], "tags": [list_tags("<|tool_call|>", offers)]}
 
 
-def mistral_tags(tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
+def mistral_tags(offers: Sequence[Offer]) -> dict[str, Any]:
     """In both of its forms: a list, or the name before the arguments."""
-    named = [tagged(tool, f"[TOOL_CALLS]{tool.function.name}[ARGS]", "") for tool in tools]
-    return {"type": "triggered_tags", "triggers": ["[TOOL_CALLS]"], "tags": [list_tags("[TOOL_CALLS]", tools), *named]}
+    named = [tagged(offer, f"[TOOL_CALLS]{offer.name}[ARGS]", "") for offer in offers]
+    return {"type": "triggered_tags", "triggers": ["[TOOL_CALLS]"], "tags": [list_tags("[TOOL_CALLS]", offers), *named]}
 
 
 # By the name of the form, of those in which a marker says that a call begins, and JSON follows
-TAGS: dict[str, Callable[[Sequence[Tool | CustomTool]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
+TAGS: dict[str, Callable[[Sequence[Offer]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
 
 
 def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:

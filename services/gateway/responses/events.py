@@ -13,7 +13,7 @@ from services.gateway.record import ResponseRecord
 from services.gateway.responses.chat import NAME_HERE
 from services.gateway.responses.tools import Named, names_of
 from services.gateway.sse import PING
-from services.gateway.translate import name_of, told_of
+from services.gateway.translate import errors_in, name_of, told_of
 from shared.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
@@ -46,6 +46,7 @@ class ResponseEvents:
         self._names = names_of(asked.get("tools") or [])
         self._key = record.response_id.rpartition("_")[2]
         self._number = 0
+        self._told: Json = {}  # where the answer breaks its schema; of those who read it later nobody is told
         self._open: Json | None = None  # the last item of output, while it grows
         self._text: list[str] = []  # of the item that grows
         self._logprobs: list[Json] = []
@@ -64,6 +65,7 @@ class ResponseEvents:
             "output": [dict(item) for item in self.output],
             "usage": self.usage,
             **self.asked,
+            **self._told,
         }
 
     def encode(self, event: Json) -> bytes:
@@ -77,6 +79,7 @@ class ResponseEvents:
 
     def chunk(self, chunk: Json) -> list[Json]:
         events = self.begun()
+        self._told |= errors_in(chunk)
         for choice in chunk["choices"]:
             delta = choice["delta"]
             if delta.get("reasoning_content"):
