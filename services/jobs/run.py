@@ -146,7 +146,7 @@ class BatchRun:
 
         *_, is_full, values = await persist(ask_redis)
         self.office.places.close(bool(is_full))
-        batch = read_batch(values)
+        batch = read_batch(self.batch_id, values)
         self.told = batch.totals.num_lines if batch is not None else 0
         return batch
 
@@ -162,7 +162,9 @@ class BatchRun:
     async def _work(self) -> bool:
         """Returns whether there is more to do."""
         batch = await self._load()
-        if batch is None or not batch.is_running:
+        if batch is None:
+            return False  # what lies in its folder may be of use to a Redis that is being restored
+        if not batch.is_running:
             await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
             return False
         self._note(batch)
