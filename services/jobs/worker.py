@@ -117,12 +117,15 @@ def work(office: Office) -> None:
     signals.worker_shutting_down.connect(stop, weak=False)
     signals.worker_ready.connect(lambda **_: office.stage.join(), weak=False)
     worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
+    office.deaths.enter()
     beat.start()
     try:
         worker.start()
     finally:
         beat.stop()
-    if worker.exitcode:
+    if not worker.exitcode:
+        office.deaths.leave()
+    else:
         raise SystemExit(1)  # Celery gives up where Redis refuses what it reads by: whoever watches the process starts another
 
 

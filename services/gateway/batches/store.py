@@ -119,6 +119,7 @@ class Batch:
     error_file_id: str = ""
     errors: list[dict[str, Any]] | None = None
     traceparent: str = ""  # of the request that made it; empty: it is not traced
+    num_begun: int = 0  # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
 
     @property
     def is_running(self) -> bool:
@@ -247,4 +248,5 @@ def _batch_of(texts: dict[str, bytes]) -> Batch:
         texts.get("error_file_id", b"").decode(),
         orjson.loads(texts["errors"]) if "errors" in texts else None,
         texts.get("traceparent", b"").decode(),
+        int(texts.get("num_begun", 0)),
     )

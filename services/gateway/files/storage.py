@@ -5,6 +5,7 @@ Synchronous: callers run it beside their event loop.
 
 import os
 import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -78,6 +79,15 @@ class Storage:
         """A file, or a folder with all in it. Not there: fine."""
         with suppress(FileNotFoundError):
             self.fs.rm(self._within(path), recursive=True)
+
+    def free_bytes(self) -> int | None:
+        """Room on the disk that the folder is on; None where there is no telling."""
+        if not isinstance(self.fs, LocalFileSystem):
+            return None
+        folder = self.root
+        while not os.path.exists(folder):  # it is made with the first file
+            folder = os.path.dirname(folder)
+        return shutil.disk_usage(folder).free
 
     def abandoned(self, folder: str, after_s: float) -> list[str]:
         """What in a folder was not written to its end, and not written to for so long."""
