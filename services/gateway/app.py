@@ -20,7 +20,7 @@ from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
 from services.gateway.live.routes import router as live
-from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId
+from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId, SameOrigin
 from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
@@ -73,6 +73,7 @@ def build_app(context: Context) -> FastAPI:
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
     app.add_middleware(Head)
     app.add_middleware(Auth, keys=context.keys)
+    app.add_middleware(SameOrigin, allowed=context.settings.allow_origin)
     app.add_middleware(OneHost)
     app.add_middleware(RequestId)
     app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)

@@ -63,7 +63,7 @@ class Handshake(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast(asyncio.Transport, transport)
-        self.transport.pause_reading()  # until the handshake reads
+        self.transport.pause_reading()  # until the handshake reads: on asyncio's own loop, whose order this relies on
         peer: Any = self.transport.get_extra_info("peername")
         self.address = str(peer[0]) if isinstance(peer, tuple) else ""
         self.handshakes.begin(self)
@@ -71,7 +71,7 @@ class Handshake(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._early.append(data)
 
-    def connection_lost(self, exc: Exception | None) -> None:
+    def connection_lost(self, _: Exception | None) -> None:
         self._is_lost = True
 
     async def shake(self) -> None:
