@@ -4,6 +4,7 @@ import asyncio
 import resource
 import socket
 import ssl
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,6 +58,11 @@ def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
             path.read_bytes()
         except OSError as error:
             raise StartupError(f"{flag} {path}: {error.strerror}") from None
+    mode = key.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StartupError(f"--tls-key {key}: others may write it; chmod 600 {key}")
+    if mode & stat.S_IROTH:
+        log.warning("everybody on this machine may read the TLS key", path=str(key), mend=f"chmod 600 {key}")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(settings.tls_certificate, key, password="")  # uvicorn would ask at the terminal
