@@ -9,6 +9,7 @@ from pathlib import Path
 
 from shared.errors import StartupError
 
+PASSWORD_FILE = "redis-password"
 PASSWORD = re.compile(r"[0-9a-f]{64}")
 MAX_SOCKET_PATH = 100  # bytes; the kernel takes 107
 
@@ -33,9 +34,23 @@ def socket_path(data_dir: Path) -> Path:
     return path
 
 
+def url_of(data_dir: Path) -> str:
+    """Where the Redis of this data folder is reached, with its password if it was started with one. Raises StartupError."""
+    password = password_of(data_dir) if (data_dir / PASSWORD_FILE).exists() else ""
+    return f"unix://:{password}@{socket_path(data_dir)}" if password else f"unix://{socket_path(data_dir)}"
+
+
+def password_for(data_dir: Path, port: int) -> str:
+    """What a Redis that is about to be started wants of its clients; empty: nothing, where it has no port. Then there is no file of it either."""
+    if port:
+        return password_of(data_dir)
+    (data_dir / PASSWORD_FILE).unlink(missing_ok=True)
+    return ""
+
+
 def password_of(data_dir: Path) -> str:
     """What clients of a Redis on a TCP port say, which every user of this machine reaches: made once, kept in the data folder for its owner alone."""
-    path = data_dir / "redis-password"
+    path = data_dir / PASSWORD_FILE
     with suppress(FileExistsError), open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
     try:

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import redis
 
+from services.cli import redis_of
 from services.lifeline import REDIS_PASSWORD
-from services.redis_server import password_of, socket_path, start_server
+from services.redis_server import password_for, password_of, socket_path, start_server, url_of
 from shared.errors import StartupError
 from shared.job_queue import make_queue, send_batch
 from shared.transport import connect
@@ -21,7 +22,8 @@ def test_the_embedded_redis_wants_a_password_where_it_listens_on_a_port(tmp_path
     port, password, path = free_port(), password_of(tmp_path), tmp_path / "redis-password"
     assert password == password_of(tmp_path) == path.read_text() and path.stat().st_mode & 0o777 == 0o600
     process = start_server(tmp_path, port=port, password=password, binary=redis_binary)
-    url = f"unix://:{password}@{socket_path(tmp_path)}"
+    url = url_of(tmp_path)
+    assert password in url
     try:
 
         def is_up() -> bool:
@@ -35,6 +37,7 @@ def test_the_embedded_redis_wants_a_password_where_it_listens_on_a_port(tmp_path
         for given in (None, "another"):
             with redis.Redis(port=port, password=given) as client, pytest.raises(redis.AuthenticationError):
                 client.set("a", 1)
+        assert redis_of(None, tmp_path) == url, "as penstock status finds it"
         with redis.Redis(port=port, password=password) as client:
             assert client.set("a", 1)
         assert password not in Path(f"/proc/{process.pid}/cmdline").read_text()
@@ -54,3 +57,5 @@ def test_a_password_that_somebody_wrote_is_not_taken(tmp_path: Path) -> None:
     (tmp_path / "redis-password").write_text("x\nuser eve on nopass ~* +@all\n")
     with pytest.raises(StartupError, match="remove it"):
         password_of(tmp_path)
+    assert password_for(tmp_path, 0) == "" and not (tmp_path / "redis-password").exists(), "a Redis without a port wants none"
+    assert url_of(tmp_path) == f"unix://{socket_path(tmp_path)}"
