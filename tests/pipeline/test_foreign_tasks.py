@@ -101,7 +101,7 @@ def test_no_message_in_the_queue_stops_a_worker(deployment: Deployment, client: 
     bad = bad_messages(json.loads(good))
     client.rpush("celery:jobs", *reversed([*bad, good]))
     client.hset("celery:unacked", mapping={"tag-a": b"no JSON", "tag-b": b"[1]", "tag-c": json.dumps([[], "", "jobs"])})
-    client.zadd("celery:unacked_index", {"tag-a": 1, "tag-b": 1, "tag-c": 1, b"tag-\xff": 1})
+    client.zadd("celery:unacked_index", {"tag-a": 1, "tag-b": 1, "tag-c": 1})
     worker = deployment.start("jobs")
     wait_until(lambda: client.hget(batch_key("batch_good"), "status") == b"failed", description="the good one's turn")  # its input is gone
     wait_until(lambda: client.xlen("dead-letter") >= len(bad), description="all others are dead letters")
