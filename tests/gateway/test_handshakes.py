@@ -60,7 +60,7 @@ class Echo(asyncio.Protocol):
         self.transport = transport
 
     def data_received(self, data: bytes) -> None:
-        self.transport.write(data)  # type: ignore[attr-defined]
+        self.transport.write(data)
 
 
 def test_one_more_handshake_ends_the_oldest_of_the_address_that_has_most(tmp_path: Path) -> None:
