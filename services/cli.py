@@ -269,14 +269,13 @@ def redis_of(redis_url: str | None, data_dir: Path | None) -> str:
         redis_url = os.environ.get("PENSTOCK_REDIS_URL")
     if redis_url is not None:
         return redis_url
-    from services.redis_server import socket_path
+    from services.redis_server import socket_path, url_of
 
     folder = data_dir or Path(os.environ.get("PENSTOCK_DATA_DIR") or DEFAULT_DATA_DIR)
-    path = socket_path(folder)
-    if not path.exists():
+    if not socket_path(folder).exists():
         hint = "" if data_dir else "; of another --data-dir, or of a Redis of your own (--redis-url), say which"
         raise StartupError(f"nothing runs with its data in {folder}: penstock up starts it{hint}")
-    return f"unix://{path}"
+    return url_of(folder)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import redis
 from services.lifeline import Lifeline
 from services.model_store import DEFAULT_MODEL, pull
 from services.preflight import check_device, check_keys, check_memory, check_ports
-from services.redis_server import default_memory, socket_path, start_server
+from services.redis_server import default_memory, password_for, socket_path, start_server, url_of
 from shared.api_keys import check_exposure, wants_keys
 from shared.errors import StartupError
 from shared.model_files import ModelFiles, open_model
@@ -96,12 +96,10 @@ class Launcher:
         self.redis_url = settings.redis_url
         if settings.redis_url == DEFAULT_REDIS_URL:
             path, inherited = socket_path(settings.data_dir), self.lifeline.of_redis
-            max_memory = settings.redis_memory or default_memory()
-            self.servers = [
-                Child("watchman", partial(self.lifeline.start_watchman, path)),
-                Child("redis", partial(start_server, settings.data_dir, port=settings.redis_port, max_memory=max_memory, inherited=inherited)),
-            ]
-            self.redis_url = environment["PENSTOCK_REDIS_URL"] = f"unix://{path}"
+            password, max_memory = password_for(settings.data_dir, settings.redis_port), settings.redis_memory or default_memory()
+            start_redis = partial(start_server, settings.data_dir, port=settings.redis_port, password=password, max_memory=max_memory, inherited=inherited)
+            self.servers = [Child("watchman", partial(self.lifeline.start_watchman, path, password)), Child("redis", start_redis)]
+            self.redis_url = environment["PENSTOCK_REDIS_URL"] = url_of(settings.data_dir)
         for files in self.models:
             own = environment | {"PENSTOCK_MODEL": str(files.weights), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
             suffix = f" of {files.name}" if len(self.models) > 1 else ""

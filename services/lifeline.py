@@ -24,6 +24,7 @@ from shared.telemetry import get_logger
 log = get_logger("penstock.launcher")
 
 REST_TIMEOUT_S = 15.0  # for an earlier launcher's processes to end: stages have 10 s, then Redis follows
+REDIS_PASSWORD = "PENSTOCK_REDIS_PASSWORD"  # in the watchman's environment: arguments are for all to see
 CONNECT_TIMEOUT_S = 5.0  # for a Redis that has only just been started when it is to end
 
 
@@ -71,10 +72,10 @@ class Lifeline:
         """What a stage reads: it ends with the launcher."""
         return self._launcher_lives
 
-    def start_watchman(self, socket_path: Path) -> "subprocess.Popen[bytes]":
-        """The process that shuts the Redis at socket_path down when the launcher and all stages are gone."""
+    def start_watchman(self, socket_path: Path, password: str = "") -> "subprocess.Popen[bytes]":
+        """The process that shuts the Redis at socket_path down when the launcher and all stages are gone. password: Redis', if it wants one."""
         command = [sys.executable, "-m", "services.lifeline", str(socket_path)]
-        return subprocess.Popen(command, stdin=self._anyone_lives, pass_fds=self.of_redis, start_new_session=True)
+        return subprocess.Popen(command, stdin=self._anyone_lives, pass_fds=self.of_redis, start_new_session=True, env={**os.environ, REDIS_PASSWORD: password})
 
     def note(self, name: str, pid: int) -> None:
         """Write down who uses the folder, for whoever asks later. The last process of a name counts."""
@@ -108,7 +109,7 @@ def _is_alive(pid: int) -> bool:
     return True
 
 
-def watch(socket_path: str) -> None:
+def watch(socket_path: str, password: str = "") -> None:
     """Wait until nobody could write to standard input any more; then shut down the Redis at the socket. Its lock, which this process holds too, says
     that it is the launcher's own."""
     sys.stdin.buffer.read()
@@ -117,12 +118,13 @@ def watch(socket_path: str) -> None:
         with socket.socket(socket.AF_UNIX) as connection:
             try:
                 connection.connect(socket_path)
-                connection.sendall(b"SHUTDOWN\r\n")
-                connection.recv(1)  # the end, when Redis has written all
+                connection.sendall(f"AUTH {password}\r\nSHUTDOWN\r\n".encode() if password else b"SHUTDOWN\r\n")
+                while connection.recv(1024):
+                    continue  # until the end, when Redis has written all
                 return
             except OSError:
                 time.sleep(0.1)
 
 
 if __name__ == "__main__":
-    watch(sys.argv[1])
+    watch(sys.argv[1], os.environ.get(REDIS_PASSWORD, ""))

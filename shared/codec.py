@@ -1,13 +1,13 @@
-"""A dataclass to msgpack's values and back, by the types of its fields: what shared/messages.py encodes and decodes with, and nobody else.
+"""A dataclass to msgpack's values and back, by the types of its fields: messages as arrays of their fields, records of Redis as maps of them.
 
-Arrays are raw little-endian bytes, dataclasses arrays of their fields. A field that is missing at the end has its default.
+Arrays of numbers are raw little-endian bytes. A field that is missing, in an array at the end, has its default.
 """
 
 from __future__ import annotations
 
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -62,7 +62,23 @@ def unpacker(cls: Any) -> _Converter:
     return unpack
 
 
-def _field_unpacker(hint: Any) -> _Converter:  # noqa: C901 - one branch a kind of type
+@cache
+def map_unpacker(cls: Any) -> _Converter:
+    """As `unpacker`, of a map: what `asdict` makes of a record."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    plan = {f.name: _field_unpacker(hints[f.name], map_unpacker) for f in fields(cls)}
+    required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+
+    def unpack(values: Any, path: str) -> Any:
+        if not isinstance(values, dict) or not required <= values.keys() <= plan.keys():
+            raise Invalid(f"{path}: expected a map of {', '.join(plan)}")
+        return cls(**{name: plan[name](value, f"{path}.{name}") for name, value in values.items()})
+
+    return unpack
+
+
+def _field_unpacker(hint: Any, of_class: Callable[[Any], _Converter] = unpacker) -> _Converter:  # noqa: C901 - one branch a kind of type
+    """of_class: what unpacks a field that is a dataclass itself."""
     if typing.get_origin(hint) is Annotated:
         dtype = np.dtype(hint.__metadata__[0])
 
@@ -73,15 +89,15 @@ def _field_unpacker(hint: Any) -> _Converter:  # noqa: C901 - one branch a kind 
 
         return array
     if is_dataclass(hint):
-        return unpacker(typing.cast(type, hint))
+        return of_class(typing.cast(type, hint))
     if typing.get_origin(hint) is Literal:
         allowed = typing.get_args(hint)
         return _checked(lambda value: value in allowed, f"one of {allowed}")
     options = _union(hint)
     if options:
-        return _any_of([_field_unpacker(option) for option in options])
-    if typing.get_origin(hint) is tuple:
-        item = _field_unpacker(typing.get_args(hint)[0])
+        return _any_of([_field_unpacker(option, of_class) for option in options])
+    if typing.get_origin(hint) in (tuple, Sequence):
+        item = _field_unpacker(typing.get_args(hint)[0], of_class)
 
         def items(value: Any, path: str) -> Any:
             if not isinstance(value, list):
@@ -90,7 +106,7 @@ def _field_unpacker(hint: Any) -> _Converter:  # noqa: C901 - one branch a kind 
 
         return items
     if typing.get_origin(hint) is dict:
-        key, entry = map(_field_unpacker, typing.get_args(hint))
+        key, entry = (_field_unpacker(each, of_class) for each in typing.get_args(hint))
 
         def mapping(value: Any, path: str) -> Any:
             if not isinstance(value, dict):

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgpack
 import numpy as np
 
-from shared.codec import packer, unpacker
+from shared.codec import map_unpacker, packer, unpacker
 from shared.constraint import Constraint
 from shared.dry_breakers import unpack_breakers
 from shared.errors import Invalid
@@ -369,12 +369,21 @@ def encode(message: Any) -> bytes:
 def decode(message_type: type[M], data: bytes) -> M:
     """The message in `data`. Raises Invalid, naming the field, if it is not one of that type."""
     tag, version = TAGS[message_type]
-    try:
-        values = msgpack.unpackb(data, strict_map_key=False)
-    except Exception as error:  # msgpack raises a dozen kinds, ValueError and its own among them
-        raise Invalid(f"not msgpack: {error}") from None
+    values = _unpacked(data)
     if not isinstance(values, list) or len(values) < 2 or values[0] != tag:
         raise Invalid(f"not a {tag} message")
     if not isinstance(values[1], int) or values[1] > version:
         raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
     return typing.cast(M, unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag))
+
+
+def decode_record(record_type: type[M], data: bytes) -> M:
+    """The record in `data`, a map of its fields. Raises Invalid, naming the field, if it is not one of that type."""
+    return typing.cast(M, map_unpacker(typing.cast(typing.Hashable, record_type))(_unpacked(data), record_type.__name__))
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # msgpack raises a dozen kinds, ValueError and its own among them
+        raise Invalid(f"not msgpack: {error}") from None

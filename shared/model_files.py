@@ -26,6 +26,8 @@ TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
 }
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
+MAX_ADDED_TOKENS = 1 << 17  # models that speak add some 65,000
+
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
@@ -129,6 +131,7 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
         raise StartupError(f"{folder} holds no config.json: is it a Hugging Face checkpoint folder?")
     if not (folder / "tokenizer.json").is_file():
         raise StartupError(f"{folder} holds no tokenizer.json, the fast tokenizer's file")
+    _check_added_tokens(folder)
     if weights and file is None:
         _check_weights(folder)
     names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
@@ -138,6 +141,18 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
     files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]))
     _check_config(files)
     return files
+
+
+def _check_added_tokens(folder: Path) -> None:
+    """That they are not more than a tokenizer's library can hold in a sensible memory, some 3 KB for each. Counted without reading the JSON: each has a field
+    `content`. Raises StartupError."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            count = (folder / name).read_bytes().count(b'"content"')
+        except OSError:
+            continue  # whoever needs it says so
+        if count > MAX_ADDED_TOKENS:
+            raise StartupError(f"{folder / name} adds {count} tokens to the vocabulary; at most {MAX_ADDED_TOKENS} are taken")
 
 
 def _check_weights(folder: Path) -> None:

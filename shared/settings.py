@@ -93,7 +93,8 @@ class GatewaySettings(RequestSettings):
     ping_interval_s: float = Field(5.0, gt=0, description="between the pings that keep a waiting stream open, and between looks at silent logs")
     stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
     allow_origin: Annotated[list[str], NoDecode] = Field(
-        [], description="a web origin whose pages may call the API, as https://chat.example, or *; may be given several times"
+        [],
+        description="an origin whose pages may call the API, as https://chat.example; *: all; null: files and sandboxed pages; may be given several times",
     )
     chaos_demo: bool = Field(False, description="the playground may kill this machine's replicas, to show that nothing is lost; on a loopback address only")
 
@@ -114,7 +115,7 @@ class GatewaySettings(RequestSettings):
     @classmethod
     def check_origins(cls, value: list[str]) -> list[str]:
         for origin in value:
-            if origin != "*" and ORIGIN.fullmatch(origin) is None:
+            if origin not in ("*", "null") and ORIGIN.fullmatch(origin) is None:
                 raise ValueError(f"an origin is scheme://host or scheme://host:port, without a path, not {origin!r}")
         return value
 

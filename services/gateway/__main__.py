@@ -17,13 +17,14 @@ from services.gateway.files.storage import Storage
 from services.gateway.files.store import FileStore
 from services.gateway.generation import Pipeline
 from services.gateway.grammars import GrammarChecker
+from services.gateway.handshake import shaken
 from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
 from services.gateway.protocol import patient
 from services.gateway.reading import MAX_FOLLOWERS, Reading
 from services.gateway.redis_memory import RedisMemory
 from services.gateway.responses.stored import Store
-from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, check_tls, listen, raise_file_limit
+from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from shared.api_keys import check_exposure
@@ -60,17 +61,18 @@ def main() -> None:
     settings = load_settings(GatewaySettings)
     start_logging(settings)
     check_exposure(settings)
-    check_tls(settings)
+    tls = check_tls(settings)
     keys = KeyRing(settings)
     sockets = listen(settings.host, settings.port)
     raise_file_limit()
     context = build(settings, keys)
+    protocol = patient(settings)
     config = uvicorn.Config(
         build_app(context),
-        http=patient(settings),
+        http=shaken(protocol, tls) if tls is not None else protocol,  # type: ignore[arg-type]
+        loop="auto" if tls is None else "asyncio",  # uvloop begins to read before a handshake can, and loses how it begins
         ws="none",
-        ssl_certfile=settings.tls_certificate,
-        ssl_keyfile=settings.tls_key,
+        backlog=backlog_of(settings.max_connections),
         log_level="warning",
         log_config=None,  # our own
         access_log=False,

@@ -22,7 +22,7 @@ from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
 from services.gateway.ignored import HEADER, Ignored
 from services.gateway.live.routes import router as live
-from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId, Slash
+from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId, SameOrigin, Slash
 from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
@@ -34,6 +34,11 @@ from services.gateway.pages import add_playground
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
+from shared.streams import BATCHES_RUNNING
+
+TOLD_DEATHS = 3  # of workers of batches
+STORAGE_TIMEOUT_S = 1.0
+LEAST_FREE_BYTES = 64 << 20  # for files
 
 
 def build_app(context: Context) -> FastAPI:
@@ -74,6 +79,7 @@ def build_app(context: Context) -> FastAPI:
     app.add_middleware(Head)
     app.add_middleware(Ignored, is_strict=context.settings.strict_fields)
     app.add_middleware(Auth, keys=context.keys)
+    app.add_middleware(SameOrigin, allowed=context.settings.allow_origin)
     app.add_middleware(OneHost)
     app.add_middleware(Slash)
     app.add_middleware(RequestId)
@@ -111,14 +117,29 @@ def own_problems(context: Context) -> list[str]:
     return found
 
 
+async def warnings(context: Context, num_batches: int) -> list[str]:
+    """What an operator is to look at, though it keeps no interactive request from being served: the files, and the workers of batches."""
+    found, workers = [], context.stage.registry.of("jobs")
+    if num_batches and not workers:
+        found.append(f"batches wait ({num_batches}), and no worker of batches is alive")
+    if (num_deaths := int(max((each.load.get("deaths", 0) for each in workers), default=0))) >= TOLD_DEATHS:
+        found.append(f"workers of batches die again and again: {num_deaths} within ten minutes")
+    with suppress(OSError, TimeoutError):
+        async with asyncio.timeout(STORAGE_TIMEOUT_S):
+            free = await asyncio.to_thread(context.files.storage.free_bytes)
+        if free is not None and free < LEAST_FREE_BYTES:
+            found.append(f"the files folder is full: {free >> 20} MiB are free")
+    return found
+
+
 async def health(request: Request) -> JSONResponse:
     """200 if Redis serves, this gateway reads its events, and every live compute replica has come round its loop lately: recent steps, not live sockets."""
     context: Context = request.app.state.context
     subscriptions = context.pipeline.subscriptions
-    problems = own_problems(context)
+    problems, num_batches = own_problems(context), 0
     try:
         async with asyncio.timeout(2):
-            await context.client.ping()
+            num_batches = await context.client.scard(BATCHES_RUNNING)
     except (RedisError, OSError):
         problems.append("redis does not answer")
     if full := context.admission.memory.problem:
@@ -131,7 +152,8 @@ async def health(request: Request) -> JSONResponse:
     problems += [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
     steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.get("steps", 0)} for each in computes}
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
-    body = {"status": "ok" if not problems else "failing", "problems": problems, "reader": reader, "compute": steps}
+    told = await warnings(context, num_batches)
+    body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": told, "reader": reader, "compute": steps}
     return JSONResponse(body, 200 if not problems else 503)
 
 

@@ -115,7 +115,7 @@ class Auth:
         path, headers = scope["path"], Headers(scope=scope)
         key = key_of(headers)
         tenant = self.keys.tenant_of(key)
-        is_open = path in OPEN or path.startswith(OPEN_FOLDERS)
+        is_open = is_public(path)
         if self.keys.is_local and not is_open and not is_loopback(headers.get("host", "")):
             message = "Without API keys this gateway is for its own machine, under a loopback name. Behind a proxy, make keys, or start it with --no-auth."
             return await error_response(scope, 403, message, None, "host_not_allowed")(scope, receive, send)
@@ -143,6 +143,11 @@ def check_sees_all(tenant: Tenant) -> None:
     """Raises Invalid (403) for whom other tenants' work is not there."""
     if not tenant.sees_all:
         raise Invalid("This key may not do that: it takes an administrator's.", code="insufficient_permissions", status=403)
+
+
+def is_public(path: str) -> bool:
+    """Whether the path is for everybody: it says nothing of anybody's requests."""
+    return path in OPEN or path.startswith(OPEN_FOLDERS)
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ import redis.asyncio
 from services.gateway.admission import Admission
 from services.gateway.canceller import Canceller
 from services.gateway.limits import Caller
-from services.gateway.record import ResponseRecord
+from services.gateway.record import ResponseRecord, read_response
 from services.gateway.schemas.answers import AnswerChecker
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
@@ -161,7 +161,7 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
 async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str, *, of_all: bool = False) -> ResponseRecord | None:
     """None if there is none, or none of this tenant's; of_all: or none that it sees, as an administrator does. Raises what the client raises."""
     packed: Any = await client.get(response_key(response_id))
-    record = ResponseRecord.unpack(packed) if packed is not None else None
+    record = read_response(response_id, packed)
     if record is None or not (tenant.sees(record.tenant_id) if of_all else record.tenant_id == tenant.tenant_id):
         return None
     return record

@@ -5,12 +5,20 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgpack
 
 from services.gateway.parsing.answer import Parsing
+from shared.errors import Invalid
+from shared.messages import decode_record
 from shared.sampling_params import SEEDS, SamplingParams
+from shared.streams import response_key
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.gateway")
+
+R = TypeVar("R")
 
 PREFIXES = {  # of the ids, by kind
     "chat.completion": "chatcmpl-",
@@ -60,11 +68,22 @@ class ResponseRecord:
         packed: bytes = msgpack.packb(asdict(self))
         return packed
 
-    @classmethod
-    def unpack(cls, packed: bytes) -> "ResponseRecord":
-        values = msgpack.unpackb(packed)
-        parsing = values.pop("parsing", None)
-        return cls(**values, parsing=Parsing(**parsing) if parsing is not None else None)
+
+def read_record(record_type: type[R], key: str, packed: bytes | None) -> R | None:
+    """The record under a key of Redis. None where there is none, and, with a line in the log, for what is not such a record."""
+    if packed is None:
+        return None
+    try:
+        return decode_record(record_type, packed)
+    except Invalid as error:
+        log.error("a record in Redis can't be read", key=key, error=error)
+        return None
+
+
+def read_response(response_id: str, packed: bytes | None) -> ResponseRecord | None:
+    """As `read_record`: a record that says another id than its key is none."""
+    record = read_record(ResponseRecord, response_key(response_id), packed)
+    return record if record is not None and record.response_id == response_id else None
 
 
 def make_record(

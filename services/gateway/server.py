@@ -4,6 +4,7 @@ import asyncio
 import resource
 import socket
 import ssl
+import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +20,8 @@ log = get_logger("penstock.gateway")
 
 DRAIN_S = 5.0  # after SIGTERM, for running responses; then they are told to resume at another gateway
 LAST_WORDS_S = 2.0  # to get that told
-BACKLOG = 2048
+BACKLOG, LEAST_BACKLOG = 2048, 64
+OTHER_FILES = 128  # connections to Redis, pipes, files
 NOT_PEM = "one of them is not PEM, or the key has a password, which must be taken off"
 OTHER_KEY = "the key is not this certificate's"
 TLS_REASONS = {"KEY_VALUES_MISMATCH": OTHER_KEY, "NO_CERTIFICATE_ASSIGNED": OTHER_KEY, "EE_KEY_TOO_SMALL": "the key is too short", "NO_START_LINE": NOT_PEM}
@@ -44,18 +46,23 @@ def listen(host: str, port: int) -> list[socket.socket]:
     return sockets
 
 
-def check_tls(settings: GatewaySettings) -> None:
-    """Raises StartupError for a certificate and a key that can't serve."""
+def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
+    """What to serve with; None: plain HTTP. Raises StartupError for a certificate and a key that can't serve."""
     if settings.tls_certificate is None:
         if settings.tls_key is not None:
             raise StartupError("--tls-key needs --tls-certificate")
-        return
+        return None
     key = settings.tls_key or settings.tls_certificate
     for flag, path in (("--tls-certificate", settings.tls_certificate), ("--tls-key", key)):
         try:
             path.read_bytes()
         except OSError as error:
             raise StartupError(f"{flag} {path}: {error.strerror}") from None
+    mode = key.stat().st_mode
+    if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StartupError(f"--tls-key {key}: others may write it; chmod 600 {key}")
+    if mode & stat.S_IROTH:
+        log.warning("everybody on this machine may read the TLS key", path=str(key), mend=f"chmod 600 {key}")
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
         server.load_cert_chain(settings.tls_certificate, key, password="")  # uvicorn would ask at the terminal
@@ -65,6 +72,7 @@ def check_tls(settings: GatewaySettings) -> None:
         raise StartupError(f"--tls-certificate {settings.tls_certificate} can't serve with the key in {key}: {found}") from None
     if problem := refusal_of(server, settings.tls_certificate):
         log.warning("clients will refuse the certificate", path=str(settings.tls_certificate), reason=problem)
+    return server
 
 
 def refusal_of(server: ssl.SSLContext, certificate: Path) -> str:
@@ -88,6 +96,12 @@ def raise_file_limit() -> None:
     """A connection is a file; the usual soft limit of 1,024 is there for programs that use select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def backlog_of(max_connections: int) -> int:
+    """How many connections may wait to be accepted. They are accepted all at once: more than there are files for would stop the accepting for a second."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2))  # 3: twice as many that are answered, and as many handshakes
 
 
 class DrainingServer(uvicorn.Server):

@@ -19,6 +19,8 @@ from services.gateway.files.store import FileStore
 from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.responses.stored import Store
+from services.jobs.broker import be_careful
+from services.jobs.deaths import Deaths
 from services.jobs.places import Places
 from shared.job_queue import make_queue, send_batch
 from shared.line import DENIED, reason_of, without_command
@@ -49,7 +51,9 @@ class Office:
             settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
         )
         self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
+        be_careful(stage.transport)
         self.queue = make_queue(settings.redis_url)
+        self.deaths = Deaths(stage.transport, stage.replica_id)
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
         self.reading = asyncio.Semaphore(MAX_READING)
@@ -101,7 +105,9 @@ class Office:
     async def _beat(self) -> None:
         while True:
             self.stage.turn()
-            self.stage.load = {"batches": self.num_running, "sequences": self.places.num_taken, "max_sequences": self.places.limit}
+            self.stage.load = {
+                "batches": self.num_running, "sequences": self.places.num_taken, "max_sequences": self.places.limit, "deaths": self.deaths.num_recent,
+            }  # fmt: skip
             await asyncio.sleep(BEAT_S)
 
     def _num_of_other_workers(self) -> int:

@@ -15,6 +15,8 @@ from services.gateway.batches.store import Totals
 from services.gateway.files.storage import Storage
 from services.jobs.input import folder_of
 
+# What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and others would cut a line there
+LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]
 COMPLETED, FAILED = b"+", b"-"  # what a line of a part begins with: the file that it goes to
 
 
@@ -44,7 +46,10 @@ def not_answered(key: str, custom_id: str, code: str, message: str) -> Answer:
 
 def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals) -> Answer:
     made = {"id": f"batch_req_{key}", "custom_id": custom_id, "response": response, "error": error}
-    return Answer(orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY), totals)
+    line = orjson.dumps(made, option=orjson.OPT_SERIALIZE_NUMPY)
+    for raw, escaped in LINE_ENDS:
+        line = line.replace(raw, escaped)
+    return Answer(line, totals)
 
 
 def laid_by_folder(batch_id: str) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 import redis.asyncio
 
-from services.gateway.record import ResponseRecord
+from services.gateway.record import ResponseRecord, read_response
 from services.gateway.responses.stored import DELETED_LOG_TTL_S
 from services.gateway.silence import GONE
 from services.jobs.asking import Asked, Logs
@@ -56,7 +56,7 @@ async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[Respon
     logs: Logs = [parse_log(each) for each in entries]
     if not all(logs):
         raise Lost("the token log is gone")
-    return (ResponseRecord.unpack(packed) if packed is not None else asked.record), logs
+    return read_response(asked.record.response_id, packed) or asked.record, logs
 
 
 async def is_known(client: "redis.asyncio.Redis", asked: Asked) -> bool:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import orjson
+import redis
 
 from services.gateway.batches.figures import queue_note
 from services.gateway.batches.store import RUNNING, Batch, Totals, read_batch
@@ -31,7 +32,7 @@ from services.jobs.output import Answer, answered, not_answered
 from services.jobs.patience import persist
 from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.spans import BatchSpans, spans_of
-from shared.errors import Invalid, Lost, Rejected
+from shared.errors import Invalid, Lost, Recoverable, Rejected
 from shared.line import without_command
 from shared.messages import RequestError
 from shared.sampling_params import SEEDS
@@ -44,6 +45,7 @@ SLICE_S = 60.0  # then other batches have their turn
 LEASE_S = 15.0
 WATCH_EVERY_S = 1.0
 MAX_ATTEMPTS = 5  # at a line whose log Redis loses
+MAX_BEGUN = 10  # runs in a row that end with their worker, or by a mistake of ours, and have answered nothing
 AGAIN_S = 1.0  # after the server was full, or a stage missing
 CLOSED = {
     "batch_cancelled": ("cancelled", "This request was not executed: the batch was cancelled."),
@@ -57,6 +59,9 @@ if redis.call('GET', ARGV[1]) ~= ARGV[2] then return 0 end
 if ARGV[3] == '0' then redis.call('DEL', ARGV[1]) else redis.call('PEXPIRE', ARGV[1], ARGV[3]) end
 return 1
 """
+
+# ARGV: batch key, how often it was begun in vain. Makes no batch of one that is gone.
+BEGUN = "if redis.call('EXISTS', ARGV[1]) == 1 then redis.call('HSET', ARGV[1], 'num_begun', ARGV[2]) end"
 
 
 class LeaseLost(Exception):
@@ -89,8 +94,12 @@ class BatchRun:
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
             has_more = working.result() if working.done() else watching.result()
-            is_over = not has_more
+            if not (is_over := not has_more):
+                await self._begun(0)
             return has_more
+        except (redis.RedisError, OSError, Recoverable):
+            await self._begun(0)  # Redis or the disk: no fault of the batch
+            raise
         except LeaseLost:
             log.warning("another worker has taken the batch", batch_id=self.batch_id)
             return False
@@ -130,6 +139,10 @@ class BatchRun:
             if self.closing:
                 await end_all(self.office.client, list(self.in_flight.values()))
 
+    async def _begun(self, num_begun: int) -> None:
+        """Note how often in a row the batch was begun in vain: this run counts as such until it has answered a line, or ends."""
+        await persist(lambda: self.office.client.eval(BEGUN, 0, batch_key(self.batch_id), num_begun))
+
     async def _lease(self, ms: int) -> bool:
         return bool(await self.office.client.eval(RENEW, 0, batch_lease_key(self.batch_id), self.token, ms))
 
@@ -141,13 +154,14 @@ class BatchRun:
                 totals = self._totals()
                 if self.is_answering and totals.num_lines > self.told:
                     queue_note(pipe, self.batch_id, asdict(totals))
+                    pipe.eval(BEGUN, 0, batch_key(self.batch_id), 1)
                 pipe.exists(upkeep_key("full"))
                 pipe.hgetall(batch_key(self.batch_id))
                 return await pipe.execute()
 
         *_, is_full, values = await persist(ask_redis)
         self.office.places.close(bool(is_full))
-        batch = read_batch(values)
+        batch = read_batch(self.batch_id, values)
         self.told = batch.totals.num_lines if batch is not None else 0
         return batch
 
@@ -163,9 +177,15 @@ class BatchRun:
     async def _work(self) -> bool:
         """Returns whether there is more to do."""
         batch = await self._load()
-        if batch is None or not batch.is_running:
+        if batch is None:
+            return False  # what lies in its folder may be of use to a Redis that is being restored
+        if not batch.is_running:
             await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
             return False
+        if batch.num_begun >= MAX_BEGUN:
+            await self._fail("worker_died", f"{MAX_BEGUN} workers in a row have died or failed at this batch without answering a line of it")
+            return False
+        await self._begun(batch.num_begun + 1)
         self._note(batch)
         self.found = self.told
         self.spans = spans_of(self.office.stage.tracer, batch)
@@ -173,6 +193,7 @@ class BatchRun:
             started_at = time.time()
             batch = await self._check(batch)
             self._note(batch)
+            await self._begun(1)
             if self.spans is not None:
                 self.spans.part("check input", started_at)
         if not batch.is_running:

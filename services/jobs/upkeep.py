@@ -79,7 +79,7 @@ async def sweep(office: Office) -> None:
         await office.client.delete(*map(batch_queued_key, lost))  # a worker took them and died before it began
     alive, running = office.stage.registry.ids("jobs"), []
     for name, lease, left_ms, values in zip(names, replies[::4], replies[1::4], replies[2::4], strict=True):
-        batch = read_batch(values)
+        batch = read_batch(name, values)
         holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
             await office.client.srem(BATCHES_RUNNING, name)
@@ -114,7 +114,7 @@ def backlog_of(batches: list[Batch]) -> Backlog | None:
 
 async def running_batches(office: Office) -> list[str]:
     members: Any = await office.client.smembers(BATCHES_RUNNING)
-    return [name.decode() for name in members]
+    return [name.decode(errors="replace") for name in members]
 
 
 async def check_memory(office: Office) -> None:

@@ -21,6 +21,7 @@ from kombu.exceptions import OperationalError
 from services.jobs.office import Office
 from services.jobs.run import BatchRun
 from services.jobs.upkeep import MEMORY_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, check_memory, sweep, tidy
+from shared.ids import is_batch_id
 from shared.job_queue import RUN_BATCH
 from shared.line import DENIED, reason_of, without_command
 from shared.streams import batch_queued_key
@@ -60,6 +61,9 @@ def uptime() -> datetime:
 
 
 async def run_slice(office: Office, batch_id: str) -> None:
+    if not is_batch_id(batch_id):
+        log.error("a task names no batch", batch_id=repr(batch_id)[:128])
+        return
     if not await office.client.delete(batch_queued_key(batch_id)):
         return  # one of two for the same batch; or its mark has run out, and the sweep sends another
     if await BatchRun(office, batch_id).run():
@@ -113,12 +117,15 @@ def work(office: Office) -> None:
     signals.worker_shutting_down.connect(stop, weak=False)
     signals.worker_ready.connect(lambda **_: office.stage.join(), weak=False)
     worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
+    office.deaths.enter()
     beat.start()
     try:
         worker.start()
     finally:
         beat.stop()
-    if worker.exitcode:
+    if not worker.exitcode:
+        office.deaths.leave()
+    else:
         raise SystemExit(1)  # Celery gives up where Redis refuses what it reads by: whoever watches the process starts another
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,10 @@ from shared.gguf.reader import read_head
 from shared.gguf.tokenizer import make_tokenizer, make_tokenizer_config
 
 FORMAT = 3  # of what is written: counted up whenever the same file would give other JSON
+
+UNUSED_S, RECENT_S = 90 * 24 * 3600, 24 * 3600
+MAX_BYTES = 1 << 30
+ASIDE = ".new-"  # what is still being written begins so
 
 
 def unpack_metadata(path: Path) -> Path:
@@ -33,6 +38,8 @@ def unpack_metadata(path: Path) -> Path:
     identity = f"{FORMAT} {path.resolve()} {status.st_size} {status.st_mtime_ns}"
     folder = cache_folder() / hashlib.sha256(identity.encode()).hexdigest()[:32]
     if (folder / "config.json").is_file():
+        with contextlib.suppress(OSError):
+            os.utime(folder)  # it is in use: see remove_unused
         return folder
     head = read_head(path)
     files = {
@@ -43,6 +50,7 @@ def unpack_metadata(path: Path) -> Path:
     }
     try:
         _write(folder, files)
+        remove_unused(folder)
     except OSError as error:
         raise StartupError(f"{path}: its tokenizer can't be written to {folder.parent}: {error.strerror}; XDG_CACHE_HOME names another cache") from None
     return folder
@@ -52,9 +60,24 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "penstock" / "gguf"
 
 
+def remove_unused(kept: Path) -> None:
+    """Remove folders of files that were changed, moved or deleted: those that nobody has opened for UNUSED_S, and of more than MAX_BYTES the ones that were
+    opened longest ago, but for those of the last day. kept: one that stays."""
+    found = []
+    for folder in kept.parent.iterdir():
+        with contextlib.suppress(OSError):  # another process removes it, too
+            if folder != kept:
+                found.append((folder.stat().st_mtime, sum(file.stat().st_size for file in folder.iterdir()), folder))
+    num_bytes, now = 0, time.time()
+    for used_at, size, folder in sorted(found, reverse=True):
+        num_bytes += size
+        if now - used_at > (RECENT_S if num_bytes > MAX_BYTES or folder.name.startswith(ASIDE) else UNUSED_S):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
 def _write(folder: Path, files: dict[str, Any]) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=".new-", dir=folder.parent))
+    aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=folder.parent))
     try:
         for name, content in files.items():
             (aside / name).write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

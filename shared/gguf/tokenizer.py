@@ -13,6 +13,8 @@ from shared.gguf.reader import GgufHead
 SPACE = "▁"  # SentencePiece's
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # a token's type
 MAX_TOKEN = 1024  # characters that are made by merging: each of a token's cuts is tried
+MAX_CUTTING = 1 << 28  # characters looked at to find the merges; 262,144 tokens of 8 characters take 17 million
+MAX_MERGED = 1 << 25  # characters of all merges together; twice as many merges as 262,144 tokens, of 8 characters, are 4 million
 WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens swallow the white space behind them
 
 
@@ -234,7 +236,9 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
         scores = head.items("tokenizer.ggml.scores", (int, float))
     if len(scores) != len(tokens):
         raise StartupError(f"{head.path}: {len(tokens)} tokens, but scores of {len(scores)}")
-    ranked = []
+    if sum(len(token) ** 2 for token in number_of) > MAX_CUTTING:
+        raise StartupError(f"{head.path}: the tokens are too many and too long to find their merges")
+    ranked, num_merged = [], 0
     for token, number in number_of.items():
         if len(token) > MAX_TOKEN:
             raise StartupError(f"{head.path}: token {number} has {len(token)} characters; at most {MAX_TOKEN} are merged")
@@ -242,5 +246,8 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
             left, right = number_of.get(token[:cut]), number_of.get(token[cut:])
             if left is not None and right is not None:
                 ranked.append((-scores[number], number, left, right))
+                num_merged += len(token)
+        if num_merged > MAX_MERGED:
+            raise StartupError(f"{head.path}: the tokens make merges of more than {MAX_MERGED} characters; no real vocabulary does")
     ranked.sort()
     return [(tokens[left], tokens[right]) for _, _, left, right in ranked]

@@ -433,7 +433,21 @@ def test_a_certificate_that_clients_will_refuse_is_said_at_the_start(tmp_path: P
     for number, (not_after, said) in enumerate(((datetime.now(UTC) - timedelta(days=1), "certificate has expired"), (None, ""))):
         path = tmp_path / f"{number}.pem"
         authority.issue_cert("localhost", not_after=not_after).private_key_and_cert_chain_pem.write_to_path(path)
+        path.chmod(0o600)
         caplog.clear()
+        check_tls(GatewaySettings(tls_certificate=path))
+        assert said in caplog.text and bool(caplog.text) == bool(said)
+
+
+@pytest.mark.parametrize(("mode", "said"), [(0o600, ""), (0o640, ""), (0o444, "everybody on this machine may read"), (0o666, None), (0o660, None)])
+def test_a_tls_key_is_nobody_elses(mode: int, said: str | None, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "own.pem"
+    trustme.CA().issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(path)
+    path.chmod(mode)
+    if said is None:
+        with pytest.raises(StartupError, match="others may write it; chmod 600"):
+            check_tls(GatewaySettings(tls_certificate=path))
+    else:
         check_tls(GatewaySettings(tls_certificate=path))
         assert said in caplog.text and bool(caplog.text) == bool(said)
 

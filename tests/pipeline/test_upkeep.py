@@ -18,6 +18,7 @@ from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
 from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
+from shared.messages import decode_record
 from shared.registry import Registry
 from shared.settings import JobsSettings
 from shared.stage import Stage
@@ -146,7 +147,7 @@ def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wai
     assert client.llen("celery:jobs") == 2, "nothing but the batches that wait"
     cancelled, late = (name for name in map("batch_{}".format, range(CONCURRENCY + 2)) if not client.exists(batch_lease_key(name)))
     client.hset(batch_key(cancelled), "status", "cancelling")
-    asked = BatchRecord.unpack(client.hget(batch_key(late), "record"))
+    asked = decode_record(BatchRecord, client.hget(batch_key(late), "record"))
     client.hset(batch_key(late), "record", msgpack.packb(asdict(replace(asked, expires_at=1))))
     wait_until(lambda: (status_of(cancelled), status_of(late)) == (b"cancelled", b"expired"), description="both have ended")
     wait_until(lambda: not client.exists(batch_lease_key(cancelled), batch_lease_key(late)), description="and are given up, which comes after")

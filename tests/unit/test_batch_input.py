@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from services.gateway.batches.store import Totals
 from services.gateway.files.storage import Storage
 from services.jobs.input import check_input, read_block, read_index, weight_of
+from services.jobs.output import answered
 
 
 @pytest.mark.parametrize(
@@ -49,3 +51,10 @@ def test_a_byte_order_mark_and_empty_lines_are_no_requests(tmp_path: Path) -> No
     assert check_input(storage, "in", "batch_a", "/v1/completions", 1000).total == 1
     storage.write("in", codecs.BOM_UTF8 + json.dumps(line).encode() + b"\n" + codecs.BOM_UTF8)
     assert [each["line"] for each in check_input(storage, "in", "batch_a", "/v1/completions", 1000).errors] == [2], "in the middle it is a mistake"
+
+
+def test_an_answer_is_one_line_however_lines_are_split() -> None:
+    body = {"text": "a\u2028b\u2029c\x85d\ne", "\u2028": 1}
+    line = answered("key", "custom\u2028id", 200, body, Totals(completed=1)).line
+    assert len(line.decode().splitlines()) == 1
+    assert json.loads(line)["response"]["body"] == body and json.loads(line)["custom_id"] == "custom\u2028id"

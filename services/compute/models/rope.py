@@ -8,6 +8,8 @@ import torch
 
 from shared.errors import StartupError
 
+POSITIVE = ("factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+
 
 @dataclass(frozen=True, slots=True)
 class Rope:
@@ -33,6 +35,9 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     parameters = config.get("rope_parameters") or {}
     rope = dict(config.get("rope_scaling") or {}) | dict(parameters.get(layer_type, parameters) or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
+    for name in POSITIVE:
+        _check_positive(name, rope.get(name))
+    _check_positive("rope_theta", config.get("rope_theta"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
     if kind in ("default", "dynamic"):  # dynamic changes nothing up to the model's own length, and the server takes nothing longer
@@ -46,6 +51,12 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     if kind == "longrope":
         return _longrope(inv_freq, rope, config, max_model_len)
     raise StartupError(f"rope scaling {kind!r} is not supported; these are: default, dynamic, linear, llama3, yarn, longrope")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    """0 would count as not there, and a negative number make frequencies that no model was trained with."""
+    if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
+        raise StartupError(f"the config's {name} of rope must be a positive number, got {value!r}")
 
 
 def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:

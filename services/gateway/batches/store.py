@@ -15,8 +15,13 @@ from services.gateway.batches.figures import ENDED, queue_created
 from services.gateway.batches.schemas import LONGEST_WINDOW_S
 from services.gateway.generation import away
 from shared.errors import Invalid, Rejected
+from shared.ids import is_batch_id, is_file_id
+from shared.messages import decode_record
 from shared.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
+from shared.telemetry import get_logger
 from shared.tenants import Tenant
+
+log = get_logger("penstock.gateway")
 
 RUNNING = ("validating", "in_progress", "finalizing", "cancelling")
 MAX_RUNNING = 100  # of one owner
@@ -99,13 +104,6 @@ class BatchRecord:
     def owner(self) -> str:
         return self.tenant.tenant_id
 
-    @classmethod
-    def unpack(cls, packed: bytes) -> "BatchRecord":
-        values = msgpack.unpackb(packed)
-        tenant = values.pop("tenant")
-        models = tenant.pop("models")
-        return cls(tenant=Tenant(**tenant, models=tuple(models) if models is not None else None), **values)
-
 
 @dataclass(frozen=True, slots=True)
 class Batch:
@@ -121,6 +119,7 @@ class Batch:
     error_file_id: str = ""
     errors: list[dict[str, Any]] | None = None
     traceparent: str = ""  # of the request that made it; empty: it is not traced
+    num_begun: int = 0  # runs in a row that died, or failed by a mistake of ours, before they had answered a further line
 
     @property
     def is_running(self) -> bool:
@@ -188,7 +187,7 @@ class BatchStore:
         """Raises Invalid (404) for one that is not there for this tenant."""
         with away():
             values: Any = await self.client.hgetall(batch_key(batch_id))
-            batch = read_batch(values)
+            batch = read_batch(batch_id, values)
         if batch is None or not tenant.sees(batch.record.owner):
             raise Invalid(f"No batch found with id '{batch_id}'.", param="batch_id", code="batch_not_found", status=404)
         return batch
@@ -199,23 +198,25 @@ class BatchStore:
             place: Any = await self.client.zrevrank(batches_key(owner), after) if after is not None else -1
             if place is None:
                 raise Invalid(f"no object {after!r} in this list", param="after")
-            names: Any = await self.client.zrevrange(batches_key(owner), place + 1, place + count)
+            found: Any = await self.client.zrevrange(batches_key(owner), place + 1, place + count)
+            names = [name.decode(errors="replace") for name in found]
             async with self.client.pipeline(transaction=False) as pipe:
                 for name in names:
-                    pipe.hgetall(batch_key(name.decode()))
-                batches = [read_batch(values) for values in await pipe.execute()]
-            if gone := [name for name, batch in zip(names, batches, strict=True) if batch is None]:
+                    pipe.hgetall(batch_key(name))
+                values = await pipe.execute()
+            if gone := [name for name, value in zip(found, values, strict=True) if not value]:
                 await self.client.zrem(batches_key(owner), *gone)
-        return [batch for batch in batches if batch is not None]
+        return [batch for name, value in zip(names, values, strict=True) if (batch := read_batch(name, value)) is not None]
 
     async def running(self) -> list[Batch]:
         """Those of all owners that have not ended, the newest first."""
         with away():
             names: Any = await self.client.smembers(BATCHES_RUNNING)
             async with self.client.pipeline(transaction=False) as pipe:
-                for name in names:
-                    pipe.hgetall(batch_key(name.decode()))
-                found = [batch for values in await pipe.execute() if (batch := read_batch(values)) is not None]
+                keys = [name.decode(errors="replace") for name in names]
+                for key in keys:
+                    pipe.hgetall(batch_key(key))
+                found = [batch for key, values in zip(keys, await pipe.execute(), strict=True) if (batch := read_batch(key, values)) is not None]
         return sorted(found, key=lambda each: each.record.created_at, reverse=True)
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
@@ -236,13 +237,27 @@ class BatchStore:
                 await pipe.execute()
 
 
-def read_batch(values: dict[bytes, bytes]) -> Batch | None:
-    """A batch's hash; None where there is none."""
-    if b"record" not in values:
+def read_batch(batch_id: str, values: dict[bytes, bytes]) -> Batch | None:
+    """A batch's hash. None where there is none, and, with a line in the log, for what is no batch, or has another id than its key."""
+    if not values:
         return None
-    texts = {key.decode(): value for key, value in values.items()}
+    try:
+        batch = _batch_of({key.decode(): value for key, value in values.items()})
+        if not is_batch_id(batch_id) or batch.record.batch_id != batch_id:
+            raise Invalid("its id is not that of its key, or could be none")
+    except (Invalid, ValueError, KeyError) as error:
+        log.error("a batch in Redis can't be read", batch_id=batch_id[:128], error=error)
+        return None
+    return batch
+
+
+def _batch_of(texts: dict[str, bytes]) -> Batch:
+    """Raises Invalid, ValueError or KeyError, as whatever is wrong with it has it."""
+    record = decode_record(BatchRecord, texts["record"])
+    if not is_file_id(record.input_file_id):
+        raise Invalid("its input_file_id could be no file's")
     return Batch(
-        BatchRecord.unpack(texts["record"]),
+        record,
         texts["status"].decode(),
         {key.removesuffix("_at"): int(value) for key, value in texts.items() if key.endswith("_at")},
         int(texts.get("total", 0)),
@@ -252,4 +267,5 @@ def read_batch(values: dict[bytes, bytes]) -> Batch | None:
         texts.get("error_file_id", b"").decode(),
         orjson.loads(texts["errors"]) if "errors" in texts else None,
         texts.get("traceparent", b"").decode(),
+        int(texts.get("num_begun", 0)),
     )

@@ -4,6 +4,8 @@ Synchronous: callers run it beside their event loop.
 """
 
 import os
+import re
+import shutil
 import time
 import uuid
 from collections.abc import Iterator
@@ -14,9 +16,17 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from shared.errors import StartupError
+from shared.telemetry import get_logger
 
 PIECE_BYTES = 1 << 20
 UNFINISHED = ".part"  # in the name of what is being written
+PATH = re.compile(r"[0-9A-Za-z_][0-9A-Za-z_.-]*(/[0-9A-Za-z_][0-9A-Za-z_.-]*)*")  # no part is `..`, and none is a pattern to fsspec
+
+log = get_logger("penstock.gateway")
+
+
+class OutsideFolder(FileNotFoundError):
+    """To this storage there is no such file."""
 
 
 class Storage:
@@ -30,7 +40,7 @@ class Storage:
     @contextmanager
     def writing(self, path: str) -> Iterator[IO[bytes]]:
         """A file to write to, which is at `path` when the block ends well, and nowhere else."""
-        whole = f"{self.root}/{path}"
+        whole = self._within(path)
         unfinished = f"{whole}.{uuid.uuid4().hex[:8]}{UNFINISHED}"
         if isinstance(self.fs, LocalFileSystem):
             os.makedirs(self.root, 0o700, exist_ok=True)  # what is in it is nobody else's on this machine; a folder that is there keeps its mode
@@ -50,15 +60,15 @@ class Storage:
 
     def size(self, path: str) -> int:
         """In bytes. Raises FileNotFoundError."""
-        return int(self.fs.info(f"{self.root}/{path}")["size"])
+        return int(self.fs.info(self._within(path))["size"])
 
     def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
         """Bytes [start, end), all by default. Raises FileNotFoundError."""
-        return bytes(self.fs.cat_file(f"{self.root}/{path}", start, end))
+        return bytes(self.fs.cat_file(self._within(path), start, end))
 
     def open(self, path: str) -> IO[bytes]:
         """To read from. Raises FileNotFoundError."""
-        file: IO[bytes] = self.fs.open(f"{self.root}/{path}", "rb")
+        file: IO[bytes] = self.fs.open(self._within(path), "rb")
         return file
 
     def names(self, folder: str) -> list[str]:
@@ -68,16 +78,36 @@ class Storage:
     def remove(self, path: str) -> None:
         """A file, or a folder with all in it. Not there: fine."""
         with suppress(FileNotFoundError):
-            self.fs.rm(f"{self.root}/{path}", recursive=True)
+            self.fs.rm(self._within(path), recursive=True)
+
+    def free_bytes(self) -> int | None:
+        """Room on the disk that the folder is on; None where there is no telling."""
+        if not isinstance(self.fs, LocalFileSystem):
+            return None
+        folder = self.root
+        while not os.path.exists(folder):  # it is made with the first file
+            folder = os.path.dirname(folder)
+        return shutil.disk_usage(folder).free
 
     def abandoned(self, folder: str, after_s: float) -> list[str]:
         """What in a folder was not written to its end, and not written to for so long."""
         return [name for name, info in self._listed(folder) if name.endswith(UNFINISHED) and time.time() - modified_at(info) > after_s]
 
+    def _within(self, path: str) -> str:
+        """The whole path of what is in this storage. Raises OutsideFolder for a path that leads out of it, by its parts or by a link."""
+        whole = f"{self.root}/{path}"
+        is_within = PATH.fullmatch(path) is not None
+        if is_within and isinstance(self.fs, LocalFileSystem):
+            is_within = os.path.realpath(whole).startswith(f"{os.path.realpath(self.root).rstrip('/')}/")
+        if not is_within:
+            log.error("a path leads out of the files folder", path=path[:256])
+            raise OutsideFolder(f"{path[:256]!r} is not in the files folder")
+        return whole
+
     def _listed(self, folder: str) -> list[tuple[str, dict[str, Any]]]:
         try:
             self.fs.invalidate_cache()  # another process may have written there
-            return sorted(((info["name"].rpartition("/")[2], info) for info in self.fs.ls(f"{self.root}/{folder}", detail=True)), key=lambda each: each[0])
+            return sorted(((info["name"].rpartition("/")[2], info) for info in self.fs.ls(self._within(folder), detail=True)), key=lambda each: each[0])
         except FileNotFoundError:
             return []
 

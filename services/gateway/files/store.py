@@ -13,7 +13,9 @@ import redis.asyncio
 
 from services.gateway.files.storage import PIECE_BYTES, Storage
 from services.gateway.generation import away
+from services.gateway.record import read_record
 from shared.errors import Invalid, Recoverable
+from shared.ids import is_file_id
 from shared.streams import FILE_TTL_S, file_key, files_key, uploads_key
 
 MAX_FILES = 10_000  # of one owner
@@ -65,8 +67,8 @@ class FileStore:
     async def load(self, file_id: str, owner: str) -> FileRecord:
         """Raises Invalid (404) for a file that is not there, or not this owner's."""
         with away():
-            packed = await self.client.get(file_key(file_id))
-        record = FileRecord(**msgpack.unpackb(packed)) if packed is not None else None
+            packed: Any = await self.client.get(file_key(file_id))
+        record = read_file(file_id, packed)
         if record is None or record.owner != owner:
             raise Invalid(f"No such File object: {file_id}", param="id", code="file_not_found", status=404)
         return record
@@ -74,11 +76,12 @@ class FileStore:
     async def list_of(self, owner: str) -> list[FileRecord]:
         """All of an owner's, the newest first."""
         with away():
-            names: Any = await self.client.zrevrange(files_key(owner), 0, -1)
-            values = await self.client.mget([file_key(name.decode()) for name in names]) if names else []
+            found: Any = await self.client.zrevrange(files_key(owner), 0, -1)
+            names = [name.decode(errors="replace") for name in found]
+            values: list[Any] = await self.client.mget([file_key(name) for name in names]) if names else []
             if gone := [name for name, value in zip(names, values, strict=True) if value is None]:
                 await self.client.zrem(files_key(owner), *gone)
-        return [FileRecord(**msgpack.unpackb(value)) for value in values if value is not None]
+        return [record for name, value in zip(names, values, strict=True) if (record := read_file(name, value)) is not None]
 
     async def check_room(self, owner: str, num_bytes: int, *, max_size: int, coming: dict[str, int] | None = None) -> None:
         """For one more file. max_size: of all of the owner's, in bytes; coming: sizes by id of those that are being stored.
@@ -140,6 +143,12 @@ class FileStore:
                 if time.monotonic() > until:
                     raise TimeoutError(f"the storage has not taken it within {STORE_TIMEOUT_S:g} s")
                 kept.write(piece)
+
+
+def read_file(file_id: str, packed: bytes | None) -> FileRecord | None:
+    """A file's record; None for what is none: its id, which is to be a path, must be the one that was asked for."""
+    record = read_record(FileRecord, file_key(file_id), packed)
+    return record if record is not None and is_file_id(file_id) and record.file_id == file_id else None
 
 
 def content_path(file_id: str, expires_at: int) -> str:

@@ -11,7 +11,7 @@ const ALIASES = {
   sh: "bash", shell: "bash", zsh: "bash", "c++": "cpp", golang: "go", js: "javascript", jsx: "javascript", mjs: "javascript", html: "markup", xml: "markup",
   svg: "markup", py: "python", python3: "python", rs: "rust", ts: "typescript", tsx: "typescript", yml: "yaml",
 };
-const LONGEST = 50_000; // characters: beyond, colours would cost more than they help
+const LONGEST = 8_000; // characters: beyond, colours would cost more than they help. 40,000 held the page up for seconds
 const loading = new Map();
 
 // Colour an element's text, now or once the grammar is there.

@@ -1,0 +1,149 @@
+"""Celery's way to Redis, made distrustful: a message that is no task of ours becomes a dead letter before Celery sees it.
+
+Celery's own way ends the worker for some of them, and gives them back as it ends: so every worker would die of them, one after the other, for ever.
+"""
+
+import base64
+import binascii
+import uuid
+from functools import partial
+from typing import Any
+
+import orjson
+import redis
+from kombu.exceptions import OperationalError
+from kombu.transport import TRANSPORT_ALIASES
+from kombu.transport import redis as kombu_redis
+from kombu.transport.virtual import Empty
+
+from shared.errors import Invalid
+from shared.ids import is_batch_id
+from shared.job_queue import RUN_BATCH
+from shared.line import reason_of
+from shared.streams import JOB_QUEUE, MESSAGE
+from shared.telemetry import get_logger
+from shared.transport import Transport, write_dead_letter
+
+log = get_logger("penstock.jobs")
+
+MAX_BODY = 4096  # ours have about 130 characters
+MAX_KEPT = 16 << 10  # bytes of a dead letter
+TEMPORARY = (redis.RedisError, OSError, OperationalError, Empty)
+
+
+def batch_of(message: Any) -> str:
+    """The batch that a task of ours names. Raises Invalid for whatever is no such task: others' tasks, other encodings, compressed bodies."""
+    if (
+        not isinstance(message, dict)
+        or not isinstance(headers := message.get("headers"), dict)
+        or not isinstance(properties := message.get("properties"), dict)
+    ):
+        raise Invalid("not a message of Celery's")
+    if headers.get("task") != RUN_BATCH:
+        raise Invalid(f"unknown task {str(headers.get('task'))[:64]!r}")
+    if headers.get("compression") is not None:
+        raise Invalid("its body is compressed")
+    if (message.get("content-type"), message.get("content-encoding"), properties.get("body_encoding")) != ("application/json", "utf-8", "base64"):
+        raise Invalid("its body is not JSON in base64")
+    body = message.get("body")
+    if not isinstance(body, str) or len(body) > MAX_BODY:
+        raise Invalid(f"its body is not a text of at most {MAX_BODY} characters")
+    try:
+        arguments = orjson.loads(base64.b64decode(body, validate=True))
+    except (binascii.Error, orjson.JSONDecodeError) as error:
+        raise Invalid(f"its body does not decode: {error}") from None
+    if not isinstance(arguments, list) or len(arguments) != 3 or not isinstance(arguments[0], list) or len(arguments[0]) != 1 or arguments[1] != {}:
+        raise Invalid("its arguments are not one batch")
+    if not is_batch_id(batch_id := arguments[0][0]):
+        raise Invalid(f"it names no batch: {str(batch_id)[:64]!r}")
+    found: str = batch_id
+    return found
+
+
+def task_of(batch_id: str) -> dict[str, Any]:
+    """The message that Celery is given in place of the one that came: nothing in it but the batch is from outside, its tag is nobody else's, and it asks for
+    no reply, no later time and no further tasks."""
+    task_id = str(uuid.uuid4())
+    body = orjson.dumps([[batch_id], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])
+    return {
+        "body": base64.b64encode(body).decode(),
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {"lang": "py", "task": RUN_BATCH, "id": task_id, "root_id": task_id, "retries": 0, "timelimit": [None, None]},
+        "properties": {
+            "correlation_id": task_id,
+            "delivery_mode": 2,
+            "delivery_info": {"exchange": "", "routing_key": "jobs"},
+            "priority": 0,
+            "body_encoding": "base64",
+            "delivery_tag": str(uuid.uuid4()),
+        },
+    }
+
+
+def refuse(transport: Transport, raw: bytes, error: Exception) -> None:
+    """A dead letter, and a line in the log; where Redis takes no more, the line alone."""
+    try:
+        with transport.client.pipeline(transaction=False) as pipe:
+            write_dead_letter(JOB_QUEUE, {MESSAGE: raw[:MAX_KEPT]}, error, 1, pipe)
+            pipe.execute()
+    except (redis.RedisError, OSError) as failure:
+        log.warning("a dead letter could not be kept", error=reason_of(failure))
+
+
+class CarefulQoS(kombu_redis.QoS):  # type: ignore[misc]
+    """What a worker that died had taken comes back to the queue; what of it can't be read does not."""
+
+    def restore_by_tag(self, tag: Any, client: Any = None, leftmost: bool = False) -> None:
+        try:
+            super().restore_by_tag(tag, client, leftmost)
+        except TEMPORARY:
+            raise
+        except Exception as error:
+            with self.channel.conn_or_acquire(client) as own:
+                raw = own.hget(self.unacked_key, tag) or b""
+            self._remove_from_indices(tag).execute()
+            self.channel.connection.refuse(raw, Invalid(f"a task that was taken and not acknowledged can't be read: {error!r:.200}"))
+
+
+class CarefulChannel(kombu_redis.Channel):  # type: ignore[misc]
+    QoS = CarefulQoS
+
+    def _brpop_read(self, **options: Any) -> Any:
+        try:
+            return super()._brpop_read(**options)
+        except TEMPORARY:
+            raise
+        except (ValueError, TypeError, ArithmeticError, LookupError, RecursionError) as error:  # as kombu's JSON, with its own types, has it
+            self.connection.refuse(str(getattr(error, "doc", "")).encode(errors="replace"), Invalid(f"not JSON: {error!r:.200}"))
+            raise Empty from None
+
+    def _do_restore_message(self, payload: Any, *others: Any, **named: Any) -> None:
+        try:
+            batch_of(payload)
+        except Invalid as error:
+            self.connection.refuse(orjson.dumps(payload, default=str), error)
+        else:
+            super()._do_restore_message(payload, *others, **named)
+
+
+class CarefulTransport(kombu_redis.Transport):  # type: ignore[misc]
+    """kombu's, but that it delivers tasks of ours only."""
+
+    Channel = CarefulChannel
+    refuse: Any = None  # where dead letters go: set by `be_careful`
+
+    def _deliver(self, message: Any, queue: str) -> None:
+        try:
+            task = task_of(batch_of(message))
+        except Invalid as error:
+            self.refuse(orjson.dumps(message, default=str), error)
+            return
+        super()._deliver(task, queue)
+
+
+def be_careful(transport: Transport) -> None:
+    """Have Celery read in this process by this way. transport: by which dead letters are written."""
+    CarefulTransport.refuse = staticmethod(partial(refuse, transport))
+    name = f"{__name__}:{CarefulTransport.__name__}"
+    TRANSPORT_ALIASES.update(redis=name, rediss=name)
