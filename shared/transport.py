@@ -8,6 +8,7 @@ back empty): they are waited out, however long it takes, and shown as `Transport
 operator's; it ends the process, loudly.
 """
 
+import math
 import random
 import re
 import threading
@@ -87,7 +88,7 @@ class Backoff:
     def __init__(self) -> None:
         self.problem = ""  # the error that is being waited out; empty: none
         self._delay_s = FIRST_RETRY_S
-        self.failed_at = self._warned_at = 0.0  # monotonic, s: the last time; when it was said last
+        self.failed_at = self._warned_at = -math.inf  # monotonic, s: the last time; when it was said last
 
     def failed(self, error: BaseException) -> float:
         """Seconds to wait before the next try."""

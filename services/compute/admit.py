@@ -57,7 +57,7 @@ class Admitter:
     def claim(self, room: int) -> None:
         """Take over what dead replicas left, and forget their names."""
         if room > 0:
-            self.admit(*self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=room))
+            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=room))
         self._num_claims += 1
         if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
             self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))

@@ -23,6 +23,7 @@ from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
 from services.compute.flight import Flight, land, standing, take_off
 from services.compute.pooling import pool
+from services.compute.readers import Readers
 from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
@@ -57,12 +58,12 @@ class ComputeService:
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
         self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
+        self.readers = Readers(settings.reader_timeout_s)
         self.flight: Flight | None = None  # launched, and not read
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = 0.0
-        self._gateway_seen_at: dict[str, float] = {}
         stage.on_heartbeat = self.on_heartbeat
 
     def run(self) -> None:
@@ -278,14 +279,12 @@ class ComputeService:
 
     def upkeep(self) -> None:
         """Every second: take over what dead replicas left, and end what nobody reads any more."""
-        self._upkept_at = now = time.monotonic()
+        self._upkept_at = time.monotonic()
         self.drop_taken_over()
         self.admitter.claim(self.room)
-        live = self.stage.registry.ids("gateway")
-        readers = {active.gateway_id for active in self.active.values() if active.gateway_id is not None}
-        self._gateway_seen_at = {each: now if each in live else self._gateway_seen_at.get(each, now) for each in readers}
+        gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):
-            if active.gateway_id is not None and now - self._gateway_seen_at[active.gateway_id] > self.settings.reader_timeout_s:
+            if active.gateway_id in gone:
                 log.info("nobody reads this request", request_id=active.request.request_id, gateway_id=active.gateway_id)
                 self.cancel(active)
 

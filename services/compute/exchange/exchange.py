@@ -120,7 +120,8 @@ class Exchange:
         self._tended_at = now
         self._follow_samplers()
         self._warn_if_alone()
-        late = self.undecided.silent({handle: self.active[handle].sampler_id for handle in self.undecided.rows})
+        samplers = {handle: self.active[handle].sampler_id for handle in self.undecided.rows}
+        late = self.undecided.silent(samplers, seen_since=self.stage.sight_since)
         if late:
             log.warning("decisions are missing, sending their candidates again", num_sequences=len(late))
             self._send_again(late)
