@@ -71,6 +71,7 @@ class SchedulingParams:
     deadline_at: float = 0.0  # wall clock, s: not begun by then, it fails; 0: none
     group_id: str = ""  # requests of one group and one prompt are its choices, and share its KV
     cache_salt: str = ""  # only requests of one salt share cached prefixes
+    tenant_id: str = ""  # whose it is: tenants share compute's places
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ ones: every process that looks at the same replicas chooses the same, and a repl
 """
 
 import hashlib
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -28,22 +29,43 @@ log = get_logger("penstock.registry")
 RENEW_EVERY_S = 1.0
 RENEW_WATCHED_EVERY_S = 0.5  # while somebody looks at the live view
 LEASE_S = 4.0
+BLIND_AFTER_S = LEASE_S - RENEW_EVERY_S  # between two looks: a lease that was good at the first may be out at the second, and its owner alive
 END_TIMEOUT_S = 1.0  # a thread that waits for a Redis which does not answer is not waited for
 STUCK_AFTER_S = 30.0  # a loop that has not come round for this long, while its heartbeat reached Redis, is not alive
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """The live replicas, as of one look."""
+    """The live replicas, as of one look. Times are monotonic, s.
+
+    Absence counts only over time in which this replica could see. While Redis is away, or this process is stopped, leases run out and prove nothing.
+    """
 
     replicas: tuple[Replica, ...] = ()
     is_watched: bool = False  # somebody looks at the live view
+    looked_at: float = -math.inf
+    seen_since: float = -math.inf  # no two looks since then were far apart; -inf: none ever were
 
     def of(self, stage: str, model: str | None = None) -> list[Replica]:
         return [r for r in self.replicas if r.stage == stage and (model is None or r.model == model)]
 
     def ids(self, stage: str, model: str | None = None) -> set[str]:
         return {replica.replica_id for replica in self.of(stage, model)}
+
+    def sight_since(self, now: float) -> float:
+        """Since when this replica sees without a gap; `now`: it does not see at the moment."""
+        return self.seen_since if now - self.looked_at <= BLIND_AFTER_S else now
+
+
+def follow(before: Registry, found: Registry, now: float) -> Registry:
+    """What is known after a look that was begun at `now`. After a gap, whoever was alive before it has a lease's time to come back."""
+    is_gap = now - before.looked_at > BLIND_AFTER_S and before.looked_at > -math.inf
+    seen_since = now if is_gap else before.seen_since
+    replicas = found.replicas
+    if now - seen_since <= LEASE_S:
+        names = {(each.stage, each.replica_id) for each in replicas}
+        replicas += tuple(each for each in before.replicas if (each.stage, each.replica_id) not in names)
+    return replace(found, replicas=replicas, looked_at=now, seen_since=seen_since)
 
 
 def choose_replica(request_id: str, replica_ids: Iterable[str]) -> str | None:
@@ -135,6 +157,7 @@ class Heartbeat(threading.Thread):
         self.on_beat = on_beat
         self.idle_since = idle_since
         self.registry = Registry()
+        self.awake_since = -math.inf  # monotonic, s: the process was stopped until then, its loop as well
         self._wake = threading.Event()
         self._lock = threading.Lock()  # a renewal must not land after the withdrawal
         self._has_left = False
@@ -142,8 +165,11 @@ class Heartbeat(threading.Thread):
 
     def run(self) -> None:
         while not self.transport.stopping.is_set() or not self._has_left:
+            began_at = time.monotonic()
             self._wake.wait(RENEW_WATCHED_EVERY_S if self.registry.is_watched else RENEW_EVERY_S)
             self._wake.clear()
+            if time.monotonic() - began_at > LEASE_S:
+                self.awake_since = time.monotonic()
             if self._is_over:
                 return
             try:
@@ -180,7 +206,8 @@ class Heartbeat(threading.Thread):
             if not self._has_left:
                 announce(pipe, replica)
             pipe.execute()
-        self.registry = look(self.transport.client)
+        looked_at = time.monotonic()
+        self.registry = follow(self.registry, look(self.transport.client), looked_at)
 
     def refresh(self) -> None:
         """Look again now."""

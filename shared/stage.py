@@ -25,7 +25,7 @@ from shared.registry import LEASE_S, Heartbeat, Registry
 from shared.settings import StageSettings
 from shared.telemetry import get_logger, setup_logging
 from shared.tracing import open_tracer
-from shared.transport import Pipeline, Transport
+from shared.transport import RELEASED_MS, Pipeline, Transport
 
 log = get_logger("penstock.stage")
 
@@ -72,6 +72,16 @@ class Stage:
         """Who is alive, as of the last second."""
         return self._heartbeat.registry
 
+    @property
+    def sight_since(self) -> float:
+        """Monotonic, s: since when this replica sees without a gap who is alive."""
+        return self.registry.sight_since(time.monotonic())
+
+    def claim_idle_ms(self, idle_ms: int) -> int:
+        """How long nobody may have renewed an entry that is to be claimed: idle_ms. After a gap in which this replica could not see, the others have that
+        time to renew theirs; until then it claims only what was released."""
+        return idle_ms if time.monotonic() - self.sight_since >= idle_ms / 1000 else RELEASED_MS
+
     def refresh(self) -> None:
         """Have the registry looked at again, soon."""
         self._heartbeat.refresh()
@@ -90,7 +100,7 @@ class Stage:
             started_at=self._started_at,
             model=self.model,
             max_model_len=self.max_model_len,
-            idle_s=time.monotonic() - max(self._turned_at, self.transport.backoff.failed_at),  # who asks Redis again is not stuck
+            idle_s=time.monotonic() - max(self._turned_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),  # who asks Redis again is not stuck
             load=dict(self.load),
             aliases=self.aliases,
             problem=self.problem,

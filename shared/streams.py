@@ -134,7 +134,7 @@ def running_key(tenant_id: str) -> str:
 
 
 def attempts_key(request_id: str) -> str:
-    """How often a claimed request was begun in quarantine, and the length of its log then: compute → the compute that claims it next."""
+    """Whether a request has been in a step, in how many trials a replica died, and the length of its log then: compute → the compute that claims it."""
     return f"attempts:{request_id}"
 
 

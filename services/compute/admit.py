@@ -14,7 +14,7 @@ from shared.dry_breakers import unpack_breakers
 from shared.errors import Lost
 from shared.messages import RequestError, TokenEvent, TokenizedRequest, encode
 from shared.stage import Stage
-from shared.streams import MESSAGE, REQUEST_ID, reader_key, response_of, tombstone_key
+from shared.streams import MESSAGE, REQUEST_ID, inflight_key, reader_key, response_of, tombstone_key
 from shared.telemetry import get_logger
 from shared.token_log import end_request, parse_log, queue_read
 from shared.transport import DeadLetter, Delivery, Pipeline, write_dead_letter
@@ -22,6 +22,7 @@ from shared.transport import DeadLetter, Delivery, Pipeline, write_dead_letter
 log = get_logger("penstock.compute")
 
 CLAIM_IDLE_MS = 5000  # entries are renewed every second: idle for longer, their replica is dead
+MAX_CLAIMED = 256  # at a time, with their logs
 FORGET_CONSUMERS_EVERY = 30  # claims
 
 
@@ -57,7 +58,7 @@ class Admitter:
     def claim(self, room: int) -> None:
         """Take over what dead replicas left, and forget their names."""
         if room > 0:
-            self.admit(*self.exchange.prompts.claim(idle_ms=CLAIM_IDLE_MS, count=room))
+            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(room, MAX_CLAIMED)))
         self._num_claims += 1
         if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
             self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))
@@ -89,12 +90,19 @@ class Admitter:
                 pipe.hget(reader_key(response_of(delivery.message.request_id)), "gateway")
             for delivery in claimed:
                 queue_read(pipe, delivery.message.request_id)
+                pipe.hget(inflight_key(self.model), delivery.message.request_id)
 
         replies = self.stage.transport.run(ask)
-        logs = dict(zip((each.entry_id for each in claimed), replies[2 * len(deliveries) :], strict=True))
+        known = replies[2 * len(deliveries) :]
+        logs = dict(zip((each.entry_id for each in claimed), known[::2], strict=True))
+        over = [each for each, entries, in_flight in zip(claimed, known[::2], known[1::2], strict=True) if not entries and in_flight is None]
+        if over:  # they have ended, so long ago that their logs have expired
+            self.stage.transport.run(lambda pipe: self.exchange.prompts.finish(pipe, [each.entry_id for each in over]))
         admitted = []
         for delivery, is_cancelled, reader in zip(deliveries, replies[0 : 2 * len(deliveries) : 2], replies[1 : 2 * len(deliveries) : 2], strict=True):
-            if is_cancelled:
+            if any(delivery is each for each in over):
+                log.info("a claimed request had ended long ago", request_id=delivery.message.request_id)
+            elif is_cancelled:
                 self._refuse(delivery, None)
             elif (active := self._open(delivery, logs.get(delivery.entry_id, []), reader.decode() if reader else delivery.message.gateway_id)) is not None:
                 admitted.append((delivery, active))
@@ -141,6 +149,7 @@ class Admitter:
             deadline=scheduling.deadline_at if scheduling.deadline_at and not logged else None,
             group_id=scheduling.group_id or None,
             cache_salt=scheduling.cache_salt,
+            tenant_id=scheduling.tenant_id,
             dry_breakers=unpack_breakers(request.dry_breakers),
             embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
         )
@@ -155,6 +164,7 @@ class Admitter:
             verdicts = dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
             num_suspects = sum(each is not None for each in found)
             log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
+        begun = []
         for delivery, active in admitted:
             sequence, attempts = active.sequence, verdicts.get(delivery.entry_id)
             if attempts is not None and attempts.is_poison:
@@ -164,11 +174,21 @@ class Admitter:
             self.num_claimed += delivery.was_claimed
             self._handle_by_request[sequence.request_id] = sequence.handle
             if attempts is not None:
-                self.quarantine.hold(sequence, attempts)
+                self.quarantine.hold(sequence, attempts, has_grammar=active.request.constraint is not None)
                 continue
-            if delivery.entry_id in verdicts:
+            if delivery.entry_id in verdicts and sequence.num_output_tokens:
                 self.quarantine.watch(sequence)
-            self.begin(sequence)
+            begun.append(active)
+        if constrained := [active.sequence for active in begun if active.request.constraint is not None]:
+            self.exchange.remember(self.quarantine.told(constrained, has_run=True))  # a grammar may kill while it is compiled
+            self.exchange.publish_held()
+        for active in begun:
+            self.begin(active.sequence)
+
+    def opened(self, sequence: Sequence) -> None:
+        """Its grammar is compiled: it waits like any other."""
+        self.exchange.remember(self.quarantine.told([sequence], has_run=False))
+        self.scheduler.add(sequence)
 
     def begin(self, sequence: Sequence) -> None:
         """To the scheduler; with a constraint, once its grammar is compiled."""

@@ -1,13 +1,14 @@
 """Quarantine: which of the requests that a dead replica left killed it?
 
-Blame needs lack of progress. Of what is claimed, a request whose log has grown since it was claimed before (or that has begun to, the first
-time) is above suspicion, and goes on at once. The others are suspects: they run when everybody else has gone on, apart from all other
-sequences, a few at a time, and then alone. Who gets a token is free. Who was begun alone MAX_ALONE times, and each time the replica died
-before it got one, is the poison: it gets one clear error. Each begin is written down before it happens.
+Blame needs a part in the step that was running, and lack of progress. Before a request's first step it is written down that it runs. Of what is claimed,
+a request that only waited, or whose log has grown since it began to run, is above suspicion, and goes on at once. The others are suspects. They are
+tried when those have gone on: in steps of their own, by turns with everybody else's, a few at a time and then alone. The choices of one prompt are
+tried as one. Who gets a token is free. Who was in a trial step alone MAX_ALONE times, and each time the replica died, is the poison: it gets one clear
+error.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgpack
@@ -19,24 +20,45 @@ from shared.transport import Pipeline, Transport
 GROUP_SIZE = 8  # suspects that are begun together the first time
 MAX_ALONE = 2
 
+Record = tuple[str, bytes]  # a key, and what is written there
+
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """What Redis remembers of a claimed request."""
+    """What Redis remembers of a request that runs, or was claimed."""
 
-    num_begun: int = 0  # in quarantine, since its log last grew
+    num_begun: int = 0  # trials in which a replica died, or may be dying, since its log last grew
     num_logged: int = 0  # tokens in its log then
+    has_run: bool = False  # it has been in a step since: a death may be its doing
 
     @property
     def is_poison(self) -> bool:
         return self.num_begun > MAX_ALONE
 
+    def record(self, request_id: str) -> Record:
+        return attempts_key(request_id), msgpack.packb([self.num_begun, self.num_logged, self.has_run])
+
+
+@dataclass(slots=True)
+class Trial:
+    """A suspect that runs apart from all others."""
+
+    sequence: Sequence
+    attempts: Attempts  # before this trial
+    num_tokens: int  # that it had, decided
+    is_blamed: bool  # for a death that happens now, as Redis has it
+    is_preparing: bool  # its grammar is compiled, which may be what kills: blamed until its first step is over
+
+    @property
+    def record(self) -> Record:
+        return replace(self.attempts, num_begun=self.attempts.num_begun + self.is_blamed).record(self.sequence.request_id)
+
 
 @dataclass(slots=True)
 class Quarantine:
     transport: Transport
-    suspects: dict[int, tuple[Sequence, Attempts]] = field(default_factory=dict)  # by handle: they wait
-    begun: dict[int, tuple[Sequence, int]] = field(default_factory=dict)  # suspects that run, apart from all others, and the tokens they had
+    suspects: dict[int, tuple[Sequence, Attempts, bool]] = field(default_factory=dict)  # by handle: they wait; and whether they have grammars
+    begun: dict[int, Trial] = field(default_factory=dict)  # suspects that run
     recovering: dict[int, tuple[Sequence, int]] = field(default_factory=dict)  # claimed, above suspicion, and the tokens they had
 
     def judge(self, request_ids: list[str], num_logged: list[int]) -> list[Attempts | None]:
@@ -45,16 +67,14 @@ class Quarantine:
         remembered: Any = self.transport.persist(lambda: self.transport.client.mget(keys))
         verdicts: list[Attempts | None] = []
         for packed, count in zip(remembered, num_logged, strict=True):
-            known = Attempts(*msgpack.unpackb(packed)) if packed is not None else None
-            has_grown = count > (known.num_logged if known is not None else 0)
-            verdicts.append(None if has_grown else Attempts(known.num_begun if known is not None else 0, count))
-        records = [each or Attempts(0, count) for each, count in zip(verdicts, num_logged, strict=True)]
-        self._remember(zip(request_ids, records, strict=True))
+            known = Attempts(*msgpack.unpackb(packed)) if packed is not None else Attempts()
+            verdicts.append(replace(known, num_logged=count) if known.has_run and count <= known.num_logged else None)
+        self._write([(each or Attempts(0, count)).record(name) for name, count, each in zip(request_ids, num_logged, verdicts, strict=True)])
         return verdicts
 
-    def hold(self, sequence: Sequence, attempts: Attempts) -> None:
+    def hold(self, sequence: Sequence, attempts: Attempts, *, has_grammar: bool = False) -> None:
         """The sequence is a suspect: it waits here until it is begun."""
-        self.suspects[sequence.handle] = (sequence, attempts)
+        self.suspects[sequence.handle] = (sequence, attempts, has_grammar)
 
     def watch(self, sequence: Sequence) -> None:
         """A claimed sequence above suspicion: suspects wait until it has gone on."""
@@ -66,30 +86,65 @@ class Quarantine:
         self.begun.pop(sequence.handle, None)
         self.recovering.pop(sequence.handle, None)
 
-    def step(self, add: Callable[[Sequence], None]) -> frozenset[int] | None:
-        """Before each step: free who has gone on, and begin the next suspects by `add`. Returns the handles that alone may run; None: all."""
-        for running in (self.recovering, self.begun):
-            for handle in [handle for handle, (sequence, count) in running.items() if sequence.num_decided_tokens > count]:
-                del running[handle]
+    def step(self, add: Callable[[Sequence], None]) -> frozenset[int]:
+        """Before each step: free who has gone on, and begin the next suspects by `add`. Returns the handles that run apart."""
+        for handle in [handle for handle, (sequence, count) in self.recovering.items() if sequence.num_decided_tokens > count]:
+            del self.recovering[handle]
+        for handle in [handle for handle, trial in self.begun.items() if trial.sequence.num_decided_tokens > trial.num_tokens]:
+            del self.begun[handle]
         if self.suspects and not self.begun and not self.recovering:
             self._begin(add)
-        return frozenset(self.begun) if self.begun else None
+        return frozenset(self.begun)
+
+    def blame(self, handles: Iterable[int]) -> None:
+        """Before each step, with the handles that are in it: write down whom a death would be blamed on, as far as it changes."""
+        if not self.begun:
+            return
+        running, changed = frozenset(handles), []
+        units = {unit_of(trial.sequence) for handle, trial in self.begun.items() if handle in running}
+        for handle, trial in self.begun.items():
+            trial.is_preparing = trial.is_preparing and handle not in running
+            if trial.is_blamed != (unit_of(trial.sequence) in units or trial.is_preparing):
+                trial.is_blamed = not trial.is_blamed
+                changed.append(trial.record)
+        if changed:
+            self._write(changed)
+
+    def told(self, sequences: Iterable[Sequence], *, has_run: bool) -> list[Record]:
+        """What is to be written before something is done with these sequences that may kill, and (has_run False) when it has gone well before any step."""
+        return [
+            Attempts(0, each.num_decided_tokens - each.num_prompt_tokens, has_run).record(each.request_id)
+            for each in sequences
+            if each.handle not in self.begun
+        ]
 
     def _begin(self, add: Callable[[Sequence], None]) -> None:
-        """The suspects that were tried least, together if they never were."""
-        fewest = min(attempts.num_begun for _, attempts in self.suspects.values())
-        chosen = [handle for handle, (_, attempts) in self.suspects.items() if attempts.num_begun == fewest][: GROUP_SIZE if fewest == 0 else 1]
-        taken = {handle: self.suspects.pop(handle) for handle in chosen}
-        self._remember((sequence.request_id, Attempts(attempts.num_begun + 1, attempts.num_logged)) for sequence, attempts in taken.values())
-        for handle, (sequence, _) in taken.items():
-            self.begun[handle] = (sequence, sequence.num_decided_tokens)
-            add(sequence)
+        """The suspects that were tried least, together if they never were; those with grammars last, for others would wait while they are compiled."""
+        handles = sorted(self.suspects, key=lambda handle: (self.suspects[handle][2], self.suspects[handle][1].num_begun))
+        _, attempts, has_grammar = self.suspects[handles[0]]
+        alike = [each for each in handles if self.suspects[each][1].num_begun == attempts.num_begun and self.suspects[each][2] == has_grammar]
+        units = {unit_of(self.suspects[each][0]) for each in alike[: 1 if attempts.num_begun else GROUP_SIZE]}
+        chosen = [each for each in alike if unit_of(self.suspects[each][0]) in units]
+        for handle in chosen:
+            sequence, attempts, has_grammar = self.suspects.pop(handle)
+            self.begun[handle] = Trial(sequence, attempts, sequence.num_decided_tokens, is_blamed=has_grammar, is_preparing=has_grammar)
+        if has_grammar:
+            self._write([self.begun[handle].record for handle in chosen])
+        for handle in chosen:
+            add(self.begun[handle].sequence)
 
-    def _remember(self, records: Iterable[tuple[str, Attempts]]) -> None:
-        packed = [(request_id, msgpack.packb([each.num_begun, each.num_logged])) for request_id, each in records]
-
+    def _write(self, records: list[Record]) -> None:
         def fill(pipe: Pipeline) -> None:
-            for request_id, record in packed:
-                pipe.set(attempts_key(request_id), record, ex=LOG_TTL_S)
+            queue_records(pipe, records)
 
         self.transport.run(fill)
+
+
+def unit_of(sequence: Sequence) -> str | int:
+    """What is tried as one: the choices of a prompt."""
+    return sequence.group_id or sequence.handle
+
+
+def queue_records(pipe: Pipeline, records: Iterable[Record]) -> None:
+    for key, value in records:
+        pipe.set(key, value, ex=LOG_TTL_S)

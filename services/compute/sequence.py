@@ -1,6 +1,5 @@
 """Sequence: one stream of tokens being computed. No torch here, nor in any other module of the scheduler: they are plain accounting."""
 
-from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +24,75 @@ class ScoredTokens:
     top_logprobs: Array  # [n, k] float32
 
 
+class TokenCounts:
+    """How often each token is among the tokens of a sequence from `first` on. It follows them: each costs once when it comes, and once if it is dropped."""
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.num_counted = 0
+        self._ids: Array = np.zeros(64, np.int64)
+        self._times: Array = np.zeros(64, np.float32)
+        self._place: dict[int, int] = {}  # by token id: where it stands in both
+
+    @property
+    def token_ids(self) -> Array:
+        """Each once, in no particular order: [n] int64, a view."""
+        return self._ids[: len(self._place)]
+
+    @property
+    def times(self) -> Array:
+        """How often each of them is there: [n] float32, a view."""
+        return self._times[: len(self._place)]
+
+    def follow(self, token_ids: list[int]) -> None:
+        """Count what is new."""
+        if not self._place and len(token_ids) - self.first > len(self._ids):
+            self._ids, times = np.unique(np.array(token_ids[self.first :], np.int64), return_counts=True)
+            self._times = times.astype(np.float32)
+            self._place = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
+            self.num_counted = len(token_ids) - self.first
+        for token_id in token_ids[self.first + self.num_counted :]:
+            place = self._place.setdefault(token_id, len(self._place))
+            if place == len(self._ids):
+                self._ids, self._times = (np.concatenate((each, np.zeros_like(each))) for each in (self._ids, self._times))
+            self._ids[place] = token_id
+            self._times[place] += 1
+        self.num_counted = max(0, len(token_ids) - self.first)
+
+    def drop(self, token_ids: list[int], num_tokens: int) -> None:
+        """All but the first num_tokens go."""
+        for token_id in token_ids[max(num_tokens, self.first) : self.first + self.num_counted]:
+            place = self._place[token_id]
+            self._times[place] -= 1
+            if not self._times[place]:
+                last = len(self._place) - 1
+                self._ids[place], self._times[place] = self._ids[last], self._times[last]
+                self._times[last] = 0
+                self._place[int(self._ids[place])] = place
+                del self._place[token_id]
+        self.num_counted = min(self.num_counted, max(0, num_tokens - self.first))
+
+
+class TokenArray:
+    """The tokens of a sequence as numpy has them, copied once."""
+
+    def __init__(self) -> None:
+        self._ids = np.zeros(64, np.int64)
+        self._num_copied = 0
+
+    def follow(self, token_ids: list[int]) -> Array:
+        """[n] int64, a view."""
+        if len(token_ids) > len(self._ids):
+            self._ids = np.concatenate((self._ids[: self._num_copied], np.zeros(2 * len(token_ids) - self._num_copied, np.int64)))
+        self._ids[self._num_copied : len(token_ids)] = token_ids[self._num_copied :]
+        self._num_copied = len(token_ids)
+        return self._ids[: self._num_copied]
+
+    def drop(self, num_tokens: int) -> None:
+        """All but the first num_tokens go."""
+        self._num_copied = min(self._num_copied, num_tokens)
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """Only Scheduler and BlockManager change what is below `eos_token_ids`; only Scheduler appends tokens."""
@@ -40,6 +108,7 @@ class Sequence:
     deadline: float | None = None  # on the same clock: if it has not begun by then, it is not worth beginning
     group_id: str | None = None  # sequences of one prompt (n > 1) share its blocks
     cache_salt: str = ""  # only sequences of one salt share cached prefixes
+    tenant_id: str = ""  # whose it is: tenants share the places
     embedding: EmbeddingParams | None = None  # set: its prompt is computed, and no token is sampled; its pooling is said
     rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
     num_computed_tokens: int = 0  # tokens whose KV is written, or will be by the step that was scheduled last
@@ -58,8 +127,9 @@ class Sequence:
     pooled: Array | None = None  # [hidden] float64, the sum of the hidden states that were pooled so far
     has_begun: bool = False
     is_finished: bool = False
-    _counts: Counter[int] = field(default_factory=Counter)
-    _num_counted: int = 0
+    _output: TokenCounts | None = None  # of the output; None: nobody asked yet
+    _seen: TokenCounts | None = None  # of prompt and output
+    _history: TokenArray | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -114,17 +184,27 @@ class Sequence:
 
     def drop_tokens(self, num_tokens: int) -> None:
         """Forget the tokens after the first num_tokens: they were foreseen, and came otherwise."""
-        for token_id in self.token_ids[max(num_tokens, self.num_prompt_tokens) : self.num_prompt_tokens + self._num_counted]:
-            self._counts[token_id] -= 1
-            if not self._counts[token_id]:
-                del self._counts[token_id]
+        for counts in (self._output, self._seen):
+            if counts is not None:
+                counts.drop(self.token_ids, num_tokens)
+        if self._history is not None:
+            self._history.drop(num_tokens)
         self.num_undecided_tokens -= len(self.token_ids) - num_tokens
         del self.token_ids[num_tokens:]
-        self._num_counted = min(self._num_counted, self.num_output_tokens)
 
-    def output_counts(self) -> Counter[int]:
-        """How often each token is in the output; counted up as the sequence grows."""
-        for token_id in self.token_ids[self.num_prompt_tokens + self._num_counted :]:
-            self._counts[token_id] += 1
-        self._num_counted = self.num_output_tokens
-        return self._counts
+    def output_counts(self) -> TokenCounts:
+        """Of the tokens of the output."""
+        self._output = self._output or TokenCounts(self.num_prompt_tokens)
+        self._output.follow(self.token_ids)
+        return self._output
+
+    def seen_counts(self) -> TokenCounts:
+        """Of the tokens of the prompt and the output."""
+        self._seen = self._seen or TokenCounts(0)
+        self._seen.follow(self.token_ids)
+        return self._seen
+
+    def history(self) -> Array:
+        """Prompt and output, [n] int64, a view."""
+        self._history = self._history or TokenArray()
+        return self._history.follow(self.token_ids)

@@ -23,6 +23,7 @@ from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
 from services.compute.flight import Flight, land, standing, take_off
 from services.compute.pooling import pool
+from services.compute.readers import Readers
 from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
@@ -40,7 +41,7 @@ log = get_logger("penstock.compute")
 UPKEEP_EVERY_S = 1.0
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled
-BACKLOG = 64  # prompts that wait here, at least
+BACKLOG = 1024  # prompts that wait here, where tenants and priorities count; gateways admit as many by default
 TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
 
 
@@ -57,12 +58,12 @@ class ComputeService:
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
         self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
+        self.readers = Readers(settings.reader_timeout_s)
         self.flight: Flight | None = None  # launched, and not read
         self.meter = StepMeter()
         self.spans = RequestSpans(stage.tracer) if stage.tracer is not None else None
         self.num_prompt_tokens = self.num_output_tokens = self.num_surplus_tokens = 0
         self._upkept_at = 0.0
-        self._gateway_seen_at: dict[str, float] = {}
         stage.on_heartbeat = self.on_heartbeat
 
     def run(self) -> None:
@@ -84,7 +85,9 @@ class ComputeService:
         """One step. What has come is applied before anything is scheduled: a sequence that has ended must not run again."""
         self.meter.begin()
         self.receive()
-        self.scheduler.only = self.admitter.quarantine.step(self.admitter.begin)
+        self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
+        if self.scheduler.apart and self.flight is not None:
+            self.land()  # a trial's step runs with no other
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
         if batch is not None:
@@ -97,10 +100,9 @@ class ComputeService:
     def compute(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step, beside the grammars' masks for it. It lands at once, unless a device has drawn what the next one needs."""
         began_at, started_at, is_ahead = self.meter.began_at, time.time(), self.flight is not None
-        for row in batch.rows[batch.num_decodes :]:  # a sequence begins with a chunk
-            self.active[row.handle].scheduled_at = self.active[row.handle].scheduled_at or started_at
-        if batch.num_tokens > batch.num_decodes:  # it takes longer than those before it
-            self.exchange.publish_held()
+        if batch.num_decodes < len(batch.rows):
+            self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], started_at)
+        self.admitter.quarantine.blame(row.handle for row in batch.rows)
         sequences = standing(batch, self.scheduler)
         masking = None if is_ahead else self.constraints.start(sequences.values())
         hidden = self.runner.run(batch, self.flight.drawn if self.flight is not None else None)
@@ -121,6 +123,18 @@ class ComputeService:
         if is_embedding:
             failures |= self.embed(batch, hidden)
         self.fail(failures | reduction.failures)
+
+    def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
+        """Before a step with chunks, which takes longer than those before it: what is held back goes out, and who begins here, for a sequence begins with a
+        chunk, is written down."""
+        if new := [active for active in chunks if not active.scheduled_at]:
+            for active in new:
+                active.scheduled_at = started_at
+            groups = {active.sequence.group_id for active in new} - {None}
+            if groups:  # the other choices of a prompt are blamed with the first
+                new += [active for active in self.active.values() if active.sequence.group_id in groups and not active.scheduled_at]
+            self.exchange.remember(self.admitter.quarantine.told([active.sequence for active in new], has_run=True))
+        self.exchange.publish_held()
 
     def land(self) -> None:
         """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates go on their way."""
@@ -182,7 +196,7 @@ class ComputeService:
         self.admitter.admit(inbox.prompts, inbox.dead)
         for sequence, error in self.constraints.opened():
             if error is None:
-                self.scheduler.add(sequence)
+                self.admitter.opened(sequence)
             else:
                 self.cancel(self.active[sequence.handle], error)
         for sequence in self.scheduler.waiting.expired(time.time()):
@@ -220,14 +234,34 @@ class ComputeService:
 
     @property
     def room(self) -> int:
-        """How many prompts to take: for the free places in a step, and a backlog to wait here, where priorities count.
+        """How many prompts to take: for the free places in a step, and a backlog to wait here, where tenants and priorities count.
 
         But nothing waits here that another replica could begin at once.
         """
-        places = self.scheduler.max_num_seqs
-        others = [each for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
-        is_needed = any(each.load.get("running", 0) + each.load.get("waiting", 0) < each.load.get("max_num_seqs", 0) for each in others)
-        return max(0, places + (0 if is_needed else max(places, BACKLOG)) - len(self.active))
+        return max(0, self.scheduler.max_num_seqs + (0 if self.room_elsewhere(1) else BACKLOG) - len(self.active))
+
+    def room_elsewhere(self, depth: int) -> int:
+        """How many sequences other replicas lack that are to have `depth` for each place, as they said last."""
+        others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
+        return int(sum(max(0, depth * load.get("max_num_seqs", 0) - load.get("running", 0) - load.get("waiting", 0)) for load in others))
+
+    def hand_on(self) -> None:
+        """What has not begun goes to replicas with less to do: the last in rank is released, until they have as many that wait as places."""
+        num_surplus = min(self.room_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
+        if num_surplus <= 0:
+            return
+        waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.num_output_tokens and each.handle not in self.scheduler.apart]
+        surplus = [self.active[each.handle] for each in sorted(waiting, key=lambda each: (each.rank, each.handle))[-num_surplus:]]
+        self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [active.entry_id for active in surplus]))
+        for active in surplus:
+            self.give_up(active, "handed over")
+
+    def give_up(self, active: ActiveRequest, outcome: str) -> None:
+        """Another replica has the request, or will."""
+        self.trace_end(active, outcome)
+        self.leave_scheduler(active, is_complete=False)
+        self.exchange.drop(active)
+        self.admitter.forget(active)
 
     def obey(self, message: Control) -> None:
         handles = self.admitter.handles_of(message.request_ids)
@@ -271,22 +305,18 @@ class ComputeService:
         for entry_id in self.exchange.prompts.taken_over(list(active_by_entry)):
             active = active_by_entry[entry_id]
             log.warning("taken over by another replica", request_id=active.request.request_id)
-            self.trace_end(active, "taken over")
-            self.leave_scheduler(active, is_complete=False)
-            self.exchange.drop(active)
-            self.admitter.forget(active)
+            self.give_up(active, "taken over")
 
     def upkeep(self) -> None:
         """Every second: take over what dead replicas left, and end what nobody reads any more."""
-        self._upkept_at = now = time.monotonic()
+        self._upkept_at = time.monotonic()
         self.drop_taken_over()
         self.exchange.follow_clock()
         self.admitter.claim(self.room)
-        live = self.stage.registry.ids("gateway")
-        readers = {active.gateway_id for active in self.active.values() if active.gateway_id is not None}
-        self._gateway_seen_at = {each: now if each in live else self._gateway_seen_at.get(each, now) for each in readers}
+        self.hand_on()
+        gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):
-            if active.gateway_id is not None and now - self._gateway_seen_at[active.gateway_id] > self.settings.reader_timeout_s:
+            if active.gateway_id in gone:
                 log.info("nobody reads this request", request_id=active.request.request_id, gateway_id=active.gateway_id)
                 self.cancel(active)
 

@@ -169,4 +169,5 @@ async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id
 
 def scheduling_of(tenant: Tenant, scheduling: SchedulingParams) -> SchedulingParams:
     """How the tenant's request is scheduled."""
-    return replace(scheduling, priority=scheduling.priority + tenant.priority, cache_salt=tenant.salted(scheduling.cache_salt))
+    priority, salt = scheduling.priority + tenant.priority, tenant.salted(scheduling.cache_salt)
+    return replace(scheduling, priority=priority, cache_salt=salt, tenant_id=tenant.tenant_id)

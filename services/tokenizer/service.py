@@ -52,8 +52,9 @@ class TokenizerService:
         now = time.monotonic()
         if now - self._claimed_at > CLAIM_EVERY_S:
             self._claimed_at = now
+            idle_ms = self.stage.claim_idle_ms(CLAIM_IDLE_MS)
             for _ in range(self.settings.max_batch):
-                deliveries, dead = self.reader.claim(idle_ms=CLAIM_IDLE_MS, count=1, max_deliveries=MAX_DELIVERIES)
+                deliveries, dead = self.reader.claim(idle_ms=idle_ms, count=1, max_deliveries=MAX_DELIVERIES)
                 if not deliveries and not dead:
                     break
                 self.handle(deliveries, dead)

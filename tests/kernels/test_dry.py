@@ -80,7 +80,7 @@ params = st.builds(
 @settings(max_examples=1500, deadline=None)
 @given(history=histories, dry=params, breakers=breakers)
 def test_the_penalties_are_llama_cpp_s(history: list[int], dry: DryParams, breakers: Breakers) -> None:
-    tokens, penalties = dry_penalties(history, dry, breakers)
+    tokens, penalties = dry_penalties(np.array(history, np.int64), dry, breakers)
     expected = reference(history, dry, breakers)
     if dry.allowed_length == 0 and len(history) < 2:
         expected = {}
@@ -90,9 +90,9 @@ def test_the_penalties_are_llama_cpp_s(history: list[int], dry: DryParams, break
 
 def test_a_long_repetition_costs_no_more_than_a_bound() -> None:
     dry = DryParams(1.0, base=1.01)
-    tokens, penalties = dry_penalties([7] * 20_000, dry, {})
+    tokens, penalties = dry_penalties(np.full(20_000, 7), dry, {})
     assert tokens.tolist() == [7] and penalties[0] == np.float32(1.01**MAX_REPEAT)
-    tokens, penalties = dry_penalties([7] * 20_000, DryParams(100.0, base=100.0), {})
+    tokens, penalties = dry_penalties(np.full(20_000, 7), DryParams(100.0, base=100.0), {})
     assert np.isfinite(penalties).all() and penalties[0] > 1e38
 
 

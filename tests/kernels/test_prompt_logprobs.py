@@ -109,13 +109,12 @@ def test_who_is_preempted_within_its_prompt_goes_on_where_it_was(is_cached: bool
         hidden = engine.runner.run(batch)
         assert score_prompts(engine.runner.prompt_logits(batch, hidden), batch, engine.scheduler.get, engine.row_search) == {}
         if len(starts) == 2:
-            engine.scheduler.only = frozenset({2})
             engine.scheduler.max_num_seqs = 1
-            intruder = Sequence(2, "2", [9] * 20, 20, SamplingParams(max_tokens=1))
+            intruder = Sequence(2, "2", [9] * 20, 20, SamplingParams(max_tokens=1), tenant_id="another", priority=-1)
+            sequence.rank = intruder.arrived_at + 1
             engine.scheduler.add(intruder)
             assert engine.scheduler.schedule() is not None and sequence.num_computed_tokens == 0
             engine.scheduler.finish(intruder)
-            engine.scheduler.only = None
     assert starts == ([0, 40, 80] if is_cached else [0, 40, 0, 40, 80])
     assert targets == prompt[1:], "each once"
     assert bits(prompt_logprobs(sequence)) == bits(alone.prompts[0])

@@ -1,9 +1,10 @@
 """The pipeline without its gateway, in one process: each stage a service of its own in a thread, on a real Redis."""
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -62,7 +63,8 @@ class LocalStage(Stage):
 
     @property
     def registry(self) -> Registry:
-        return self.live
+        """As of a look just now."""
+        return replace(self.live, looked_at=time.monotonic())
 
     def catch_signals(self) -> None:
         pass

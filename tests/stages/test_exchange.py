@@ -134,6 +134,16 @@ def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
     assert undecided.given_up() == [1]
 
 
+def test_what_could_not_be_heard_is_no_silence(clock: Clock) -> None:
+    """Compute was stopped, or its Redis away: the sampler's patience begins when compute sees again."""
+    undecided = Undecided()
+    ask(undecided, rows_of((1, 1)), 1)
+    clock.now += 300.0
+    assert undecided.silent({1: "sampler-1"}, seen_since=clock.now) == []
+    clock.now += FIRST_PATIENCE_S + 0.1
+    assert undecided.silent({1: "sampler-1"}, seen_since=clock.now - FIRST_PATIENCE_S - 0.1) == [1]
+
+
 def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(clock: Clock) -> None:
     """Others of its sequences go on, so it is never silent; yet this row will not come by itself."""
     undecided = Undecided()

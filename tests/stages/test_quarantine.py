@@ -1,14 +1,17 @@
-"""Whom a death is blamed on: who makes progress goes free, and suspects run apart from all others, however full the replica is."""
+"""Whom a death is blamed on: who makes progress or only waited goes free, and suspects are tried beside everybody else."""
 
+import itertools
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
 
 from services.compute.cache.block_manager import BlockManager
-from services.compute.quarantine import GROUP_SIZE, MAX_ALONE, Attempts, Quarantine
+from services.compute.quarantine import MAX_ALONE, Attempts, Quarantine, queue_records
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
@@ -37,77 +40,198 @@ def sequence(handle: int, *, num_prompt: int = 4, num_output: int = 0, max_token
     return Sequence(handle, f"r{handle}.0", tokens, num_prompt, SamplingParams(max_tokens=max_tokens), arrived_at=float(handle))
 
 
-def make_scheduler(strategy: str, *, num_blocks: int = 100, max_num_seqs: int = 4) -> Scheduler:
+def make_scheduler(strategy: str, *, num_blocks: int = 400, max_num_seqs: int = 4, max_batched_tokens: int = 64) -> Scheduler:
     blocks = BlockManager(num_blocks, 4, prefix_caching=False)
-    return Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=64)
+    return Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
 
 
-def run_step(scheduler: Scheduler, quarantine: Quarantine) -> list[int]:
-    """As ComputeService does, every decision at once. Returns who ran."""
-    scheduler.only = quarantine.step(scheduler.add)
-    batch = scheduler.schedule()
-    if batch is None:
-        return []
-    for handle in batch.sampled:
-        scheduler.append(scheduler.get(handle), 7)
-        if scheduler.get(handle).num_output_tokens == 40:
-            quarantine.forget(scheduler.get(handle))
-            scheduler.finish(scheduler.get(handle), is_complete=True)
-    return [row.handle for row in batch.rows]
+@dataclass
+class Life:
+    """A compute process with its scheduler. As ComputeService does it, with every decision at once. It dies of a step with a poison."""
+
+    scheduler: Scheduler
+    quarantine: Quarantine
+    poisons: frozenset[int] = frozenset()
+    known: dict[int, Sequence] = field(default_factory=dict)
+    begun: set[int] = field(default_factory=set)
+
+    def step(self) -> list[int] | None:
+        """Who ran; None: the process has died."""
+        self.scheduler.apart = self.quarantine.step(self.scheduler.add)
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return []
+        handles = [row.handle for row in batch.rows]
+        new = [self.scheduler.get(each) for each in handles if each not in self.begun]
+        groups = {each.group_id for each in new} - {None}
+        told = self.quarantine.told([*new, *(each for each in self.known.values() if each.group_id in groups)], has_run=True)
+        self.quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+        self.begun |= {*handles}
+        self.quarantine.blame(handles)
+        if self.poisons & {*handles}:
+            return None
+        for handle in batch.sampled:
+            sequence = self.scheduler.get(handle)
+            self.scheduler.append(sequence, 7)
+            if sequence.num_output_tokens == sequence.params.max_tokens:
+                self.quarantine.forget(sequence)
+                self.scheduler.finish(sequence, is_complete=True)
+        return handles
+
+    def claim(self, sequences: list[Sequence]) -> list[int]:
+        """Take over what another life left. Returns the poisons that were found."""
+        verdicts = self.quarantine.judge([each.request_id for each in sequences], [each.num_output_tokens for each in sequences])
+        found = []
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            if verdict is not None and verdict.is_poison:
+                found.append(sequence.handle)
+                continue
+            self.known[sequence.handle] = sequence
+            if verdict is not None:
+                self.quarantine.hold(sequence, verdict)
+                continue
+            if sequence.num_output_tokens:
+                self.quarantine.watch(sequence)
+            self.scheduler.add(sequence)
+        return found
+
+    def left(self) -> list[Sequence]:
+        """What has not ended, as the next life finds it: prompts, and the tokens of the logs."""
+        return [again(each) for each in self.known.values() if not each.is_finished]
 
 
-def test_who_made_progress_is_above_suspicion_and_who_did_not_is_remembered(quarantine: Quarantine) -> None:
-    assert quarantine.judge(["a", "b"], [0, 3]) == [Attempts(0, 0), None]
-    assert quarantine.judge(["a", "b"], [0, 3]) == [Attempts(0, 0), Attempts(0, 3)]
-    assert quarantine.judge(["a", "b"], [1, 4]) == [None, None]
+def again(each: Sequence) -> Sequence:
+    return replace(
+        each, token_ids=list(each.token_ids), num_computed_tokens=0, block_table=[], block_hashes=[], num_committed_blocks=0, num_shared_blocks=0,
+        has_shared_tail=False, has_begun=False,
+    )  # fmt: skip
 
 
-def test_suspects_run_in_groups_once_and_then_alone_until_they_are_the_poison(quarantine: Quarantine) -> None:
-    """Each look is a new process that finds its predecessor dead."""
-    names = [f"r{handle}.0" for handle in range(1, GROUP_SIZE + 3)]
-    begun: list[list[int]] = []
-    for _ in range(40):
-        verdicts = quarantine.judge(names, [0] * len(names))
-        if any(each is not None and each.is_poison for each in verdicts):
-            break
-        life = Quarantine(quarantine.transport)
-        for handle, attempts in enumerate(verdicts, 1):
-            assert attempts is not None
-            life.hold(sequence(handle), attempts)
-        begun.append(sorted(life.step(lambda _: None) or ()))
-    assert [len(each) for each in begun[:2]] == [GROUP_SIZE, 2]
-    assert all(len(each) == 1 for each in begun[2:])
-    assert all(sum(each == [handle] for each in begun) <= MAX_ALONE for handle in range(1, len(names) + 1))
+def live_until_dead(quarantine: Quarantine, asked: list[Sequence], poisons: set[int], **limits: Any) -> tuple[list[list[int]], int]:
+    """Lives one after the other. Returns the poisons that each found when it began, and how many died."""
+    found, num_died, left = [], 0, asked
+    while left:
+        life = Life(make_scheduler("predicted", **limits), Quarantine(quarantine.transport), frozenset(poisons))
+        found.append(life.claim(left))
+        while (ran := life.step()) is not None and (ran or life.quarantine.suspects or life.scheduler.num_unfinished):
+            pass
+        num_died += ran is None
+        assert num_died < 40
+        left = life.left()
+    return [each for each in found if each], num_died
+
+
+def test_who_made_progress_or_only_waited_is_above_suspicion(quarantine: Quarantine) -> None:
+    assert quarantine.judge(["a", "b"], [0, 3]) == [None, None], "neither has been in a step"
+    ran = [sequence(handle, num_output=handle) for handle in (1, 2)]
+    told = quarantine.told(ran, has_run=True)
+    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    assert quarantine.judge(["r1.0", "r2.0"], [1, 3]) == [Attempts(0, 1, has_run=True), None]
+    assert quarantine.judge(["r1.0", "r2.0"], [1, 3]) == [Attempts(0, 1, has_run=True), None]
+    assert quarantine.judge(["r1.0", "r2.0"], [2, 4]) == [None, None]
+
+
+@pytest.mark.parametrize("poisons", [{3}, {1, 2}, {2, 5, 9}])
+def test_suspects_run_in_groups_once_and_then_alone_until_they_are_the_poison(poisons: set[int], quarantine: Quarantine) -> None:
+    asked = [sequence(handle, max_tokens=3) for handle in range(1, 11)]
+    found, num_died = live_until_dead(quarantine, asked, poisons, max_num_seqs=16)
+    assert sorted(handle for each in found for handle in each) == sorted(poisons), "and everybody else has ended"
+    assert num_died <= 2 + (MAX_ALONE + 1) * len(poisons)
+
+
+def test_the_choices_of_a_poisonous_prompt_end_together(quarantine: Quarantine) -> None:
+    """One response, one error: they are tried as one."""
+    choices = [replace(sequence(handle, max_tokens=3), token_ids=[5] * 4, group_id="g") for handle in range(1, 9)]
+    found, num_died = live_until_dead(quarantine, [*choices, sequence(20, max_tokens=3)], {*range(1, 9)}, max_num_seqs=16)
+    assert found == [[*range(1, 9)]]
+    assert num_died == 2 + MAX_ALONE
+
+
+def test_a_death_in_everybody_elses_step_is_not_blamed_on_a_trial(quarantine: Quarantine) -> None:
+    """Again and again the process is killed from outside while a long prompt is tried."""
+    suspect = sequence(1, num_prompt=400)
+    told = quarantine.told([suspect], has_run=True)
+    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    for _ in range(2 * MAX_ALONE + 2):
+        life = Life(make_scheduler("predicted", num_blocks=400), Quarantine(quarantine.transport))
+        assert life.claim([again(suspect)]) == []
+        life.scheduler.add(sequence(2, max_tokens=300))
+        while life.step() != [2] or not life.quarantine.begun:
+            pass
+
+
+def test_while_suspects_are_tried_everybody_else_has_every_other_step(quarantine: Quarantine) -> None:
+    """64 streams, and 64 prompts of 4,000 tokens that were in the step that died: no stream is preempted, and none waits for more than a step."""
+    life = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=128, max_batched_tokens=512), quarantine)
+    streams, prompts = [sequence(handle, max_tokens=2000) for handle in range(1, 65)], [sequence(handle, num_prompt=4000) for handle in range(101, 165)]
+    told = quarantine.told(prompts, has_run=True)
+    quarantine.transport.run(lambda pipe: queue_records(pipe, told))
+    assert life.claim(streams) == []
+    life.step()
+    assert life.claim(prompts) == []
+    without_a_token = list[bool]()
+    while life.quarantine.suspects or life.quarantine.begun:
+        ran = life.step()
+        assert ran is not None
+        without_a_token.append(not {*range(1, 65)} & {*ran})
+    assert sum(without_a_token) == 64 * 4000 // 512 + 4, "the trial's own steps"
+    assert not any(before and after for before, after in itertools.pairwise(without_a_token))
+    assert life.scheduler.num_preemptions == 0
+
+
+def test_prompts_that_only_waited_cost_no_stream_a_step(quarantine: Quarantine) -> None:
+    """As above, but every place was taken by a stream: the prompts were in no step."""
+    first = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=64, max_batched_tokens=512), quarantine)
+    asked = [sequence(handle, max_tokens=400) for handle in range(1, 65)] + [sequence(handle, num_prompt=4000) for handle in range(101, 165)]
+    assert first.claim(asked) == []
+    for _ in range(20):
+        first.step()
+    second = Life(make_scheduler("predicted", num_blocks=100_000, max_num_seqs=64, max_batched_tokens=512), Quarantine(quarantine.transport))
+    assert second.claim(first.left()) == []
+    assert not second.quarantine.suspects
+    while (ran := second.step()) and not {*range(101, 165)} & {*ran}:
+        assert {*range(1, 65)} & {*ran}
+    assert second.scheduler.num_preemptions == 0
+
+
+def test_a_suspect_whose_grammar_is_compiled_holds_up_nobody(quarantine: Quarantine) -> None:
+    """Other suspects are tried before it, and who is none runs all the time."""
+    life = Life(make_scheduler("predicted", max_num_seqs=8), quarantine)
+    life.scheduler.add(sequence(1))
+    quarantine.hold(sequence(11), Attempts(0, 0, has_run=True), has_grammar=True)
+    quarantine.hold(sequence(12), Attempts(1, 0, has_run=True))
+    compiling = list[Sequence]()
+
+    def add(each: Sequence) -> None:
+        compiling.append(each) if each.handle == 11 else life.scheduler.add(each)
+
+    ran = []
+    for _ in range(12):
+        life.scheduler.apart = quarantine.step(add)
+        batch = life.scheduler.schedule()
+        assert batch is not None
+        ran.append(sorted(row.handle for row in batch.rows))
+        quarantine.blame(ran[-1])
+        for handle in batch.sampled:
+            life.scheduler.append(life.scheduler.get(handle), 7)
+    assert {*ran[0], *ran[1]} == {1, 12} and [12] in ran[:2]
+    assert compiling and ran[-6:] == [[1, 12]] * 6
+    assert quarantine.judge(["r11.0"], [0]) == [Attempts(1, 0, has_run=True)], "compiling may be what kills"
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_suspects_begin_though_every_place_is_taken(strategy: str, quarantine: Quarantine) -> None:
-    scheduler = make_scheduler(strategy, max_num_seqs=4)
-    for handle in range(1, 5):
-        scheduler.add(sequence(handle))
-    assert len(run_step(scheduler, quarantine)) == 4
+def test_suspects_get_their_places_in_turn_however_full_it_is(strategy: str, quarantine: Quarantine) -> None:
+    """They preempt nobody, and wait no longer than others."""
+    life = Life(make_scheduler(strategy, num_blocks=60, max_num_seqs=4), quarantine)
+    for handle in range(1, 9):
+        life.scheduler.add(sequence(handle))
+    assert len(life.step() or ()) == 4
     for handle in (11, 12):
-        quarantine.hold(sequence(handle), Attempts())
-    assert sorted(run_step(scheduler, quarantine)) == [11, 12]
-    assert {*run_step(scheduler, quarantine)} <= {1, 2, 3, 4, 11, 12} and not quarantine.begun
-    ran: set[int] = set()
-    while scheduler.num_unfinished:
-        ran |= {*run_step(scheduler, quarantine)}
-    assert ran == {1, 2, 3, 4, 11, 12}
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_suspects_begin_though_the_cache_is_full(strategy: str, quarantine: Quarantine) -> None:
-    scheduler = make_scheduler(strategy, num_blocks=36, max_num_seqs=16)
-    for handle in range(1, 4):
-        scheduler.add(sequence(handle, num_prompt=8))
-    for _ in range(30):
-        run_step(scheduler, quarantine)
-    for handle in (11, 12):
-        quarantine.hold(sequence(handle, num_prompt=40), Attempts())
+        quarantine.hold(sequence(handle, num_prompt=40), Attempts(0, 0, has_run=True))
     ran: list[list[int]] = []
-    while scheduler.num_unfinished or quarantine.suspects:
-        ran.append(run_step(scheduler, quarantine))
-        assert len(ran) < 400, "nobody runs any more"
-    apart = [each for each in ran if {11, 12} & {*each}]
-    assert not {*apart[0]} & {1, 2, 3}
+    while life.scheduler.num_unfinished or quarantine.suspects:
+        ran.append(life.step() or [])
+        assert len(ran) < 1000, "nobody runs any more"
+    apart = next(each for each in ran if {11, 12} & {*each})
+    assert {*apart} <= {11, 12}
+    assert {handle for each in ran for handle in each} == {*range(1, 9), 11, 12}

@@ -5,7 +5,7 @@ from typing import Any
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.sequence import Sequence
+from services.compute.sequence import Sequence, TokenCounts
 from shared.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 24, 4, 5, 12
@@ -19,3 +19,9 @@ def make_scheduler(strategy: str = "predicted", *, blocks: BlockManager | None =
 def make_sequence(handle: int, prompt: list[int], max_tokens: int, *, prompt_logprobs: int | None = None, **fields: Any) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     return Sequence(handle, str(handle), list(prompt), len(prompt), params, **fields)
+
+
+def counted(counts: TokenCounts) -> dict[int, float]:
+    """How often each token is there."""
+    assert len({*counts.token_ids.tolist()}) == len(counts.token_ids) == len(counts.times)
+    return dict(zip(counts.token_ids.tolist(), counts.times.tolist(), strict=True))

@@ -8,7 +8,7 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from tests.unit.sequences import make_scheduler, make_sequence
+from tests.unit.sequences import counted, make_scheduler, make_sequence
 
 
 def sevens(batch: ScheduledBatch, sequences: list[Sequence]) -> list[int]:
@@ -230,40 +230,40 @@ def test_penalties_count_only_what_is_there() -> None:
     scheduler.add(sequence)
     for token_id in (7, 8, 7, 9):
         foresee(scheduler, token_id)
-    assert sequence.output_counts() == {7: 2, 8: 1, 9: 1}
+    assert counted(sequence.output_counts()) == {7: 2, 8: 1, 9: 1}
     scheduler.confirm(sequence)
     scheduler.truncate(sequence, 4)
-    assert dict(sequence.output_counts()) == {7: 1, 8: 1}
+    assert counted(sequence.output_counts()) == {7: 1, 8: 1}
     scheduler.truncate(sequence, 3)
     scheduler.append(sequence, 9)
-    assert dict(sequence.output_counts()) == {7: 1, 9: 1}
+    assert counted(sequence.output_counts()) == {7: 1, 9: 1}
 
 
-def test_only_those_run_who_may() -> None:
+def test_who_runs_apart_has_every_other_step() -> None:
     scheduler = make_scheduler()
     for handle in range(3):
         scheduler.add(make_sequence(handle, [1, 2, 3], 20))
     one_step(scheduler)
     scheduler.add(make_sequence(3, [5], 20))
-    scheduler.only = frozenset([1, 3])
-    assert one_step(scheduler).sampled == [1, 3]
-    scheduler.only = frozenset()
-    assert scheduler.schedule() is None
-    scheduler.only = None
+    scheduler.apart = frozenset([1, 3])
+    assert [one_step(scheduler).sampled for _ in range(4)] == [[1, 3], [0, 2], [1, 3], [0, 2]]
+    scheduler.apart = frozenset([9])
+    assert [one_step(scheduler).sampled for _ in range(2)] == [[0, 1, 2, 3]] * 2, "a turn that nobody takes is everybody's"
+    scheduler.apart = frozenset()
     assert one_step(scheduler).sampled == [0, 1, 2, 3]
 
 
-def test_who_alone_may_run_is_given_a_place_and_memory() -> None:
-    """The others have taken all of both, and cannot go on until it has."""
+def test_who_runs_apart_preempts_nobody() -> None:
+    """The others have taken all places, or all memory."""
     for scheduler in (make_scheduler("paged", max_num_seqs=2), make_scheduler("paged", num_blocks=4)):
         for handle in range(2):
             scheduler.add(make_sequence(handle, [handle] * 7, 5))
         one_step(scheduler)
         one_step(scheduler)
         scheduler.add(make_sequence(2, [1, 2, 3, 4, 5], 5, arrived_at=9.0))
-        scheduler.only = frozenset([2])
-        batch = scheduler.schedule()
-        assert batch is not None and batch.sampled == [2]
+        scheduler.apart = frozenset([2])
+        assert [2] in run(scheduler)
+        assert scheduler.num_preemptions == 0
 
 
 def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
@@ -273,17 +273,17 @@ def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
     scheduler.add(first)
     one_step(scheduler)
     scheduler.add(second)
-    scheduler.only = frozenset([1])
+    first.is_ending = True  # so that only the second runs
     for _ in range(9):
         if second.num_undecided_tokens == 3:
             scheduler.confirm(second)
         foresee(scheduler)
-    scheduler.only = frozenset([0])
+    first.is_ending, second.is_ending = False, True
     for _ in range(13):
         one_step(scheduler)
     assert second in scheduler.waiting and (second.num_decided_tokens, second.num_tokens) == (14, 17)
     scheduler.finish(first, is_complete=True)
-    scheduler.only = None
+    second.is_ending = False
     foresee(scheduler)
     scheduler.truncate(second, 14)
     scheduler.append(second, 8)

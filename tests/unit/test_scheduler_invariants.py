@@ -22,7 +22,7 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Draft
 from services.compute.sequence import ScoredTokens, Sequence
-from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, make_scheduler, make_sequence
+from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, counted, make_scheduler, make_sequence
 
 # What becomes of a foreseen token: it is decided; another is; it is, and ends the sequence; it is, and does not end it; the sequence ends without it.
 OUTCOMES = ("as foreseen", "otherwise", "the end", "not the end", "lost")
@@ -64,12 +64,16 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(
         start=st.sampled_from([0, 0, 0, 50, 90]), length=st.sampled_from([5, 10]) | st.integers(1, 60), output=st.integers(1, 36),
         share=st.sampled_from([1.0, 0.5, 0.1]), priority=st.integers(-1, 1), salt=st.sampled_from(["", "", "s"]), has_own_voice=st.booleans(),
-        prompt_logprobs=st.sampled_from([None, None, 0]),
+        prompt_logprobs=st.sampled_from([None, None, 0]), tenant_id=st.sampled_from(["", "a", "b"]),
     )  # fmt: skip
-    def arrive(self, start: int, length: int, output: int, share: float, priority: int, salt: str, has_own_voice: bool, prompt_logprobs: int | None) -> None:
+    def arrive(
+        self, start: int, length: int, output: int, share: float, priority: int, salt: str, has_own_voice: bool, prompt_logprobs: int | None, tenant_id: str
+    ) -> None:
         """Prompts are runs of the natural numbers from one of three starts: many have prefixes in common."""
         voice = len(self.sequences) if has_own_voice else 0
-        self.add(list(range(start, start + length)), output, share, voice, priority=priority, cache_salt=salt, prompt_logprobs=prompt_logprobs)
+        self.add(
+            list(range(start, start + length)), output, share, voice, priority=priority, cache_salt=salt, prompt_logprobs=prompt_logprobs, tenant_id=tenant_id
+        )
 
     @rule(which=st.integers(0, 1 << 20), output=st.integers(1, 36))
     @precondition(lambda self: self.sequences)
@@ -110,9 +114,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         if len(running) > 1:
             self.scheduler._preempt(running[which % len(running) if which % 2 else 0], Draft())
 
-    @rule(only=st.none() | st.frozensets(st.integers(0, 12), max_size=4))
-    def restrict(self, only: frozenset[int] | None) -> None:
-        self.scheduler.only = only
+    @rule(apart=st.just(frozenset[int]()) | st.frozensets(st.integers(0, 12), max_size=4))
+    def set_apart(self, apart: frozenset[int]) -> None:
+        self.scheduler.apart = apart
 
     @rule(decisions=st.lists(st.tuples(st.integers(0, MAX_SEQS), st.sampled_from(OUTCOMES)), min_size=1, max_size=6))
     def step(self, decisions: list[tuple[int, str]]) -> None:
@@ -129,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.blocks.taken.clear()
         batch = run_step(self.scheduler, self.execute, is_over=self.is_over) if self.is_inline else self.scheduler.schedule()
         if batch is None:
-            assert self.scheduler.only is not None or self.undecided() or not self.scheduler.num_unfinished
+            assert self.undecided() or not self.scheduler.num_unfinished
             return False
         if not self.is_inline:
             sequences = [self.scheduler.get(handle) for handle in batch.sampled]
@@ -180,7 +184,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_batch(self, batch: ScheduledBatch) -> None:
         handles = [row.handle for row in batch.rows]
         assert len(set(handles)) == len(handles) <= MAX_SEQS
-        assert self.scheduler.only is None or set(handles) <= self.scheduler.only
+        assert not self.scheduler.apart & {*handles} or {*handles} <= self.scheduler.apart
         assert 0 < batch.num_tokens <= MAX_TOKENS
         assert batch.sampled == [row.handle for row in batch.rows if row.is_sampled]
         assert all(row.num_tokens == 1 for row in batch.rows[: batch.num_decodes])
@@ -270,13 +274,19 @@ class SchedulerMachine(RuleBasedStateMachine):
             if not sequence.is_finished:
                 assert sequence.token_ids[sequence.num_prompt_tokens : sequence.num_decided_tokens] == self.log[sequence.handle]
 
+    @invariant()
+    def the_places_of_each_tenant_are_counted(self) -> None:
+        assert dict(self.scheduler._num_running) == dict(Counter(each.tenant_id for each in self.scheduler.running.values()))
+
     def check_counts(self, sequence: Sequence) -> None:
-        assert dict(sequence.output_counts()) == dict(Counter(sequence.token_ids[sequence.num_prompt_tokens :]))
+        assert counted(sequence.output_counts()) == Counter(sequence.token_ids[sequence.num_prompt_tokens :])
+        assert counted(sequence.seen_counts()) == Counter(sequence.token_ids)
+        assert sequence.history().tolist() == sequence.token_ids
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        self.scheduler.only = None
+        self.scheduler.apart = frozenset()
         for _ in range(10_000):
             has_run = self.run_step()
             for sequence in self.undecided():

@@ -16,13 +16,13 @@ MAX_REPEAT = 256  # tokens beyond allowed_length: what repeats more is penalized
 MAX_EXPONENT_LOG = 88.7228391  # of the largest float32
 
 
-def dry_penalties(token_ids: list[int], params: DryParams, breakers: Breakers) -> tuple[Array, Array]:
-    """The tokens that lose something, each once, int64, and how much, float32. token_ids: the history."""
+def dry_penalties(token_ids: Array, params: DryParams, breakers: Breakers) -> tuple[Array, Array]:
+    """The tokens that lose something, each once, int64, and how much, float32. token_ids: the history, [n] int64."""
     nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
     window = len(token_ids) if params.penalty_last_n < 0 else min(params.penalty_last_n, len(token_ids))
     if window <= params.allowed_length or window < 2:
         return nothing
-    history = np.array(token_ids[len(token_ids) - window :], np.int64)
+    history = token_ids[len(token_ids) - window :]
     longest = min(repeatable(history, breakers, params.allowed_length + MAX_REPEAT), window)
     if longest < params.allowed_length:
         return nothing
@@ -41,9 +41,9 @@ def dry_penalties(token_ids: list[int], params: DryParams, breakers: Breakers) -
 
 def repeatable(history: Array, breakers: Breakers, most: int) -> int:
     """How many tokens back from the end of the history a repetition may reach: to the first breaker, `most` of them at most."""
-    tokens = history[::-1].tolist()
     reach = max((len(tail) for tails in breakers.values() for tail in tails), default=0)
-    for back, token in enumerate(tokens[: most + reach + 1]):
+    tokens = history[: -(most + reach + 2) : -1].tolist()
+    for back, token in enumerate(tokens):
         matches = [len(tail) for tail in breakers.get(token, ()) if len(tail) <= back and tuple(tokens[back - len(tail) : back][::-1]) == tail]
         if matches:
             return min(back - max(matches), most)
@@ -53,8 +53,9 @@ def repeatable(history: Array, breakers: Breakers, most: int) -> int:
 def repeat_lengths(history: Array, longest: int) -> Array:
     """For each place but the last, how many tokens up to it are the same as those up to the end; no more than `longest`. Returns [len(history) - 1]."""
     lengths = np.zeros(len(history) - 1, np.int64)
-    ends = np.arange(len(lengths))
-    for length in range(longest):
+    ends = np.flatnonzero(history[:-1] == history[-1]) if longest else np.zeros(0, np.int64)
+    lengths[ends] = 1
+    for length in range(1, longest):
         ends = ends[ends >= length]
         ends = ends[history[ends - length] == history[len(history) - 1 - length]]
         if not len(ends):

@@ -266,18 +266,18 @@ def edit(row: torch.Tensor, sequence: Sequence, search: RowSearch, grammar_mask:
     params = sequence.params
     if params.edits_logits:
         if params.repetition_penalty != 1.0:
-            seen = to_device(np.array(sorted(set(sequence.token_ids)), np.int64), row.device)
+            seen = to_device(sequence.seen_counts().token_ids.copy(), row.device)
             values = row[seen]
             row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        if (params.frequency_penalty or params.presence_penalty) and (counted := sequence.output_counts()):
-            used = to_device(np.array(list(counted), np.int64), row.device)
-            times = to_device(np.array(list(counted.values()), np.float32), row.device)
+        if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
+            counts = sequence.output_counts()
+            used, times = to_device(counts.token_ids.copy(), row.device), to_device(counts.times.copy(), row.device)
             row[used] -= params.frequency_penalty * times + params.presence_penalty
         if params.logit_bias:
             biased = to_device(np.array(list(params.logit_bias), np.int64), row.device)
             row[biased] += to_device(np.array(list(params.logit_bias.values()), np.float32), row.device)
     if params.dry is not None and params.dry.multiplier > 0.0:
-        repeating, penalties = dry_penalties(sequence.token_ids, params.dry, sequence.dry_breakers)
+        repeating, penalties = dry_penalties(sequence.history(), params.dry, sequence.dry_breakers)
         row[to_device(repeating, row.device)] -= to_device(penalties, row.device)
     mask = allowed_tokens(sequence, grammar_mask, len(row))
     if mask is not None:

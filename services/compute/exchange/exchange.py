@@ -18,11 +18,12 @@ from services.compute.candidates.reduction import CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
+from services.compute.quarantine import Record, queue_records
 from shared.line import Line
 from shared.messages import Control, StepCandidates, StepDecisions
 from shared.redis_clock import follow_clock
 from shared.stage import Stage
-from shared.streams import CONTROL, GroupStream, candidates, decisions
+from shared.streams import CONTROL, GroupStream, attempts_key, candidates, decisions
 from shared.telemetry import get_logger
 from shared.token_log import finish_ended
 from shared.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pipeline, append
@@ -30,6 +31,7 @@ from shared.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pi
 log = get_logger("penstock.compute")
 
 STANDING_MS = 1000  # how long Redis holds a standing read before it is asked again
+MAX_TAKEN = 64  # prompts in a reply: more would hold up the steps of those that run
 TEND_EVERY_S = 0.1
 WARN_EVERY_S = 10.0
 UNKNOWN = -2  # a decision's token id: the sampler must be told about the sequence
@@ -63,6 +65,8 @@ class Exchange:
         self._outgoing: list[tuple[str, StepCandidates]] = []  # to samplers, with the next write
         self._ended: dict[bytes, str] = {}  # entries to acknowledge with the next write, and their requests
         self._acknowledging: dict[bytes, str] = {}  # written, and not answered yet
+        self._records: list[Record] = []  # keys to set with the next write
+        self._recording: list[Record] = []  # written, and not answered yet
         self._step = time.time_ns() // 1000  # of the next message: beyond any of an earlier life of this replica
         self._num_held = 0  # steps whose rows have not been sent
         self._held_at = self._published_at = 0.0  # when the last step's rows came; when rows were last sent
@@ -85,10 +89,15 @@ class Exchange:
             self._publish()
             self._flush()
 
+    def remember(self, records: list[Record]) -> None:
+        """Keys that are set with the next write."""
+        self._records += records
+
     def publish_held(self) -> None:
         """Before something long: what is held back goes out now."""
         if self._num_held:
             self._publish()
+        if self._outgoing or self._records:
             self._flush()
 
     def collect(self, room: int, *, wait_s: float = 0.0) -> Inbox:
@@ -96,7 +105,7 @@ class Exchange:
         inbox = Inbox()
         if self._num_held and (wait_s or time.monotonic() > self._published_at + self.publish_interval_s):
             self._publish()
-        if self._ended or self._outgoing:
+        if self._ended or self._outgoing or self._records:
             self._flush()
         try:
             self._ask(room)
@@ -121,7 +130,8 @@ class Exchange:
         self._tended_at = now
         self._follow_samplers()
         self._warn_if_alone()
-        late = self.undecided.silent({handle: self.active[handle].sampler_id for handle in self.undecided.rows})
+        samplers = {handle: self.active[handle].sampler_id for handle in self.undecided.rows}
+        late = self.undecided.silent(samplers, seen_since=self.stage.sight_since)
         if late:
             log.warning("decisions are missing, sending their candidates again", num_sequences=len(late))
             self._send_again(late)
@@ -166,7 +176,7 @@ class Exchange:
             last_ids = {self.decisions.stream.key: self.decisions.last_id, CONTROL.key: self.control.last_id}
             self._news.send(lambda pipe: pipe.xread(last_ids, block=STANDING_MS))
         if room > 0 and not self._requests.num_awaited:
-            self._requests.send(lambda pipe: self.prompts.queue_read(pipe, count=room, block_ms=STANDING_MS))
+            self._requests.send(lambda pipe: self.prompts.queue_read(pipe, count=min(room, MAX_TAKEN), block_ms=STANDING_MS))
 
     def _take_news(self, inbox: Inbox) -> None:
         if not self._news.has_reply():
@@ -212,28 +222,33 @@ class Exchange:
         try:
             if self._out.num_awaited:
                 self._confirm()
-            outgoing, ended = self._outgoing, self._ended
+            outgoing, ended, records = self._outgoing, self._ended, self._records
             self._outgoing, self._ended, self._acknowledging = [], {}, ended
-            self._out.send(lambda pipe: self._fill(pipe, outgoing, ended))
+            self._records, self._recording = [], records
+            self._out.send(lambda pipe: self._fill(pipe, outgoing, ended, records))
         except (RedisError, OSError) as error:
             self._recover(error)
 
-    def _fill(self, pipe: Pipeline, outgoing: list[tuple[str, StepCandidates]], ended: dict[bytes, str]) -> None:
+    def _fill(self, pipe: Pipeline, outgoing: list[tuple[str, StepCandidates]], ended: dict[bytes, str], records: list[Record]) -> None:
+        queue_records(pipe, records)
         for sampler_id, message in outgoing:
             append(pipe, candidates(sampler_id), message)
         finish_ended(pipe, self.prompts.stream, ended)
+        if ended:
+            pipe.delete(*map(attempts_key, ended.values()))
         self.decisions.trim_now_and_then(pipe)
 
     def _confirm(self) -> None:
         """What was written has arrived. Raises what Redis said instead."""
         self._out.receive()
-        self._acknowledging = {}
+        self._acknowledging, self._recording = {}, []
 
     def _recover(self, error: Exception) -> None:
         """Wait until Redis can serve, and begin anew: nobody knows what arrived. Raises if the error is not temporary."""
         for line in (self._out, self._news, self._requests):
             line.close()
         self._ended, self._acknowledging = self._acknowledging | self._ended, {}
+        self._records, self._recording = self._recording + self._records, []
         self._outgoing.clear()
         self.stage.transport.wait_out(error)
         self._send_again(list(self.undecided.rows))

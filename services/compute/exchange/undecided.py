@@ -5,6 +5,7 @@ through once and in the order of the positions. A sampler that says nothing is a
 memory, or be busy with rebuilding what it took over.
 """
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -109,8 +110,9 @@ class Undecided:
         """The sampler has answered something: it lives, and works."""
         self.patience[sampler_id] = Patience(time.monotonic())
 
-    def silent(self, sampler_by_handle: dict[int, str | None]) -> list[int]:
-        """The handles whose samplers have said nothing for longer than they may; from now on each of those may take twice as long.
+    def silent(self, sampler_by_handle: dict[int, str | None], *, seen_since: float = -math.inf) -> list[int]:
+        """The handles whose samplers have said nothing for longer than they may; from now on each of those may take twice as long. seen_since: monotonic, s,
+        when this replica could not see the last time: an answer that it could not hear is no silence.
 
         And those that wait for longest patience while their sampler answers others: it has lost their rows, or can't answer them.
         """
@@ -119,7 +121,7 @@ class Undecided:
         forgotten = set()
         for handle, sampler_id in sampler_by_handle.items():
             if sampler_id is not None and (rows := self.rows.get(handle)):
-                oldest = min(row.asked_at for row in rows.values())
+                oldest = max(min(row.asked_at for row in rows.values()), seen_since)
                 asked_at[sampler_id] = min(asked_at.get(sampler_id, now), oldest)
                 if now - oldest > LONGEST_PATIENCE_S:
                     forgotten.add(handle)

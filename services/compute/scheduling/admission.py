@@ -28,6 +28,8 @@ MAX_COHORTS = 8  # followed up at a time
 class Admission(Protocol):
     """A strategy. `survey` comes once before any `admits` of a step; after each True the sequence begins."""
 
+    preempts: bool  # what runs may have to give its place back
+
     def survey(self, running: Collection[Sequence]) -> None:
         """Look at what runs."""
 
@@ -46,6 +48,8 @@ class Admission(Protocol):
 
 class Reserve:
     """The longest a sequence can become, up front."""
+
+    preempts = False
 
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
@@ -68,6 +72,8 @@ class Reserve:
 
 class Paged:
     """What the sequence has now, and one spare block for each that runs, so that who begins is not preempted at the next border."""
+
+    preempts = True
 
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
@@ -113,6 +119,8 @@ class Calibration:
 
 class Predicted:
     """The peak of memory over the future of all that would run, at the asked confidence."""
+
+    preempts = True
 
     def __init__(self, block_manager: BlockManager, *, confidence: float = CONFIDENCE) -> None:
         self.block_manager = block_manager

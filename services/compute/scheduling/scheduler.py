@@ -8,11 +8,17 @@ One order rules who begins and who gives way: the rank, arrival time plus aging_
 ranks never change, a level of priority is worth aging_s of waiting, and nothing starves. The smallest rank begins first; when the KV
 cache is full the largest gives its blocks back, waits at its place, and is computed again when admission finds that it fits.
 
+Tenants share the places. Within a priority, each place that a tenant has already counts like aging_s of waiting for all others. If every place is
+taken, the first sequence of a tenant takes one from whoever has most.
+
+Some may run apart (`apart`): in steps of their own, by turns with everybody else's.
+
 A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet. They are computed upon like any others, up to
 run_ahead of them; `confirm` says that the next one was decided, `truncate` that it was not. The very last may be PENDING, known to the device only, until
 `reveal` says what it is.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from services.compute.batch import BatchRow, ScheduledBatch
@@ -58,10 +64,12 @@ class Scheduler:
         self.target_itl_s = target_itl_s
         self.run_ahead = run_ahead  # foreseen tokens upon which a sequence may be computed
         self.splits_prompts = splits_prompts  # False: every token of the model's sees all others, so a prompt is computed in one step
-        self.only: frozenset[int] | None = None  # handles that may run while others wait; None: all
+        self.apart: frozenset[int] = frozenset()  # handles that run in steps of their own, by turns with everybody else's
+        self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by handle
+        self._num_running: Counter[str] = Counter()  # by tenant
         self.num_preemptions = 0
         self.num_prefix_queries = 0  # prompt tokens looked up in the prefix cache, once for each sequence
         self.num_prefix_hits = 0  # those that were found
@@ -84,6 +92,15 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch | None:
         """The next step, or None if there is nothing to compute. From here on its tokens count as computed."""
+        self._is_apart = bool(self.apart) and not self._is_apart
+        batch = self._schedule_step()
+        if batch is None and self.apart:
+            self._is_apart = not self._is_apart
+            batch = self._schedule_step()
+        return batch
+
+    def _schedule_step(self) -> ScheduledBatch | None:
+        """A step of those whose turn it is."""
         draft = Draft()
         num_preemptions = self.num_preemptions
         behind = self._schedule_decodes(draft)
@@ -136,7 +153,7 @@ class Scheduler:
 
     def _can_run(self, sequence: Sequence) -> bool:
         """Whether it is its turn, and what it would be computed upon is decided as far as it must be."""
-        is_in = self.only is None or sequence.handle in self.only
+        is_in = (sequence.handle in self.apart) == self._is_apart
         return is_in and not sequence.is_ending and sequence.num_undecided_tokens <= self.run_ahead
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> BatchRow:
@@ -204,14 +221,13 @@ class Scheduler:
         """Waiting sequences begin, in the order of their ranks, while there are budget, a place, and memory as the strategy counts it."""
         is_surveyed = False
         while budget > 0:
-            sequence = self.waiting.head(self.only)
+            sequence = self._next_waiting()
             if sequence is None or not self._can_run(sequence) or not self._fits_step(sequence, budget) or self._was_refused(sequence):
                 return
             if len(self.running) >= self.max_num_seqs:
-                if not self._stand_aside(draft):
+                if not self._give_way(sequence, draft):
                     return
                 is_surveyed = False
-                continue
             twin = self._twin(sequence)
             if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens and self._can_run(twin):
                 return  # when the twin's prompt is computed, this one need not be
@@ -223,8 +239,6 @@ class Scheduler:
             matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
             if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
                 budget -= self._begin(sequence, matched, twin, draft, budget)
-            elif self._stand_aside(draft):
-                is_surveyed = False
             else:
                 self._refused = (sequence.handle, 0)
                 return
@@ -240,13 +254,29 @@ class Scheduler:
         self._refused = (sequence.handle, self._refused[1] + 1)
         return True
 
-    def _stand_aside(self, draft: Draft) -> bool:
-        """While only some may run, the last in rank of the others gives its place and its blocks to them: it holds what they wait for, and would hold it for
-        ever. Returns whether there was one."""
-        others = [each for each in self.running.values() if self.only is not None and each.handle not in self.only]
-        if others:
-            self._preempt(max(others, key=_rank), draft)
-        return bool(others)
+    def _next_waiting(self) -> Sequence | None:
+        """Whose turn it is to begin."""
+        if self._is_apart:
+            return self.waiting.head_of(self.apart)
+        return self.waiting.head(lambda tenant_id: self.aging_s * self._num_running[tenant_id], self.apart)
+
+    def _give_way(self, sequence: Sequence, draft: Draft) -> bool:
+        """Every place is taken: have one given up for a tenant's first sequence, or for its first one of such urgency. Returns whether there was one.
+
+        One that is less urgent and later in rank gives way; for a tenant that has no place at all, also one of a tenant that has many.
+        """
+        if not self.admission.preempts or self._is_apart:
+            return False
+        own = [each.priority for each in self.running.values() if each.tenant_id == sequence.tenant_id]
+        if own and min(own) <= sequence.priority:
+            return False
+        others = [each for each in self.running.values() if each.priority >= sequence.priority and each.handle not in self.apart and not each.is_ending]
+        able = [each for each in others if each.priority > sequence.priority and each.rank > sequence.rank]
+        if not able and not own:  # each of the others' places but the first counts like aging_s of waiting, as it does for who begins
+            able = [each for each in others if each.rank + self.aging_s * (self._num_running[each.tenant_id] - 1) > sequence.rank]
+        if able:
+            self._preempt(max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each))), draft)
+        return bool(able)
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
         """Whether there are free blocks for the sequence's first chunk now."""
@@ -259,6 +289,7 @@ class Scheduler:
         """The sequence leaves the queue, with its first chunk. Returns its tokens."""
         self.waiting.remove(sequence)
         self.running[sequence.handle] = sequence
+        self._num_running[sequence.tenant_id] += 1
         if twin is not None:
             self.block_manager.fork(twin, sequence)
             if not sequence.is_scored:
@@ -310,6 +341,9 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         del self.running[sequence.handle]
+        self._num_running[sequence.tenant_id] -= 1
+        if not self._num_running[sequence.tenant_id]:
+            del self._num_running[sequence.tenant_id]
         self.block_manager.free(sequence)
         if sequence.group_id is not None:
             members = self._groups[sequence.group_id]

@@ -1,16 +1,18 @@
-"""WaitingQueue: the sequences that have no place yet, by rank."""
+"""WaitingQueue: the sequences that have no place yet, and whose turn it is."""
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from services.compute.sequence import Sequence
 
+Entry = tuple[float, int, Sequence]  # rank, handle: no two are equal
+
 
 class WaitingQueue:
-    """A heap with removal: what was removed stays in the heap until it comes to the top."""
+    """A heap for each tenant and priority. What was removed stays in its heap until it comes to the top."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Sequence]] = []
+        self._heaps: dict[tuple[str, int], list[Entry]] = {}
         self._by_handle: dict[int, Sequence] = {}
         self._num_with_deadline = 0
 
@@ -27,26 +29,46 @@ class WaitingQueue:
     def push(self, sequence: Sequence) -> None:
         self._by_handle[sequence.handle] = sequence
         self._num_with_deadline += sequence.deadline is not None
-        heapq.heappush(self._heap, (sequence.rank, sequence.handle, sequence))
+        heapq.heappush(self._heaps.setdefault((sequence.tenant_id, sequence.priority), []), (sequence.rank, sequence.handle, sequence))
 
-    def head(self, among: frozenset[int] | None = None) -> Sequence | None:
-        """The one whose turn it is, of all or of some handles."""
-        if among is not None:
-            return min((self._by_handle[each] for each in among if each in self._by_handle), key=lambda each: (each.rank, each.handle), default=None)
-        if not self._by_handle:
+    def head(self, handicap: Callable[[str], float], but: frozenset[int] = frozenset()) -> Sequence | None:
+        """The one whose turn it is, of all but some handles.
+
+        The smallest rank says which priorities have their turn: its own, and those that are more urgent. Among these a tenant's handicap is added to the rank.
+        """
+        tops = [top for key in list(self._heaps) if (top := self._top(key, but)) is not None]
+        if not tops:
             return None
-        while self._heap[0][1] not in self._by_handle:
-            heapq.heappop(self._heap)
-        return self._heap[0][2]
+        priority = min(tops)[2].priority
+        return min((rank + handicap(each.tenant_id), handle, each) for rank, handle, each in tops if each.priority <= priority)[2]
+
+    def head_of(self, handles: frozenset[int]) -> Sequence | None:
+        """The smallest rank among some handles."""
+        return min((self._by_handle[each] for each in handles if each in self._by_handle), key=lambda each: (each.rank, each.handle), default=None)
 
     def remove(self, sequence: Sequence) -> None:
         del self._by_handle[sequence.handle]
         self._num_with_deadline -= sequence.deadline is not None
-        if self._heap[0][2] is sequence:
-            heapq.heappop(self._heap)
+        heap = self._heaps[sequence.tenant_id, sequence.priority]
+        if heap[0][2] is sequence:
+            heapq.heappop(heap)
 
     def expired(self, now: float) -> list[Sequence]:
         """Those that have not begun, and whose deadline is over."""
         if not self._num_with_deadline:
             return []
         return [sequence for sequence in self if sequence.deadline is not None and sequence.deadline <= now and not sequence.has_begun]
+
+    def _top(self, key: tuple[str, int], but: frozenset[int]) -> Entry | None:
+        """The smallest rank of a heap, if anything that counts is in it."""
+        heap, passed = self._heaps[key], []
+        while heap and (heap[0][1] not in self._by_handle or heap[0][1] in but):
+            entry = heapq.heappop(heap)
+            if entry[1] in self._by_handle:
+                passed.append(entry)
+        top = heap[0] if heap else None
+        for entry in passed:
+            heapq.heappush(heap, entry)
+        if not heap:
+            del self._heaps[key]
+        return top

@@ -1,0 +1,75 @@
+"""Penalties follow a sequence token by token: the same bits as from its whole history, and a step costs what is new."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.compute.backends.torch.row_search import TorchRowSearch
+from services.compute.candidates.dry import dry_penalties
+from services.compute.candidates.reduction import edit
+from services.compute.sequence import Sequence
+from shared.sampling_params import DryParams, SamplingParams
+
+VOCABULARY = 40
+PARAMS = SamplingParams(max_tokens=1000, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=-0.5, dry=DryParams(0.8, allowed_length=1))
+
+
+def from_the_whole_history(row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+    """The same penalties by their definitions."""
+    row, params = row.clone(), sequence.params
+    seen = torch.tensor(sorted(set(sequence.token_ids)))
+    values = row[seen]
+    row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+    for token_id in sorted(set(output := sequence.token_ids[sequence.num_prompt_tokens :])):
+        row[token_id] -= torch.tensor(output.count(token_id), dtype=torch.float32) * params.frequency_penalty + params.presence_penalty
+    assert params.dry is not None
+    tokens, penalties = dry_penalties(np.array(sequence.token_ids, np.int64), params.dry, {})
+    row[torch.from_numpy(tokens)] -= torch.from_numpy(penalties)
+    return row
+
+
+@given(
+    prompt=st.lists(st.integers(0, VOCABULARY - 1), min_size=1, max_size=90),
+    steps=st.lists(st.tuples(st.lists(st.integers(0, VOCABULARY - 1), max_size=40), st.integers(0, 30)), min_size=1, max_size=8),
+)
+def test_edits_are_the_same_bits_as_from_the_whole_history(prompt: list[int], steps: list[tuple[list[int], int]]) -> None:
+    """Tokens come, some foreseen ones go again, and after each step the row is edited."""
+    sequence = Sequence(1, "r", list(prompt), len(prompt), PARAMS)
+    row = torch.linspace(-3, 3, VOCABULARY)
+    for added, num_dropped in steps:
+        sequence.token_ids += added
+        sequence.num_undecided_tokens = sequence.num_output_tokens
+        edit(row.clone(), sequence, TorchRowSearch())
+        sequence.drop_tokens(max(len(prompt), sequence.num_tokens - num_dropped))
+        edited = row.clone()
+        edit(edited, sequence, TorchRowSearch())
+        assert edited.numpy().tobytes() == from_the_whole_history(row, sequence).numpy().tobytes()
+
+
+def test_a_long_history_is_read_once() -> None:
+    """A token costs the same after 1,000 tokens and after 100,000, but for the numpy work on what is there: the list is not walked again."""
+
+    class Watched(list[int]):
+        num_read = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            Watched.num_read += len(found) if isinstance(index, slice) else 1
+            return found
+
+        def __iter__(self) -> Any:
+            Watched.num_read += len(self)
+            return super().__iter__()
+
+    rng = np.random.default_rng(0)
+    sequence = Sequence(1, "r", Watched(rng.integers(0, VOCABULARY, 20_000).tolist()), 20_000, PARAMS)
+    row = torch.zeros(VOCABULARY)
+    edit(row.clone(), sequence, TorchRowSearch())
+    Watched.num_read = 0
+    for token_id in range(10):
+        sequence.token_ids.append(token_id)
+        edit(row.clone(), sequence, TorchRowSearch())
+    assert Watched.num_read < 100

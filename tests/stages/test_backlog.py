@@ -1,0 +1,69 @@
+"""What waits at a compute replica: it goes on to one with less to do, and what has ended long ago does not run again."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shared.messages import TokenizedRequest
+from shared.registry import Registry
+from shared.sampling_params import SamplingParams
+from shared.streams import inflight_key, log_key, prompts
+from shared.transport import RELEASED_MS, GroupReader, append_to_group
+from tests.conftest import running_redis
+from tests.stages.line_of_stages import MODEL, LineOfStages, hurried, replica
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def line(tmp_path: Path, redis_binary: Path | None) -> Iterator[LineOfStages]:
+    with running_redis(tmp_path, redis_binary) as url, hurried():
+        yield LineOfStages(url)
+
+
+def put(line: LineOfStages, names: list[str], *, is_in_flight: bool = True) -> None:
+    """As a tokenizer does it."""
+    for name in names:
+        append_to_group(line.client, prompts(MODEL), TokenizedRequest(name, None, MODEL, SamplingParams(max_tokens=4), np.array([30, 40], np.int32), ()))
+        if is_in_flight:
+            line.client.hset(inflight_key(MODEL), name, "1")
+            line.client.hincrby(inflight_key(MODEL), "", 1)
+
+
+def test_what_waits_goes_on_to_a_replica_with_less_to_do(line: LineOfStages) -> None:
+    compute, names = line.compute, [f"r{number}.0" for number in range(40)]
+    compute.exchange.start()
+    put(line, names)
+
+    def has_all() -> bool:
+        compute.receive(wait_s=0.05)
+        return len(compute.active) == len(names)
+
+    wait_until(has_all, description="compute has them all")
+    other = replace(replica("compute", "compute-2"), load={"max_num_seqs": 8, "running": 2, "waiting": 0})
+    compute.stage.live = Registry((*compute.stage.live.replicas, other))
+    compute.hand_on()
+    assert [active.request.request_id for active in compute.active.values()] == names[:26], "two for each place of the other's, less what it has"
+    reader = GroupReader(compute.stage.transport, prompts(MODEL), "compute-2")
+    deliveries, dead = reader.claim(idle_ms=RELEASED_MS, count=64)
+    assert [each.message.request_id for each in deliveries] == names[26:] and not dead
+    assert all(each.was_released for each in deliveries), "which raises no suspicion"
+    other = replace(other, load={"max_num_seqs": 8, "running": 8, "waiting": 8})
+    compute.stage.live = Registry((*compute.stage.live.replicas[:-1], other))
+    compute.hand_on()
+    assert len(compute.active) == 26, "it has enough"
+    compute.stage.transport.close()
+    line.client.close()
+
+
+def test_a_claimed_request_that_ended_before_its_log_expired_does_not_run_again(line: LineOfStages) -> None:
+    """Its replica died before it acknowledged the entry, and none was there for longer than logs are kept."""
+    line.compute.exchange.prompts.ensure_group()
+    put(line, ["ended.0"], is_in_flight=False)
+    put(line, ["waiting.0"])
+    line.client.xreadgroup("compute", "dead", {prompts(MODEL).key: ">"})
+    with line.running():
+        wait_until(lambda: line.has_ended("waiting.0") and not line.client.xlen(prompts(MODEL).key), description="nothing is pending any more")
+        assert not line.client.exists(log_key("ended.0"))

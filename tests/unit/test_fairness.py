@@ -1,0 +1,124 @@
+"""Tenants share compute's places: a flood of one costs another little, in however many sequences it comes, and urgency counts wherever it waits."""
+
+import itertools
+
+import pytest
+
+from services.compute.cache.block_manager import BlockManager
+from services.compute.scheduling.admission import make_admission
+from services.compute.scheduling.loop import run_step
+from services.compute.scheduling.scheduler import Scheduler
+from services.compute.sequence import Sequence
+from shared.sampling_params import SamplingParams
+
+STEP_S = 0.02
+PROMPT, FLOOD_TOKENS, SMALL_TOKENS = 50, 200, 8
+
+
+class Server:
+    """Steps of STEP_S; notes how many steps each small request waits for its first token."""
+
+    def __init__(self, strategy: str = "predicted", *, num_blocks: int = 4000, max_num_seqs: int = 64) -> None:
+        blocks = BlockManager(num_blocks, 16)
+        self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=512)
+        self.handles = itertools.count(1)
+        self.num_steps = 0
+
+    def ask(self, tenant_id: str, num_tokens: int, *, priority: int = 0, group_id: str | None = None, prompt: int | None = None) -> Sequence:
+        handle = next(self.handles)
+        asked = Sequence(
+            handle, str(handle), [prompt or handle] * PROMPT, PROMPT, SamplingParams(max_tokens=num_tokens), priority=priority, tenant_id=tenant_id,
+            arrived_at=self.num_steps * STEP_S, group_id=group_id,
+        )  # fmt: skip
+        self.scheduler.add(asked)
+        return asked
+
+    def run(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            run_step(self.scheduler, lambda _, sequences: [7] * len(sequences))
+            self.num_steps += 1
+
+    def steps_to_first_token(self, asked: Sequence) -> int:
+        began = self.num_steps
+        while not asked.num_output_tokens:
+            self.run(1)
+            assert self.num_steps - began < 5000
+        return self.num_steps - began
+
+    def ask_each_second(self, tenant_id: str, *, count: int = 10, priority: int = 0) -> list[int]:
+        """How long each waited for its first token, in steps."""
+        waits = []
+        for _ in range(count):
+            waits.append(self.steps_to_first_token(self.ask(tenant_id, SMALL_TOKENS, priority=priority)))
+            self.run(int(1 / STEP_S))
+        return waits
+
+
+def flood(server: Server, *, n: int) -> None:
+    """150 requests, or 60 with n choices."""
+    for number in range(150 if n == 1 else 60):
+        for _ in range(n):
+            server.ask("a", FLOOD_TOKENS, group_id=f"g{number}" if n > 1 else None, prompt=1000 + number)
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_a_flood_of_one_tenant_costs_another_no_more_than_its_own_latency_again(n: int) -> None:
+    alone = max(Server().ask_each_second("b"))
+    server = Server()
+    flood(server, n=n)
+    server.run(20)
+    assert len(server.scheduler.running) == server.scheduler.max_num_seqs
+    waits = server.ask_each_second("b", count=6)
+    assert server.scheduler.waiting, "the flood is not over"
+    assert max(waits) <= 2 * alone + 1
+    assert server.scheduler.num_preemptions <= len(waits), "one place for each, and no churn"
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_the_urgent_pass_a_flood_of_their_own_tenant(n: int) -> None:
+    alone = max(Server().ask_each_second("a"))
+    server = Server()
+    flood(server, n=n)
+    server.run(20)
+    assert max(server.ask_each_second("a", priority=-33)) <= 2 * alone + 1
+
+
+def test_two_floods_share_the_places() -> None:
+    server = Server(max_num_seqs=8)
+    for tenant_id in ("a", "b"):
+        for _ in range(60):
+            server.ask(tenant_id, 20)
+    server.run(65)
+    shares = [sum(each.tenant_id == tenant_id for each in server.scheduler.running.values()) for tenant_id in ("a", "b")]
+    assert shares == [4, 4]
+
+
+def test_a_tenant_alone_has_every_place_in_the_order_of_arrival() -> None:
+    server = Server(max_num_seqs=8)
+    asked = [server.ask("a", 20) for _ in range(20)]
+    server.run(1)
+    assert [*server.scheduler.running] == [each.handle for each in asked[:8]]
+    server.run(200)
+    assert all(each.is_finished for each in asked) and not server.scheduler.num_preemptions
+
+
+def test_who_waits_long_enough_begins_however_many_others_come() -> None:
+    """A tenant with a place, beside a stream of tenants with none: each of its places is worth aging_s of waiting."""
+    server = Server(max_num_seqs=2)
+    server.scheduler.aging_s = 1.0
+    server.ask("a", 10_000)
+    server.run(1)
+    second = server.ask("a", 10)
+    for number in range(200):
+        server.ask(f"tenant-{number}", 10)
+        server.run(5)
+    assert second.num_output_tokens
+
+
+def test_a_strategy_that_never_preempts_does_not_do_so_for_a_tenant() -> None:
+    server = Server("reserve")
+    flood(server, n=1)
+    server.run(20)
+    server.ask("b", SMALL_TOKENS)
+    server.run(400)
+    assert server.scheduler.num_preemptions == 0
