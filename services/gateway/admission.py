@@ -10,7 +10,7 @@ import asyncio
 
 import redis.asyncio
 
-from services.gateway.limits import NUM_ARGUMENTS, SCRIPT, Caller
+from services.gateway.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, Caller
 from services.gateway.metrics import Metrics
 from shared.errors import Invalid, Rejected
 from shared.messages import GenerateRequest, Replica, encode
@@ -124,6 +124,18 @@ class Admission:
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
         refusal = caller.refused(kind.decode(), rest[0], left)
         self.metrics.rejected.labels(model, refusal.code).inc()
+        raise refusal
+
+    async def charge_request(self, caller: Caller) -> None:
+        """Charge the caller for one request, before work is done for it. Raises Rejected (429), and what the client raises."""
+        if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
+            return
+        left, *exceeded = await self.client.eval(CHARGE_REQUEST, 0, *caller.request_arguments())
+        if not exceeded:
+            return caller.counted(left)
+        kind, wait_ms = exceeded[0]
+        refusal = caller.refused(kind.decode(), wait_ms, left)
+        self.metrics.rejected.labels("", refusal.code).inc()
         raise refusal
 
     def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:

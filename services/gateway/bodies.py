@@ -1,13 +1,15 @@
-"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long ones in a helper process."""
+"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long ones in helper processes."""
 
 import asyncio
 
 from fastapi import Request
 
 from services.gateway.body_worker import KINDS
-from services.gateway.helper import Helper, HelperFailed
+from services.gateway.disconnect import unless_gone
+from services.gateway.helper import HelperFailed
 from services.gateway.openai.body import Body
 from services.gateway.openai.parse import parse
+from services.gateway.pool import HelperPool
 from shared.errors import Invalid, Rejected
 
 INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py
@@ -19,11 +21,12 @@ class BodyReader:
         """max_bytes: of all bodies that are here at once."""
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
-        self.helper = Helper("services.gateway.body_worker")
+        self.helpers = HelperPool("services.gateway.body_worker", "parsing long bodies")
         self._held = 0
 
     async def read(self, request: Request, kind: str) -> Body:
-        """The request's body, checked. Raises Invalid (400, or 408 for one that takes too long to come), Rejected (503) while others take all memory."""
+        """The request's body, checked. Raises Invalid (400, or 408 for one that takes too long to come), Rejected (503) while others take all memory, and as
+        HelperPool does for a long one."""
         data = bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -32,15 +35,17 @@ class BodyReader:
                     self._held += len(chunk)
                     if self._held > self.max_bytes:
                         raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
-            return parse(kind, bytes(data)) if len(data) <= INLINE_BYTES else await self._parse_long(kind, bytes(data))
+            if len(data) <= INLINE_BYTES:
+                return parse(kind, bytes(data))
+            return await unless_gone(request, self._parse_long(request.state.caller.tenant.tenant_id, kind, bytes(data)))
         except TimeoutError:
             raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
         finally:
             self._held -= len(data)
 
-    async def _parse_long(self, kind: str, data: bytes) -> Body:
+    async def _parse_long(self, tenant_id: str, kind: str, data: bytes) -> Body:
         try:
-            outcome = await self.helper.ask(bytes([KINDS.index(kind)]), data, timeout_s=PARSE_TIMEOUT_S)
+            outcome = await self.helpers.ask(tenant_id, bytes([KINDS.index(kind)]), data, timeout_s=PARSE_TIMEOUT_S)
         except TimeoutError:
             raise Rejected("the body could not be parsed in time", status=503, retry_after_s=1) from None
         except HelperFailed:

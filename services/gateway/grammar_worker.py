@@ -11,7 +11,7 @@ import sys
 from services.gateway.worker import run_worker
 from shared.grammar import check_grammar
 
-MEMORY = 1 << 30  # more than what the process has when it begins
+MEMORY = 512 << 20  # more than what the process has when it begins
 
 
 def answer(question: bytes) -> None:

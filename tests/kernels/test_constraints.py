@@ -13,8 +13,10 @@ from scipy import stats
 
 from services.compute.backends.backend import RowSearch
 from services.compute.backends.torch.backend import TorchBackend
-from services.compute.candidates import constraints as module
-from services.compute.candidates.constraints import Constraints, Masks, replay
+from services.compute.candidates import compiled as cache
+from services.compute.candidates import matcher
+from services.compute.candidates.constraints import Constraints, Masks
+from services.compute.candidates.matcher import replay
 from services.compute.candidates.reduction import edit, reduce
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, apply_on_device, bits_of
 from services.compute.sequence import Sequence
@@ -55,9 +57,9 @@ def masks_of(constraints: Constraints, *sequences: Sequence) -> Masks:
 
 def expected(constraint: Constraint, output: list[int]) -> set[int]:
     """By a matcher of its own."""
-    matcher = compile_grammar(constraint, vocabulary())
-    assert matcher.consume_tokens(output)
-    return ids_of(np.frombuffer(matcher.compute_bitmask(), np.uint8))
+    state = compile_grammar(constraint, vocabulary())
+    assert state.consume_tokens(output)
+    return ids_of(np.frombuffer(state.compute_bitmask(), np.uint8))
 
 
 @pytest.mark.parametrize("size", [64, 130, 2048, 2049])
@@ -205,14 +207,14 @@ def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
 
 def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matchers of one text share the library's lexer, which has limits; a sequence's own fate is what it would be alone."""
-    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=600, verbose_errors=False))
+    monkeypatch.setattr(grammar, "limits_of", lambda _: LLParserLimits(max_lexer_states=600, verbose_errors=False))
     replayed: list[int] = []
 
     def counted(constraint: Constraint, known: Vocabulary, output: list[int]) -> LLMatcher:
         replayed.append(len(output))
         return replay(constraint, known, output)
 
-    monkeypatch.setattr(module, "replay", counted)
+    monkeypatch.setattr(matcher, "replay", counted)
     wide = Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
     rng, constraints = np.random.default_rng(1), make_constraints()
     letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
@@ -228,7 +230,7 @@ def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.Monke
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=16, verbose_errors=False))
+    monkeypatch.setattr(grammar, "limits_of", lambda _: LLParserLimits(max_lexer_states=16, verbose_errors=False))
     constraints, later = make_constraints(), Constraint("regex", r"x{5}(.*a.{14}b.*)", param="guided_regex")
     sequences = [sequence_of(tokenizer().encode("x").ids * count, handle=count) for count in (1, 5)]
     for sequence in sequences:
@@ -246,8 +248,8 @@ def test_one_text_is_compiled_once_and_the_texts_that_are_kept_are_bounded(monke
         compiled.append(constraint.text)
         return compile_grammar(constraint, known)
 
-    monkeypatch.setattr(module, "compile_grammar", counted)
-    monkeypatch.setattr(module, "MAX_COMPILED", 2)
+    monkeypatch.setattr(cache, "compile_grammar", counted)
+    monkeypatch.setattr(cache, "MAX_KEPT", 2)
     constraints = make_constraints()
     for handle, text in enumerate(["a+", "b+", "a+", "c+", "a+", "b+"]):
         opened(constraints, sequence_of([], handle=handle), Constraint("regex", text))

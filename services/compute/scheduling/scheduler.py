@@ -59,6 +59,7 @@ class Scheduler:
         self.run_ahead = run_ahead  # foreseen tokens upon which a sequence may be computed
         self.splits_prompts = splits_prompts  # False: every token of the model's sees all others, so a prompt is computed in one step
         self.only: frozenset[int] | None = None  # handles that may run while others wait; None: all
+        self.held: frozenset[int] = frozenset()  # handles that sit out: their grammars' masks are not there yet
         self.step_cost = StepCostFit()
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by handle
@@ -109,6 +110,12 @@ class Scheduler:
         if not is_continued:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
 
+    def take_back(self, sequence: Sequence) -> None:
+        """The step's row of the sequence comes to nothing: its last token is to be computed again."""
+        sequence.num_computed_tokens = sequence.num_tokens - 1
+        sequence.num_committed_blocks = min(sequence.num_committed_blocks, sequence.num_computed_tokens // self.block_manager.block_size)
+        sequence.has_shared_tail = True  # its last block may be in the prefix cache by now
+
     def confirm(self, sequence: Sequence) -> None:
         """The first of the foreseen tokens was decided."""
         assert sequence.num_undecided_tokens > 0
@@ -137,6 +144,8 @@ class Scheduler:
     def _can_run(self, sequence: Sequence) -> bool:
         """Whether it is its turn, and what it would be computed upon is decided as far as it must be."""
         is_in = self.only is None or sequence.handle in self.only
+        if sequence.handle in self.held and sequence.handle in self.running:
+            return False
         return is_in and not sequence.is_ending and sequence.num_undecided_tokens <= self.run_ahead
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> BatchRow:

@@ -9,9 +9,9 @@ from fastapi import APIRouter, Header, Request, Response
 
 from services.gateway.anthropic import models as anthropic
 from services.gateway.context import Context, RequestContext, context_of
+from services.gateway.disconnect import unless_gone
 from services.gateway.errors import speaks_anthropic
 from services.gateway.measured import Measured
-from services.gateway.openai.ask import unless_gone
 from services.gateway.openai.beams import check_beams, search_prompt
 from services.gateway.openai.docs import takes
 from services.gateway.openai.fields import MAX_SEQUENCES
@@ -118,9 +118,13 @@ def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:
 
 
 async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Constraint | None:
-    """What the answer must match, checked. Raises Invalid, Rejected."""
-    if constraint is not None:
-        await context.grammars.check(constraint)
+    """What the answer must match, checked. Raises Invalid, Rejected, and ClientDisconnect. What costs work is charged before it is done."""
+    if constraint is None:
+        return None
+    if not context.grammars.knows(constraint):
+        await context.admission.charge_request(context.caller)
+    checking = context.grammars.check(constraint, context.tenant.tenant_id)
+    await (checking if context.request is None else unless_gone(context.request, checking))
     return constraint
 
 
