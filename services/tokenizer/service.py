@@ -78,8 +78,8 @@ class TokenizerService:
                 slow.append(delivery)
             else:
                 rendered.append((delivery, text))
-        refused = [(delivery, refusal) for delivery in slow if (refusal := self.templates.hold(delivery)) is not None]
-        self.hand_on(rendered + refused, dead, started_at)
+        rendered += [(delivery, refusal) for delivery in slow if (refusal := self.templates.hold(delivery)) is not None]
+        self.hand_on(rendered, dead, started_at)
 
     def finish_slow(self) -> None:
         self.hand_on(self.templates.done(), [], time.time())
