@@ -155,12 +155,14 @@ class Filling:
 def replay_some(matcher: Matcher, token_ids: list[int], vocabulary: Vocabulary, slice_s: float) -> None:
     """Take in the output's tokens, as many as the time allows. Raises Invalid for an output that the grammar does not allow."""
     began = time.thread_time()
-    while len(matcher.token_ids) < len(token_ids) and time.thread_time() - began < slice_s:
+    while len(matcher.token_ids) < len(token_ids):
         some = token_ids[len(matcher.token_ids) : len(matcher.token_ids) + REPLAY_TOKENS]
         if not matcher.state.consume_tokens(some):
             matcher.state = replay(matcher.constraint, vocabulary, token_ids)
             some = token_ids[len(matcher.token_ids) :]
         matcher.token_ids.extend(some)
+        if time.thread_time() - began > slice_s:
+            return
 
 
 def replay(constraint: Constraint, vocabulary: Vocabulary, token_ids: list[int]) -> LLMatcher:
