@@ -37,7 +37,6 @@ class TokenizerService:
         self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
         self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.texts([request], template)[0])
         self.num_requests = 0
-        stage.on_heartbeat = lambda pipe: self.reader.renew(pipe, self.templates.entry_ids)
         self._claimed_at = self._forgot_at = 0.0
 
     def run(self) -> None:
@@ -54,10 +53,12 @@ class TokenizerService:
         self.reader.release_all()  # a delivery whose reply was lost is pending, though nothing is being done
 
     def claim(self) -> None:
-        """Now and then, take over what dead replicas left. One entry at a time, for one of them may be what they died of."""
+        """Now and then, keep what is held here, and take over what dead replicas left. One entry at a time, for one of them may be what they died of."""
         now = time.monotonic()
         if now - self._claimed_at > CLAIM_EVERY_S:
             self._claimed_at = now
+            if self.templates.entry_ids:
+                self.stage.transport.run(lambda pipe: self.reader.renew(pipe, self.templates.entry_ids))
             for _ in range(self.settings.max_batch):
                 deliveries, dead = self.reader.claim(idle_ms=CLAIM_IDLE_MS, count=1, max_deliveries=MAX_DELIVERIES)
                 if not deliveries and not dead:

@@ -34,7 +34,7 @@ class Running:
 
 
 class SlowTemplates:
-    """Its methods belong to the loop, but for `entry_ids`."""
+    """Its methods belong to the loop."""
 
     def __init__(self, tokenizer: Any, render: Render) -> None:
         """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its own."""
@@ -44,7 +44,7 @@ class SlowTemplates:
         self._running: list[Running] = []
         self._waiting: OrderedDict[str, deque[tuple[Delivery, float]]] = OrderedDict()  # by tenant, the next one first; since when
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "slow-template")
-        self.entry_ids: list[bytes] = []  # of all that is here; replaced, never changed
+        self.entry_ids: list[bytes] = []  # of all that is here
 
     @property
     def is_empty(self) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from services.tokenizer import chat_template, slow_templates
+from services.tokenizer.chat_template import SLOW
 from shared.messages import ChatMessage, ChatOptions, GenerateRequest
 from shared.sampling_params import SamplingParams
 from shared.token_log import parse_log
@@ -61,7 +62,7 @@ def test_a_template_that_a_request_brings_is_used(line: LineOfStages) -> None:
 def test_what_the_model_s_own_template_is_slow_with_waits_elsewhere(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [chat(f"before{number}.0") for number in range(3)]
     expected = [parse_log(log) for log in line.answer(*asked).values()]
-    monkeypatch.setattr(chat_template, "QUICK_LIMIT_S", 1e-6)
+    monkeypatch.setattr(line.tokenizer.encoder.chat_template, "render", lambda conversations, options: [SLOW] * len(conversations))
     held: list[str] = []
     hold = line.tokenizer.templates.hold
 
