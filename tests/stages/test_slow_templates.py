@@ -62,7 +62,8 @@ def test_a_template_that_a_request_brings_is_used(line: LineOfStages) -> None:
 def test_what_the_model_s_own_template_is_slow_with_waits_elsewhere(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [chat(f"before{number}.0") for number in range(3)]
     expected = [parse_log(log) for log in line.answer(*asked).values()]
-    monkeypatch.setattr(line.tokenizer.encoder.chat_template, "render", lambda conversations, options: [SLOW] * len(conversations))
+    quick = line.tokenizer.encoder.chat_template
+    monkeypatch.setattr(quick, "render", lambda conversations, _: [SLOW] * len(conversations))
     held: list[str] = []
     hold = line.tokenizer.templates.hold
 
