@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.gateway.openai.fields import kind_of, refuse_unknown, shortened
 from services.gateway.openai.tools import closed
-from shared.constraint import Constraint, Kind
+from shared.constraint import Constraint, Kind, check_length
 from shared.errors import Invalid
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -131,7 +131,8 @@ def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> C
 
 
 def schema_text(schema: Any, param: str) -> str:
-    """A JSON schema, without properties that it does not name."""
+    """A JSON schema, without properties that it does not name. Raises Invalid, for a long one before it is looked through."""
+    check_length(to_json(schema, param), param)
     return to_json(closed(schema) if isinstance(schema, dict) else schema, param)
 
 
