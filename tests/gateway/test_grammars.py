@@ -10,9 +10,19 @@ from typing import Any
 import pytest
 
 from services.gateway import grammar_worker, grammars, pool
+from services.gateway.admission import Admission
+from services.gateway.client import connect
+from services.gateway.context import RequestContext
 from services.gateway.grammars import GrammarChecker
+from services.gateway.limits import Caller
+from services.gateway.metrics import Metrics
+from services.gateway.openai.routes import constraint_for
+from services.gateway.responses.stored import Store
 from shared.constraint import Constraint
 from shared.errors import Invalid, Rejected
+from shared.settings import GatewaySettings
+from shared.stage import Stage
+from shared.tenants import Tenant
 
 GOOD, BAD = Constraint("regex", "a+", "guided_regex"), Constraint("regex", "[", "guided_regex")
 
@@ -175,3 +185,34 @@ def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
     grammar_worker.answer(pickle.dumps(GOOD))
     with pytest.raises(Invalid):
         grammar_worker.answer(pickle.dumps(BAD))
+
+
+def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url: str) -> None:
+    tenant = Tenant("t", "t", requests_per_minute=2)
+    settings = GatewaySettings(redis_url=redis_url)
+
+    async def run() -> None:
+        stage, client, checker = Stage("gateway", settings), connect(settings), GrammarChecker()
+        admission = Admission(stage, client, settings, Metrics(stage))
+
+        async def ask(constraint: Constraint) -> Caller:
+            caller = Caller(tenant)
+            store = Store(client, client, 1.0)
+            context = RequestContext(settings=settings, stage=stage, client=client, grammars=checker, admission=admission, store=store, caller=caller)
+            await constraint_for(context, constraint)
+            return caller
+
+        caller = await ask(GOOD)
+        assert caller.headers["x-ratelimit-remaining-requests"] == "1"
+        assert caller.arguments(10, 5, 1)[-2:] == [0, 10], "its tokens are charged with what is handed over"
+        with pytest.raises(Invalid):
+            await ask(BAD)
+        with pytest.raises(Rejected) as refusal:
+            await ask(lasting(1))
+        assert refusal.value.status == 429 and not checker.helpers._num_running
+        assert not (await ask(GOOD)).is_counted, "what is known costs no work"
+        await checker.helpers.stop()
+        await client.aclose()
+        stage.transport.close()
+
+    asyncio.run(run())
