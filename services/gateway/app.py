@@ -39,6 +39,7 @@ def build_app(context: Context) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         pipeline = context.pipeline
         await context.bodies.helpers.start()
+        await context.grammars.helpers.start()
         work = {
             "reader": pipeline.subscriptions.run(),
             "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),

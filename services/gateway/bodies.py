@@ -14,6 +14,7 @@ from shared.errors import Invalid, Rejected
 
 INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py
 PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s
+MAX_OF_TENANT = 256  # that wait: a burst of long prompts is usual, and what they hold is bounded by max_bytes
 
 
 class BodyReader:
@@ -21,7 +22,7 @@ class BodyReader:
         """max_bytes: of all bodies that are here at once."""
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
-        self.helpers = HelperPool("services.gateway.body_worker", "parsing long bodies")
+        self.helpers = HelperPool("services.gateway.body_worker", "parsing long bodies", max_of_tenant=MAX_OF_TENANT, wait_s=PARSE_TIMEOUT_S)
         self._held = 0
 
     async def read(self, request: Request, kind: str) -> Body:

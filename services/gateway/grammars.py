@@ -1,8 +1,10 @@
 """Grammars that clients send, checked before their requests are admitted: in helper processes, within bounds, and each text once."""
 
+import asyncio
 import hashlib
 import pickle
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from services.gateway.helper import HelperFailed
 from services.gateway.pool import HelperPool
@@ -10,14 +12,25 @@ from shared.constraint import Constraint
 from shared.errors import Invalid
 
 CHECK_TIMEOUT_S = 5.0  # of one grammar; those that people write take milliseconds
+MAX_OF_TENANT = 64  # texts of one tenant that wait
+WAIT_S = 2.0
 MAX_KNOWN = 4096  # verdicts
 
 
+@dataclass(slots=True)
+class Asking:
+    """A check under way."""
+
+    task: "asyncio.Task[Invalid | None]"
+    num_waiting: int = 0  # requests
+
+
 class GrammarChecker:
-    """Owns the helpers, which are started by the first grammars."""
+    """Owns the helpers."""
 
     def __init__(self) -> None:
-        self.helpers = HelperPool("services.gateway.grammar_worker", "checking grammars")
+        self.helpers = HelperPool("services.gateway.grammar_worker", "checking grammars", max_of_tenant=MAX_OF_TENANT, wait_s=WAIT_S)
+        self._asking: dict[tuple[str, bytes], Asking] = {}  # by tenant and digest
         self._verdicts: OrderedDict[bytes, Invalid | None] = OrderedDict()  # by digest, the last used last
 
     def knows(self, constraint: Constraint) -> bool:
@@ -28,15 +41,33 @@ class GrammarChecker:
         """Raises Invalid (400) for one that can't be held to, Rejected (429, 503) where others wait already."""
         digest = digest_of(constraint)
         if digest not in self._verdicts:
-            verdict = await self._ask(constraint, tenant_id)
-            self._verdicts[digest] = verdict
-            if len(self._verdicts) > MAX_KNOWN:
-                self._verdicts.popitem(last=False)
+            verdict = await self._shared(constraint, tenant_id, digest)
         else:
             self._verdicts.move_to_end(digest)
             verdict = self._verdicts[digest]
         if verdict is not None:
             raise Invalid(str(verdict), param=verdict.param, code=verdict.code, status=verdict.status)
+
+    async def _shared(self, constraint: Constraint, tenant_id: str, digest: bytes) -> Invalid | None:
+        """One check for all requests of a tenant that bring the same text at once. It ends when the last of them has gone."""
+        key = (tenant_id, digest)
+        if key not in self._asking:
+            self._asking[key] = Asking(asyncio.create_task(self._judge(constraint, tenant_id, digest)))
+        asking = self._asking[key]
+        asking.num_waiting += 1
+        try:
+            return await asyncio.shield(asking.task)
+        finally:
+            asking.num_waiting -= 1
+            if not asking.num_waiting and self._asking.get(key) is asking:
+                del self._asking[key]
+                asking.task.cancel()
+
+    async def _judge(self, constraint: Constraint, tenant_id: str, digest: bytes) -> Invalid | None:
+        verdict = self._verdicts[digest] = await self._ask(constraint, tenant_id)
+        if len(self._verdicts) > MAX_KNOWN:
+            self._verdicts.popitem(last=False)
+        return verdict
 
     async def _ask(self, constraint: Constraint, tenant_id: str) -> Invalid | None:
         """The verdict, to be remembered. Raises Invalid for what could not be found out: another time it may be, on a machine that is less busy."""

@@ -7,18 +7,19 @@ from services.gateway.helper import Helper
 from shared.errors import Rejected
 
 SIZE = 2
-MAX_OF_TENANT = 16  # questions of one tenant that wait
-MAX_WAITING = 256  # of all tenants
-WAIT_S = 2.0  # for a turn; who waits for longer may come again
+MAX_WAITING = 1024  # questions of all tenants
 
 
 class HelperPool:
     """Tenants take turns, and none has all the helpers at once. The helpers start when they are needed."""
 
-    def __init__(self, module: str, work: str, *, size: int = SIZE) -> None:
-        """module: of services.gateway, which calls run_worker; work: what it does, for errors."""
+    def __init__(self, module: str, work: str, *, max_of_tenant: int, wait_s: float) -> None:
+        """module: of services.gateway, which calls run_worker; work: what it does, for errors; max_of_tenant: questions of
+        one tenant that may wait; wait_s: for a turn, who waits for longer may come again."""
         self.work = work
-        self._helpers = [Helper(module) for _ in range(size)]
+        self.max_of_tenant = max_of_tenant
+        self.wait_s = wait_s
+        self._helpers = [Helper(module) for _ in range(SIZE)]
         self._free = list(self._helpers)
         self._num_running: Counter[str] = Counter()  # by tenant
         self._waiting: OrderedDict[str, deque[asyncio.Future[Helper]]] = OrderedDict()  # by tenant, the next one first
@@ -41,7 +42,7 @@ class HelperPool:
 
     async def _turn(self, tenant_id: str) -> Helper:
         waiting = self._waiting.get(tenant_id, ())
-        if len(waiting) >= MAX_OF_TENANT:
+        if len(waiting) >= self.max_of_tenant:
             raise Rejected(f"{len(waiting)} requests of this key wait for {self.work} already", status=429, retry_after_s=1, code="too_many_waiting")
         if sum(map(len, self._waiting.values())) >= MAX_WAITING:
             raise self._busy()
@@ -49,7 +50,7 @@ class HelperPool:
         self._waiting.setdefault(tenant_id, deque()).append(turn)
         self._hand_out()
         try:
-            async with asyncio.timeout(WAIT_S):
+            async with asyncio.timeout(self.wait_s):
                 return await turn
         except BaseException as error:  # too late, or its client has gone
             if turn.done() and not turn.cancelled():

@@ -17,8 +17,8 @@ from shared.messages import GenerateRequest
 from shared.transport import Delivery
 
 NUM_WORKERS = 2
-MAX_OF_TENANT = 16  # that wait
-MAX_WAITING = 64  # of all tenants
+MAX_OF_TENANT = 64  # that wait
+MAX_WAITING = 256  # of all tenants
 WAIT_S = 10.0
 
 Rendered = str | None | Invalid

@@ -99,17 +99,17 @@ def test_a_verdict_is_asked_for_once_and_few_are_kept(monkeypatch: pytest.Monkey
 
 
 def test_a_schema_waits_for_no_other_tenant_s_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One tenant sends 63 that never end; another's is checked while they last."""
+    """One tenant sends 99 that never end; another's is checked while they last."""
     monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(pool, "WAIT_S", 600.0)
+    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
 
     async def run() -> None:
         checker = GrammarChecker()
-        hostile = [asyncio.create_task(checker.check(lasting(number), "hostile")) for number in range(63)]
+        hostile = [asyncio.create_task(checker.check(lasting(number), "hostile")) for number in range(99)]
         await until_running(checker, "hostile")
         await checker.check(GOOD, "honest")
         refused = [task.exception() for task in hostile if task.done()]
-        assert len(refused) == 63 - 1 - pool.MAX_OF_TENANT
+        assert len(refused) == 99 - 1 - grammars.MAX_OF_TENANT
         assert all(isinstance(each, Rejected) and each.status == 429 for each in refused)
         for task in hostile:
             task.cancel()
@@ -120,8 +120,28 @@ def test_a_schema_waits_for_no_other_tenant_s_grammars(monkeypatch: pytest.Monke
     asyncio.run(run())
 
 
+def test_requests_with_one_text_share_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
+
+    async def run() -> None:
+        checker = GrammarChecker()
+        both = [asyncio.create_task(checker.check(lasting(1), "")) for _ in range(2)]
+        await until_running(checker, "")
+        many = [asyncio.create_task(checker.check(GOOD, "")) for _ in range(200)]
+        both[0].cancel()
+        await asyncio.gather(both[0], return_exceptions=True)
+        assert checker.helpers._num_running[""] == 1, "the other one still waits for it"
+        both[1].cancel()
+        assert await asyncio.gather(*many) == [None] * 200
+        await asyncio.gather(both[1], return_exceptions=True)
+        assert not checker._asking
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
 def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "WAIT_S", 600.0)
+    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
 
     async def run() -> None:
         checker = GrammarChecker()
@@ -143,7 +163,7 @@ def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_who_waits_too_long_may_come_again_and_who_goes_away_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
-    monkeypatch.setattr(pool, "WAIT_S", 0.2)
+    monkeypatch.setattr(grammars, "WAIT_S", 0.2)
 
     async def run() -> None:
         checker = GrammarChecker()
@@ -159,7 +179,7 @@ def test_who_waits_too_long_may_come_again_and_who_goes_away_is_forgotten(monkey
         assert not checker.helpers._waiting
         busy[0].cancel()
         await asyncio.gather(busy[0], return_exceptions=True)
-        monkeypatch.setattr(pool, "WAIT_S", 600.0)
+        checker.helpers.wait_s = 600.0
         await checker.check(GOOD, "late")
         busy[1].cancel()
         await asyncio.gather(*busy, return_exceptions=True)
