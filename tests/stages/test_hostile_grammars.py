@@ -23,6 +23,7 @@ from tests.waiting import wait_until
 EOS = open_model("demo").eos_token_ids
 HOSTILE = [f"({letter}{{1000}}){{1000}}" for letter in "abcdef"] + ["g{1000000}", "h{1000000}", "((i{100}){100}){20}", "(jk{1000}){1000}"]
 NUM_TOKENS = 400
+PROMPT = np.array([30, 40, 50], np.int32)
 
 
 @pytest.fixture
@@ -36,8 +37,8 @@ def stages(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 
 
 def request(name: str, constraint: Constraint | None = None, max_tokens: int = NUM_TOKENS) -> TokenizedRequest:
-    params = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
-    return TokenizedRequest(f"{name}.0", None, MODEL, params, np.array([30, 40, 50], np.int32), EOS, constraint=constraint)
+    eos_token_ids = EOS if constraint is not None else ()  # without one it goes on
+    return TokenizedRequest(f"{name}.0", None, MODEL, SamplingParams(max_tokens=max_tokens, seed=1), PROMPT, eos_token_ids, constraint=constraint)
 
 
 def longest_pause(client: "redis.Redis", stream: TokenizedRequest) -> float:
