@@ -33,7 +33,7 @@ JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": rf"(?: |\r?\n[ \t]{{0,{MAX
 LENIENT_OPTIONS = {"lenient": True, "coerce_one_of": True}
 
 # A unit of the lexer's fuel is up to a microsecond and 200 bytes. A repetition is work without length:
-# `(a{1000}){1000}` would burn any amount. The schemas of jsonschemabench burn at most 1 a character
+# `(a{1000}){1000}` would burn any amount. Of 623 schemas of jsonschemabench none burns more than INITIAL_FUEL
 INITIAL_FUEL = 100_000
 FUEL_PER_CHARACTER = 2
 

@@ -390,7 +390,7 @@ def test_what_is_kept_of_grammars_is_bounded_by_bytes(monkeypatch: pytest.Monkey
     constraints = make_constraints()
     for handle in range(6):
         opened(constraints, sequence_of([], handle=handle), Constraint("regex", f"a{{{handle + 1}}}"))
-        constraints.matchers[handle].grammar.seconds = 0.05  # 12.8 MiB
+        constraints.matchers[handle].grammar.seconds = 0.03  # 11.5 MiB
     for handle in range(6):
         constraints.forget(handle)
     assert len(constraints.grammars.kept) == 6

@@ -19,7 +19,7 @@ from shared.errors import Invalid
 from shared.grammar import Vocabulary, compile_grammar
 
 NUM_COMPILERS = 2
-BYTES_PER_S = 256 << 20  # of processor time in the library
+BYTES_PER_S = 384 << 20  # of processor time in the library
 BYTES_PER_CHARACTER = 64  # of a grammar's text
 MAX_KEPT = 256  # grammars that nobody runs at the moment
 MAX_KEPT_BYTES = 128 << 20  # of all of these
