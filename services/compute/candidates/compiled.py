@@ -104,8 +104,11 @@ class GrammarCache:
             self._free(grammar)
 
     def _free(self, grammar: Grammar) -> None:
-        """Its memory goes back to the allocator with the last reference, and to the system now and then."""
+        """Its memory goes back to the allocator with the last reference, and to the system by `tidy`."""
         self._num_freed_bytes += grammar.size_bytes
+
+    def tidy(self) -> None:
+        """Before each step: give memory back to the system, if much of it has become free."""
         if self._num_freed_bytes > TRIM_BYTES:
             self._num_freed_bytes = 0
             self._compilers.submit(trim_memory)

@@ -126,6 +126,7 @@ class Constraints:
 
     def sitting_out(self) -> frozenset[int]:
         """Before each step: the handles that may not run in it, for their masks are not there."""
+        self.grammars.tidy()
         found = set()
         for handle, matcher in list(self.late.items()):
             sequence = matcher.sequence

@@ -94,6 +94,7 @@ class Filling:
         self.outcomes: dict[int, Array | RequestError] = {}  # by handle
         self.is_done = Event()
         self._turns = turns
+        self._num_turns = len(turns)
         self._vocabulary = vocabulary
         self._rows = np.zeros((len(turns), num_bytes(vocab_size)), np.uint8)
         self._slow_lane = slow_lane
@@ -148,7 +149,8 @@ class Filling:
         if matcher.seconds > GROWTH_S:
             matcher.grammar.seconds += matcher.seconds
         self.outcomes[turn.sequence.handle] = outcome
-        if len(self.outcomes) == len(self._turns):
+        if len(self.outcomes) == self._num_turns:
+            self._turns = []  # they hold the matchers, which hold this: no grammar is to wait for the garbage collector
             self.is_done.set()
 
 
