@@ -30,5 +30,10 @@ class Constraint:
     thought_end: str = ""  # the marker behind which the answer begins that has to match; empty: nothing is thought before
 
     def __post_init__(self) -> None:
-        if len(self.text) > MAX_TEXT:
-            raise Invalid(f"{self.param or self.kind} takes at most {MAX_TEXT} characters, got {len(self.text)}", param=self.param or None)
+        check_length(self.text, self.param or self.kind)
+
+
+def check_length(text: str, param: str) -> None:
+    """Raises Invalid for a text that is too long for a constraint."""
+    if len(text) > MAX_TEXT:
+        raise Invalid(f"{param} takes at most {MAX_TEXT} characters, got {len(text)}", param=param)

@@ -1,17 +1,19 @@
 """A Constraint as a grammar of the llguidance library, within bounds; and the vocabulary that its masks are over.
 
-The gateway checks a grammar in a process that can be killed, before a request is admitted; compute compiles it with the model's vocabulary. Both by the same
-rules and limits: the library counts its own work, so a grammar that is too complex is an error and never a stall.
+The gateway tries a grammar in a process that can be killed, before a request is admitted; compute compiles it with
+the model's vocabulary. Both by the same rules and limits: the library counts its own work, so a grammar that is too
+complex is an error and never a stall.
 """
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from shared.constraint import Constraint
@@ -22,19 +24,18 @@ from shared.structural_tag import structural_tag_grammar, thought_grammar
 # answer is cut off
 MAX_INDENTATION = 40  # characters
 MAX_REASON = 400  # characters of the library's word against a grammar
+TRIED_BYTES = 3
+MAX_SPECIAL_TOKENS = 256
+_SPECIAL_TOKEN = re.compile(r"<[^<>\s\[\]\"'/]{1,64}>")
 NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 
 JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": rf"(?: |\r?\n[ \t]{{0,{MAX_INDENTATION}}})", "json_allow_general_unicode_escapes": True}
 LENIENT_OPTIONS = {"lenient": True, "coerce_one_of": True}
-LIMITS = LLParserLimits(
-    max_items_in_row=4000,  # a thousand optional properties of one object
-    initial_lexer_fuel=1_000_000,  # 20 ms
-    step_lexer_fuel=200_000,  # 14 ms, of the rare mask that takes long; most take a hundredth of a millisecond
-    step_max_items=50_000,
-    max_lexer_states=50_000,  # 2 kB each
-    max_grammar_size=500_000,
-    verbose_errors=False,
-)
+
+# A unit of the lexer's fuel is up to a microsecond and 200 bytes. A repetition is work without length:
+# `(a{1000}){1000}` would burn any amount. Of 623 schemas of jsonschemabench none burns more than INITIAL_FUEL
+INITIAL_FUEL = 100_000
+FUEL_PER_CHARACTER = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +64,72 @@ def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
     return Vocabulary(tokenizer, {each["content"]: each["id"] for each in added if each.get("special")}, vocab_size, eos_token_ids)
 
 
+def limits_of(constraint: Constraint) -> LLParserLimits:
+    """What the library may spend on the grammar. A mask takes at most a tenth of a second, most a hundredth of a millisecond."""
+    return LLParserLimits(
+        max_items_in_row=4000,  # a thousand optional properties of one object
+        initial_lexer_fuel=INITIAL_FUEL + FUEL_PER_CHARACTER * len(constraint.text),
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,  # 2 kB each
+        max_grammar_size=500_000,
+        verbose_errors=False,
+    )
+
+
 def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> LLMatcher:
     """The grammar, at its beginning. Raises Invalid (400) for one that does not compile, is too complex, or matches no text."""
-    matcher = LLMatcher(vocabulary.tokenizer, _grammar(constraint, vocabulary.special_tokens), log_level=0, limits=LIMITS)
+    matcher = LLMatcher(vocabulary.tokenizer, _grammar(constraint, vocabulary.special_tokens), log_level=0, limits=limits_of(constraint))
     if not matcher.is_error():
         matcher.compute_bitmask()  # what is too complex at its very beginning is refused now
     if matcher.is_error():
-        reason = matcher.get_error()
-        raise _refused(constraint, "no text matches it" if reason.startswith("NoExtension") else reason)
+        raise _refused(constraint, _reason_of(matcher))
     return matcher
 
 
 def check_grammar(constraint: Constraint) -> None:
-    """Raises Invalid (400) for a grammar that no vocabulary could make work."""
-    is_error, reasons = LLMatcher.validate_grammar_with_warnings(_grammar(constraint, None), None, limits=LIMITS)
+    """Raises Invalid (400) for a grammar that no vocabulary could make work, or that is too complex from its beginning."""
+    grammar = _grammar(constraint, None)
+    is_error, reasons = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits_of(constraint))
     if is_error:
         raise _refused(constraint, reasons[0])
+    try_grammar(constraint, grammar)
+
+
+class ByteVocabulary:
+    """A token for each byte, an end, and what the grammar calls special tokens: in the form of llguidance's TokenizerWrapper."""
+
+    def __init__(self, special_tokens: Iterable[str]) -> None:
+        self.eos_token_id, self.bos_token_id = 256, None
+        self.tokens = [bytes([each]) for each in range(256)] + [b"<end>", *(each.encode() for each in special_tokens)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)
+
+
+def try_grammar(constraint: Constraint, grammar: str) -> None:
+    """Compile it for a vocabulary of bytes, and go a few bytes: the library builds a lexer only as far as it is asked to, and it is then that a repetition
+    costs. Raises Invalid for a grammar that is too complex, or matches no text."""
+    names = sorted({*_SPECIAL_TOKEN.findall(grammar)} - {"<end>"})[:MAX_SPECIAL_TOKENS]
+    vocabulary = ByteVocabulary(names)
+    tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=[vocabulary.eos_token_id])
+    matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits_of(constraint))
+    if matcher.is_error():
+        return  # it names tokens, and only the model's vocabulary tells whether they are there
+    for _ in range(TRIED_BYTES):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            raise _refused(constraint, _reason_of(matcher))
+        allowed = next((8 * at + (each & -each).bit_length() - 1 for at, each in enumerate(mask) if each), vocabulary.eos_token_id)
+        if allowed >= vocabulary.eos_token_id:
+            return
+        matcher.consume_token(allowed)
+
+
+def _reason_of(matcher: LLMatcher) -> str:
+    reason = matcher.get_error()
+    return "no text matches it" if reason.startswith("NoExtension") else reason
 
 
 def _grammar(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:

@@ -24,6 +24,7 @@ from services.compute.exchange.undecided import Decision
 from services.compute.flight import Flight, land, standing, take_off
 from services.compute.pooling import pool
 from services.compute.readers import Readers
+from services.compute.sequence import Sequence
 from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
@@ -40,7 +41,8 @@ log = get_logger("penstock.compute")
 
 UPKEEP_EVERY_S = 1.0
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
-OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled
+OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
+MASK_BUDGET_S = 0.01  # that a step waits for masks when its forward pass is over; rows without one sit out
 BACKLOG = 1024  # prompts that wait here, where tenants and priorities count; gateways admit as many by default
 TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
 
@@ -86,6 +88,7 @@ class ComputeService:
         self.meter.begin()
         self.receive()
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
+        self.scheduler.held = self.constraints.sitting_out()
         if self.scheduler.apart and self.flight is not None:
             self.land()  # a trial's step runs with no other
         batch = self.scheduler.schedule()
@@ -95,7 +98,7 @@ class ComputeService:
         elif self.flight is not None:
             self.land()
         else:
-            self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening else IDLE_WAIT_S)
+            self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
 
     def compute(self, batch: ScheduledBatch) -> None:
         """Run a scheduled step, beside the grammars' masks for it. It lands at once, unless a device has drawn what the next one needs."""
@@ -114,7 +117,9 @@ class ComputeService:
         sequences = {handle: each for handle, each in sequences.items() if handle not in failures}
         logits = self.runner.logits(batch, hidden, sequences)
         self.meter.lap("forward")
-        reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masking.result() if masking is not None else NO_MASKS)
+        masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
+        reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masks)
+        self.hold_back([sequences[handle] for handle in masks.late if handle in sequences])
         self.flight = take_off(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
         is_embedding = any(not row.is_sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
@@ -135,6 +140,13 @@ class ComputeService:
                 new += [active for active in self.active.values() if active.sequence.group_id in groups and not active.scheduled_at]
             self.exchange.remember(self.admitter.quarantine.told([active.sequence for active in new], has_run=True))
         self.exchange.publish_held()
+
+    def hold_back(self, late: list[Sequence]) -> None:
+        """Rows whose masks were late: what was computed of them is dropped, and they run again when the masks are there."""
+        self.constraints.hold_back([sequence.handle for sequence in late])
+        for sequence in late:
+            self.scheduler.take_back(sequence)
+        self.num_surplus_tokens += len(late)
 
     def land(self) -> None:
         """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates go on their way."""

@@ -11,7 +11,7 @@ import asyncio
 import redis.asyncio
 
 from services.gateway.held import HELD, check_size, too_much_held
-from services.gateway.limits import NUM_ARGUMENTS, SCRIPT, Caller
+from services.gateway.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, Caller
 from services.gateway.metrics import Metrics
 from services.gateway.redis_memory import RedisMemory
 from shared.errors import Invalid, Rejected
@@ -168,6 +168,18 @@ class Admission:
         if self.memory.is_nearly_full:
             self.metrics.rejected.labels(model, "redis_nearly_full").inc()
             raise Rejected(self.memory.problem, status=503, retry_after_s=FULL_RETRY_AFTER_S, code="redis_nearly_full")
+
+    async def charge_request(self, caller: Caller) -> None:
+        """Charge the caller for one request, before work is done for it. Raises Rejected (429), and what the client raises."""
+        if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
+            return
+        left, *exceeded = await self.client.eval(CHARGE_REQUEST, 0, *caller.request_arguments())
+        if not exceeded:
+            return caller.counted(left)
+        kind, wait_ms = exceeded[0]
+        refusal = caller.refused(kind.decode(), wait_ms, left)
+        self.metrics.rejected.labels("", refusal.code).inc()
+        raise refusal
 
     def _full(self, model: str, num_requests: int, num_tokens: int, more_requests: int, more_tokens: int) -> Rejected:
         self.metrics.rejected.labels(model, "server_full").inc()

@@ -45,7 +45,8 @@ def build_app(context: Context) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         pipeline = context.pipeline
-        await context.bodies.helper.start()
+        await context.bodies.helpers.start()
+        await context.grammars.helpers.start()
         work = {
             "reader": pipeline.subscriptions.run(),
             "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
@@ -65,8 +66,8 @@ def build_app(context: Context) -> FastAPI:
                 await context.client.delete(pipeline.subscriptions.stream.key)
         await context.client.aclose()
         await context.store.followers.aclose()
-        await context.bodies.helper.stop()
-        await context.grammars.helper.stop()
+        await context.bodies.helpers.stop()
+        await context.grammars.helpers.stop()
         await context.pipeline.answers.helper.stop()
 
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN

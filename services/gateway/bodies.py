@@ -1,19 +1,22 @@
-"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long ones in a helper process."""
+"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long ones in helper processes."""
 
 import asyncio
 
 from fastapi import Request
 
 from services.gateway.body_worker import KINDS
+from services.gateway.disconnect import unless_gone
 from services.gateway.encodings import decoder_for
-from services.gateway.helper import Helper, HelperFailed
+from services.gateway.helper import HelperFailed
 from services.gateway.ignored import pass_over
 from services.gateway.openai.body import Body
 from services.gateway.openai.parse import parse
+from services.gateway.pool import HelperPool
 from shared.errors import Invalid, Rejected
 
 INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py
 PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s
+MAX_OF_TENANT = 256  # that wait: a burst of long prompts is usual, and what they hold is bounded by max_bytes
 
 
 class BodyReader:
@@ -22,11 +25,12 @@ class BodyReader:
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
         self.max_body_bytes = max_body_bytes
-        self.helper = Helper("services.gateway.body_worker")
+        self.helpers = HelperPool("services.gateway.body_worker", "parsing long bodies", max_of_tenant=MAX_OF_TENANT, wait_s=PARSE_TIMEOUT_S)
         self._held = 0
 
     async def read(self, request: Request, kind: str) -> Body:
-        """The request's body, checked. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503) while others take all memory."""
+        """The request's body, checked. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503) while others take all memory, and as
+        HelperPool does for a long one."""
         decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -38,7 +42,10 @@ class BodyReader:
                         raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
             if decoder is not None:
                 decoder.finish()
-            body = parse(kind, bytes(data)) if len(data) <= INLINE_BYTES else await self._parse_long(kind, bytes(data))
+            if len(data) <= INLINE_BYTES:
+                body = parse(kind, bytes(data))
+            else:
+                body = await unless_gone(request, self._parse_long(request.state.caller.tenant.tenant_id, kind, bytes(data)))
         except TimeoutError:
             raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
         finally:
@@ -46,9 +53,9 @@ class BodyReader:
         pass_over(*body.passed_over)
         return body
 
-    async def _parse_long(self, kind: str, data: bytes) -> Body:
+    async def _parse_long(self, tenant_id: str, kind: str, data: bytes) -> Body:
         try:
-            outcome = await self.helper.ask(bytes([KINDS.index(kind)]), data, timeout_s=PARSE_TIMEOUT_S)
+            outcome = await self.helpers.ask(tenant_id, bytes([KINDS.index(kind)]), data, timeout_s=PARSE_TIMEOUT_S)
         except TimeoutError:
             raise Rejected("the body could not be parsed in time", status=503, retry_after_s=1) from None
         except HelperFailed:

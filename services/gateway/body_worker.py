@@ -1,11 +1,13 @@
 """`python -m services.gateway.body_worker`: the gateway's helper that parses long bodies, so that no body stalls the streams of others.
 
-A question is the body's kind, one byte, and the body; the answer is the checked body, or Invalid.
+A question is the body's kind, one byte, and the body; the answer is the checked body, or Invalid. Schemas in it are
+looked through here, too: one that is too long is refused, and its megabytes never come to the gateway's loop.
 """
 
 import gc
 
 from services.gateway.openai.parse import BODIES, parse
+from services.gateway.openai.schemas import ChatCompletionBody, GenerateBody
 from services.gateway.worker import run_worker
 
 KINDS = tuple(BODIES)
@@ -13,7 +15,12 @@ KINDS = tuple(BODIES)
 
 def answer(question: bytes) -> object:
     gc.collect()  # what the body before has left
-    return parse(KINDS[question[0]], question[1:])
+    body = parse(KINDS[question[0]], question[1:])
+    if isinstance(body, GenerateBody):
+        body.constraint()
+    if isinstance(body, ChatCompletionBody):
+        body.calling().forced()
+    return body
 
 
 if __name__ == "__main__":

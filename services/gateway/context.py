@@ -45,6 +45,7 @@ class RequestContext:
     admission: Admission
     store: Store
     caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
+    request: Request | None = None  # whose client may go away; None: there is none
 
     @property
     def tenant(self) -> Tenant:
@@ -102,7 +103,7 @@ class Context(RequestContext):
 def context_of(request: Request) -> Context:
     """The gateway's objects, for this request's caller."""
     context: Context = request.app.state.context
-    return replace(context, caller=request.state.caller)
+    return replace(context, caller=request.state.caller, request=request)
 
 
 def tenant_of(request: Request) -> Tenant:

@@ -13,7 +13,7 @@ import sys
 from services.gateway.schemas.prepare import Prepared, prepare
 from services.gateway.worker import run_worker
 
-MEMORY = 1 << 30  # more than what the process has when it begins
+MEMORY = 512 << 20  # more than what the process has when it begins
 
 
 def answer(question: bytes) -> Prepared:

@@ -45,12 +45,26 @@ end
 """
 
 
+# ARGV: quota key, requests a minute, tokens a minute. Charges one request, before work is done for it. Returns as the first function does
+CHARGE_REQUEST = (
+    SCRIPT
+    + """
+local quota, rpm, tpm = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
+local left, exceeded = look_at_limits(quota, '', rpm, tpm, 0, 1, 0, 0)
+if exceeded then return {left, exceeded} end
+charge(quota, rpm, tpm, left)
+return {left}
+"""
+)
+
+
 @dataclass(slots=True)
 class Caller:
     """Who sent a request, and what it has been charged for. One for each request of a client, which may hand several over."""
 
     tenant: Tenant
     is_charged: bool = False
+    is_counted: bool = False  # the request is charged, of its tokens nothing yet
     headers: dict[str, str] = field(default_factory=dict)  # what is left, as the client is told
 
     def arguments(self, num_tokens: int, num_output_tokens: int, num_sequences: int) -> list[str | int]:
@@ -61,7 +75,7 @@ class Caller:
         tenant = self.tenant
         if not tenant.has_limits:
             return ["", "", UNLIMITED, UNLIMITED, UNLIMITED, 0, 0]
-        num_requests, num_charged = (0, num_output_tokens) if self.is_charged else (1, num_tokens)
+        num_requests, num_charged = (0, num_output_tokens) if self.is_charged else (0 if self.is_counted else 1, num_tokens)
         if tenant.tokens_per_minute is not None and num_charged > tenant.tokens_per_minute:
             message = f"the request has {num_charged} tokens, prompt and output, and this key may use {tenant.tokens_per_minute} a minute: lower max_tokens"
             raise Invalid(message, param="max_tokens", code="request_exceeds_limit")
@@ -83,6 +97,16 @@ class Caller:
         retry_after_s = max(1, math.ceil(wait_ms / 1000))
         message = f"Rate limit reached: this key may make {limit} {unit}. Please try again in {retry_after_s}s."
         return Rejected(message, status=429, retry_after_s=retry_after_s, code="rate_limit_exceeded")
+
+    def request_arguments(self) -> list[str | int]:
+        """Of CHARGE_REQUEST."""
+        limits = (self.tenant.requests_per_minute, self.tenant.tokens_per_minute)
+        return [quota_key(self.tenant.tenant_id), *(UNLIMITED if limit is None else limit for limit in limits)]
+
+    def counted(self, left: list[int]) -> None:
+        """The request is charged. left: as the script returned it."""
+        self.is_counted = True
+        self._tell(left)
 
     def admitted(self, left: list[int]) -> None:
         """left: as the script returned it."""

@@ -80,7 +80,7 @@ class Office:
 
     def close(self) -> None:
         """Once no task runs any more."""
-        self.call(self.grammars.helper.stop())
+        self.call(self.grammars.helpers.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self.queue.close()

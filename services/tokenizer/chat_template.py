@@ -19,20 +19,31 @@ log = get_logger("penstock.tokenizer")
 # Of the worker's processor time: what the machine does meanwhile is not the template's fault
 COMPILE_LIMIT_S = 20.0
 RENDER_LIMIT_S = 2.0  # for one conversation; 8 MiB, the longest, take a tenth of it
-BATCH_LIMIT_S = 4.0  # for all that are rendered together: a template that is slow with each of them must not stop the loop
+QUICK_LIMIT_S = 0.1  # where others wait: a conversation that takes longer is rendered elsewhere
 ANSWER_TIMEOUT_S = 60.0  # by the clock, on a machine that is busy; at the start, the worker imports what it needs
 
 
-class ChatTemplate:
-    """Owns the worker that renders. One that takes too long is killed, and the next begins anew."""
+class Slow:
+    """Stands for the text of a conversation that takes longer than a quick ChatTemplate may."""
 
-    def __init__(self, tokenizer: Any) -> None:
-        """tokenizer: of transformers. Raises StartupError where it has several templates and none of them is the default."""
+
+SLOW = Slow()
+
+
+class ChatTemplate:
+    """Owns the worker that renders. One that does not stop in time is killed, and another is started."""
+
+    def __init__(self, tokenizer: Any, *, is_quick: bool = False) -> None:
+        """tokenizer: of transformers; is_quick: a conversation has QUICK_LIMIT_S, and is Slow beyond it.
+
+        Raises StartupError where the tokenizer has several templates and none of them is the default.
+        """
         try:
             self._template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
         except ValueError as error:
             raise StartupError(f"the model's chat template can't be chosen: {error}") from None
         self._special_tokens = dict(tokenizer.special_tokens_map) if self._template else {}
+        self._is_quick = is_quick
         self._worker: _Worker | None = None
         self._problem = ""  # what makes the template unusable, whatever is said
 
@@ -56,7 +67,7 @@ class ChatTemplate:
             self._problem = compiled["error"] if compiled is not None else f"it takes more than {COMPILE_LIMIT_S:g} s to compile"
             log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
-    def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid]:
+    def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid | Slow]:
         """Each conversation as the model was trained to read it, up to where the assistant speaks; or the template's word against it.
 
         Whatever a template raises is about this conversation (or a broken template), and fails this request alone.
@@ -71,21 +82,19 @@ class ChatTemplate:
             return [Invalid(reason, code="chat_template_broken", status=501) for _ in conversations]
         if self._worker is None:
             return [_away("does not start") for _ in conversations]
-        left_s, texts = BATCH_LIMIT_S, []
+        found: list[str | Invalid | Slow] = []
         for messages, each in zip(conversations, options or [ChatOptions()] * len(conversations), strict=True):
-            text, seconds = self._render(messages, each, min(left_s, RENDER_LIMIT_S))
-            left_s -= seconds
-            texts.append(text)
-        return texts
+            found.append(self._render(messages, each))
+        return found
 
-    def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions, limit_s: float) -> tuple[str | Invalid, float]:
-        """A conversation's text, and the worker's seconds that it took."""
+    def _render(self, messages: tuple[ChatMessage, ...], options: ChatOptions) -> str | Invalid | Slow:
+        name = "the request's chat_template" if options.chat_template else "the model's chat template"
         try:
             tools, documents, kwargs = (json.loads(text or "null") for text in (options.tools, options.documents, options.template_kwargs))
         except (ValueError, RecursionError) as error:  # a gateway checks them, but this is whatever was in Redis
-            return _refused(f"its tools, documents or variables are not JSON: {error}"), 0.0
+            return _refused(name, f"its tools, documents or variables are not JSON: {error}")
         conversation = {
-            "limit_s": limit_s,
+            "limit_s": QUICK_LIMIT_S if self._is_quick else RENDER_LIMIT_S,
             "messages": [to_template(message) for message in messages],
             "tools": tools,
             "documents": documents,
@@ -94,8 +103,6 @@ class ChatTemplate:
             "add_generation_prompt": options.add_generation_prompt,
             "continue_final_message": options.continue_final_message,
         }
-        if limit_s <= 0:
-            return _refused("it takes too long"), 0.0
         for _ in range(2):  # a worker that was killed costs nobody a request
             self.start()
             worker, self._worker = self._worker, None
@@ -105,15 +112,19 @@ class ChatTemplate:
                 rendered = worker.ask(conversation)
             except TimeoutError:
                 log.warning("a chat template was stopped, for it did not answer", timeout_s=ANSWER_TIMEOUT_S)
-                return _away(f"does not answer within {ANSWER_TIMEOUT_S:g} s"), BATCH_LIMIT_S  # there is no time for the others
+                return _away(f"does not answer within {ANSWER_TIMEOUT_S:g} s")
             if rendered is not None:
                 self._worker = worker
-                return rendered["text"] if "text" in rendered else _refused(rendered["error"], rendered.get("param", "messages")), rendered["seconds"]
-            if worker.has_run_out:
-                log.warning("a chat template takes too long and was stopped", limit_s=limit_s)
-                return _refused(f"it takes more than {RENDER_LIMIT_S:g} s"), limit_s
+            has_run_out = worker.has_run_out if rendered is None else rendered.get("has_run_out", False)
+            if has_run_out and self._is_quick:
+                return SLOW
+            if has_run_out:
+                log.warning("a chat template takes too long and was stopped", limit_s=RENDER_LIMIT_S)
+                return _refused(name, f"it takes more than {RENDER_LIMIT_S:g} s", "chat_template" if options.chat_template else "messages")
+            if rendered is not None:
+                return str(rendered["text"]) if "text" in rendered else _refused(name, rendered["error"], rendered.get("param", "messages"))
             log.warning("the worker that renders chat templates died, starting another")
-        return _refused("it ends the process that renders it"), 0.0
+        return _refused(name, "it ends the process that renders it")
 
 
 def to_template(message: ChatMessage) -> dict[str, Any]:
@@ -189,8 +200,9 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
                 continue
 
 
-def _refused(reason: str, param: str = "messages") -> Invalid:
-    return Invalid(f"the model's chat template refuses these {param}: {reason}", param=param, code="chat_template_error")
+def _refused(name: str, reason: str, param: str = "messages") -> Invalid:
+    refused = "messages" if param == "chat_template" else param
+    return Invalid(f"{name} refuses these {refused}: {reason}", param=param, code="chat_template_error")
 
 
 def _away(what: str) -> Invalid:

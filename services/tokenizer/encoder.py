@@ -1,6 +1,7 @@
 """Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or the length."""
 
 import dataclasses
+from collections.abc import Sequence
 from functools import cached_property
 from itertools import groupby
 from typing import Any
@@ -10,7 +11,7 @@ from tokenizers.decoders import DecodeStream
 
 from services.tokenizer.answers import Answer, describe, detokenized, tokenized
 from services.tokenizer.breakers import BreakerTable
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
 from shared.errors import Invalid
@@ -39,7 +40,7 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, files: ModelFiles, *, tool_call_parser: str = "auto", reasoning_parser: str = "auto") -> None:
         self.tokenizer = tokenizer
-        self.chat_template = ChatTemplate(tokenizer)
+        self.chat_template = ChatTemplate(tokenizer, is_quick=True)
         self.parsers = self.chat_template.parsers(tool_call_parser, reasoning_parser)
         self.special_tokens = SpecialTokens(tokenizer.backend_tokenizer)
         self.breakers = BreakerTable(tokenizer.backend_tokenizer)
@@ -50,27 +51,36 @@ class Encoder:
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
         """For each request its tokens, or what else it asked for, or why there is neither."""
-        texts = [self._bounded(request, text, max_model_len) for request, text in zip(requests, self._texts(requests), strict=True)]
+        rendered = self.texts(requests, self.chat_template)
+        slow = Invalid("the model's chat template takes too long", param="messages", code="chat_template_error")
+        return self.encode_rendered(requests, [slow if isinstance(text, Slow) else text for text in rendered], max_model_len)
+
+    def encode_rendered(
+        self, requests: list[GenerateRequest], rendered: Sequence[str | None | Invalid], max_model_len: int
+    ) -> list[TokenizedRequest | Answer | Invalid]:
+        """The same, of requests whose texts are there: what `texts` returned of them."""
+        texts = [self._bounded(request, text, max_model_len) for request, text in zip(requests, rendered, strict=True)]
         token_ids = self._encode_texts(requests, texts)
         return [
             text if isinstance(text, Invalid) else ids if isinstance(ids, Invalid) else self._finish(request, text, ids, max_model_len)
             for request, text, ids in zip(requests, texts, token_ids, strict=True)
         ]
 
-    def _texts(self, requests: list[GenerateRequest]) -> list[str | None | Invalid]:
-        """The texts to encode, marked where special tokens are spelt in them that are to be text; None: the request brought token ids."""
+    def texts(self, requests: list[GenerateRequest], chat_template: ChatTemplate) -> list[str | None | Invalid | Slow]:
+        """The texts to encode, marked where special tokens are spelt in them that are to be text; None: the request brought token ids. Safe in
+        threads, each with a ChatTemplate of its own."""
         sources: list[Any] = [
             self._marked(request, request.prompt if request.messages is None else Conversation(request.messages, request.chat)) for request in requests
         ]
         chats = [source for source in sources if isinstance(source, Conversation)]
-        rendered = iter(self.chat_template.render([chat.messages for chat in chats], [chat.options for chat in chats]))
-        texts: list[str | None | Invalid] = []
+        rendered = iter(chat_template.render([chat.messages for chat in chats], [chat.options for chat in chats]))
+        texts: list[str | None | Invalid | Slow] = []
         for request, source in zip(requests, sources, strict=True):
             if not isinstance(source, Conversation):
                 texts.append(MarkedText(source) if isinstance(source, str) and source != request.prompt else source)
                 continue
             text, is_marked = next(rendered), source.messages is not request.messages
-            texts.append(self._with_own_marks(source, text) if is_marked and isinstance(text, str) else text)
+            texts.append(self._with_own_marks(source, text, chat_template) if is_marked and isinstance(text, str) else text)
         return texts
 
     def _marked(self, request: GenerateRequest, value: Any) -> Any:
@@ -84,7 +94,7 @@ class Encoder:
             reason = str(error) if isinstance(error, Invalid) else "JSON in it is nested too deep to look for special tokens"
             return Invalid(reason, param="messages" if is_chat else "prompt")
 
-    def _with_own_marks(self, chat: Conversation, text: str) -> str | Invalid:
+    def _with_own_marks(self, chat: Conversation, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
         """The rendered text of a conversation with marks. If they have changed what the template does, it looks for special tokens in contents: it may in what
         the assistant said and thought, of which the model made them; what others spell stays text, and so do calls."""
         unmarked = self.special_tokens.unmark(chat)
@@ -92,9 +102,11 @@ class Encoder:
             dataclasses.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
             for plain, each in zip(unmarked.messages, chat.messages, strict=True)
         )
-        plain, again = self.chat_template.render([unmarked.messages, assistants], [unmarked.options, chat.options])
-        if isinstance(again, Invalid):
+        plain, again = chat_template.render([unmarked.messages, assistants], [unmarked.options, chat.options])
+        if not isinstance(again, str):
             return again
+        if isinstance(plain, Slow):
+            return SLOW
         return MarkedText(text if text.replace(MARK, "") == plain else again)
 
     def _bounded(self, request: GenerateRequest, text: str | None | Invalid, max_model_len: int) -> str | None | Invalid:

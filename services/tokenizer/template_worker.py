@@ -2,8 +2,9 @@
 
 A template is a program that came with the model. transformers runs it sandboxed, so that it touches nothing; but it may go on for ever, or fill the
 memory. Reads frames from standard input (length, JSON): first the template, the special tokens and a limit, then conversations. Answers each frame: the
-first when the template is compiled, or with the error in it, the others with the text, or with the error's. Ends when its tokenizer does, for then its input
-ends; and by SIGPROF, when a frame has used up its processor time.
+first when the template is compiled, or with the error in it, the others with the text, or with the error's, or with has_run_out
+when the processor time of the frame was used up. Ends when its tokenizer does, for then its input ends; and by SIGPROF, when a
+frame does not stop within GRACE_S of that.
 """
 
 import json
@@ -12,7 +13,6 @@ import resource
 import signal
 import struct
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
@@ -23,6 +23,11 @@ from services.tokenizer.tool_prompt import explain_tools, spell_calls
 FRAME = struct.Struct("<Q")  # length of the JSON
 MAX_CHARACTERS = 32 << 20  # of a text; the longest body has 8 MiB
 MEMORY = 1 << 30  # more than what the process has when it is ready
+GRACE_S = 0.5  # of processor time, for what Python can't interrupt
+
+
+class OutOfTime(BaseException):
+    """No template can catch it."""
 
 
 def read_frame(source: IO[bytes]) -> Any:
@@ -42,24 +47,36 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
     if first is None:
         return
     template, special_tokens, limit_s = first
-    with limited(limit_s):
-        compiled = compile_template(template)
+    try:
+        with limited(limit_s):
+            compiled = compile_template(template)
+    except OutOfTime:
+        compiled = {"error": f"it takes more than {limit_s:g} s to compile"}
     write_frame(sink, compiled)
     while (conversation := read_frame(source)) is not None:
-        began_s = time.process_time()
-        with limited(conversation["limit_s"]):
-            rendered = render(template, special_tokens, conversation)
-        write_frame(sink, rendered | {"seconds": time.process_time() - began_s})
+        rendered: dict[str, Any]
+        try:
+            with limited(conversation["limit_s"]):
+                rendered = render(template, special_tokens, conversation)
+        except OutOfTime:
+            rendered = {"has_run_out": True}
+        write_frame(sink, rendered)
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """More processor time than this ends the process."""
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    """Raises OutOfTime after so much processor time, and ends the process when that does not help."""
+    signal.signal(signal.SIGPROF, _stop)
+    signal.setitimer(signal.ITIMER_PROF, seconds, GRACE_S)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _stop(*_: object) -> None:
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    raise OutOfTime
 
 
 def compile_template(template: str) -> dict[str, str]:
@@ -133,7 +150,6 @@ def limit_memory() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # whoever started us may have it ignored
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints does not print into the replies

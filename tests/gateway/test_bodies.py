@@ -1,6 +1,7 @@
 """Bodies: what is wrong is named, and no body of any shape keeps the others waiting."""
 
 import asyncio
+import json
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -10,6 +11,8 @@ import psutil
 import pytest
 
 from bench.bodies import measure, shapes
+from services.gateway import body_worker
+from shared.errors import Invalid
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.streams import BODY
@@ -144,3 +147,16 @@ def test_the_docs_list_the_bodies_fields(gateways: Deployment) -> None:
         assert schema == {"$ref": f"#/components/schemas/{name}"}
         properties = described["components"]["schemas"][name]["properties"]
         assert field in properties and "temperature" in properties and "smaller is sooner" in properties["priority"]["description"]
+
+
+@pytest.mark.parametrize("field", ["response_format", "tools"])
+def test_a_schema_of_megabytes_is_refused_in_the_helper(field: str) -> None:
+    """So that the gateway's loop never has it."""
+    schema = {"type": "object", "properties": {f"property {number}": {"type": "string"} for number in range(120_000)}}
+    value: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    if field == "tools":
+        value = [{"type": "function", "function": {"name": "f", "parameters": schema, "strict": True}}]
+    content = json.dumps(CHAT | {field: value, "tool_choice": "required"} if field == "tools" else CHAT | {field: value}).encode()
+    assert len(content) > 4 * MIB
+    with pytest.raises(Invalid):
+        body_worker.answer(bytes([body_worker.KINDS.index("chat")]) + content)

@@ -1,16 +1,28 @@
-"""The check of clients' grammars: bounded in time, memory and number, in a process that can die; a verdict is asked for once."""
+"""The check of clients' grammars: bounded in time, memory and number, in processes that can die; and a tenant's own wait."""
 
 import asyncio
 import os
 import pickle
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
-from services.gateway import grammar_worker, grammars
+from services.gateway import grammar_worker, grammars, pool
+from services.gateway.admission import Admission
+from services.gateway.client import connect
+from services.gateway.context import RequestContext
 from services.gateway.grammars import GrammarChecker
+from services.gateway.limits import Caller
+from services.gateway.metrics import Metrics
+from services.gateway.openai.routes import constraint_for
+from services.gateway.responses.stored import Store
 from shared.constraint import Constraint
 from shared.errors import Invalid, Rejected
+from shared.settings import GatewaySettings
+from shared.stage import Stage
+from shared.tenants import Tenant
 
 GOOD, BAD = Constraint("regex", "a+", "guided_regex"), Constraint("regex", "[", "guided_regex")
 
@@ -18,75 +30,19 @@ GOOD, BAD = Constraint("regex", "a+", "guided_regex"), Constraint("regex", "[", 
 async def verdict(checker: GrammarChecker, constraint: Constraint) -> str:
     """Its code; empty: it may run."""
     try:
-        await checker.check(constraint)
+        await checker.check(constraint, "")
     except Invalid as error:
         assert error.param == constraint.param and error.status == 400
         return str(error.code)
     return ""
 
 
-def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        checker = GrammarChecker()
-        assert await verdict(checker, BAD) == "invalid_grammar"
-        first = checker.helper._process
-        with monkeypatch.context() as patch:
-            patch.setattr(grammars, "CHECK_TIMEOUT_S", 0.0)
-            with pytest.raises(Invalid, match="more than 0 s"):
-                await checker.check(GOOD)
-        assert first is not None and await first.wait() != 0
-        assert await verdict(checker, GOOD) == ""  # what was not found out is asked again
-        await checker.helper.stop()
+@dataclass(frozen=True, slots=True)
+class Lasting(Constraint):
+    """Keeps the process that reads it busy until that is killed."""
 
-    asyncio.run(run())
-
-
-def test_a_verdict_is_asked_for_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        monkeypatch.setattr(grammars, "MAX_KNOWN", 2)
-        checker = GrammarChecker()
-        asked: list[str] = []
-        ask = checker.helper.ask
-
-        async def counted(*question: bytes, timeout_s: float) -> object:
-            asked.extend(pickle.loads(each).text for each in question)
-            return await ask(*question, timeout_s=timeout_s)
-
-        monkeypatch.setattr(checker.helper, "ask", counted)
-        other = Constraint("regex", "b+", "guided_regex")
-        found = [await verdict(checker, each) for each in (GOOD, BAD, GOOD, other, GOOD, BAD)]
-        assert found == ["", "invalid_grammar", "", "", "", "invalid_grammar"]
-        assert asked == ["a+", "[", "b+", "["]
-        await checker.helper.stop()
-
-    asyncio.run(run())
-
-
-def test_those_who_wait_are_bounded_and_each_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        monkeypatch.setattr(grammars, "MAX_WAITING", 3)
-        checker = GrammarChecker()
-        asked = [checker.check(Constraint("regex", "x" * number)) for number in range(1, 6)]
-        outcomes: list[Any] = await asyncio.gather(*asked, return_exceptions=True)
-        assert [each.constraint.text for each in outcomes[:3]] == ["x", "xx", "xxx"] and all(
-            isinstance(each, Rejected) and each.status == 503 for each in outcomes[3:]
-        )
-        await checker.check(Constraint("regex", "xxxx"))
-        await checker.helper.stop()
-
-    asyncio.run(run())
-
-
-def test_a_check_that_ends_its_process_is_its_own_request_s_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        checker = GrammarChecker()
-        await checker.check(GOOD)
-        with pytest.raises(Invalid, match="memory is bounded"):
-            await checker.check(Deadly("regex", "c+"))
-        assert await verdict(checker, BAD) == "invalid_grammar"
-        await checker.helper.stop()
-
-    asyncio.run(run())
+    def __reduce__(self) -> tuple[Any, ...]:
+        return time.sleep, (3600,)
 
 
 class Deadly(Constraint):
@@ -96,7 +52,187 @@ class Deadly(Constraint):
         return os._exit, (7,)
 
 
+def lasting(number: int) -> Lasting:
+    return Lasting("regex", f"x{{{number}}}")
+
+
+async def until_running(checker: GrammarChecker, tenant: str) -> None:
+    async with asyncio.timeout(120):
+        while not checker.helpers._num_running[tenant]:
+            await asyncio.sleep(0)
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_the_next_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        checker = GrammarChecker()
+        assert await verdict(checker, BAD) == "invalid_grammar"
+        monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 0.01)
+        with pytest.raises(Invalid, match=r"more than 0\.01 s"):
+            await checker.check(lasting(1), "")
+        monkeypatch.undo()
+        assert await verdict(checker, GOOD) == ""
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
+def test_a_verdict_is_asked_for_once_and_few_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        monkeypatch.setattr(grammars, "MAX_KNOWN", 2)
+        checker = GrammarChecker()
+        asked: list[str] = []
+        ask = checker.helpers.ask
+
+        async def counted(tenant_id: str, *question: bytes, timeout_s: float) -> object:
+            asked.extend(pickle.loads(each).text for each in question)
+            return await ask(tenant_id, *question, timeout_s=timeout_s)
+
+        monkeypatch.setattr(checker.helpers, "ask", counted)
+        other = Constraint("regex", "b+", "guided_regex")
+        found = [await verdict(checker, each) for each in (GOOD, BAD, GOOD, other, GOOD, BAD)]
+        assert found == ["", "invalid_grammar", "", "", "", "invalid_grammar"]
+        assert asked == ["a+", "[", "b+", "["]
+        assert checker.knows(GOOD) and not checker.knows(other)
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
+def test_a_schema_waits_for_no_other_tenant_s_grammars(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One tenant sends 99 that never end; another's is checked while they last."""
+    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
+
+    async def run() -> None:
+        checker = GrammarChecker()
+        hostile = [asyncio.create_task(checker.check(lasting(number), "hostile")) for number in range(99)]
+        await until_running(checker, "hostile")
+        await checker.check(GOOD, "honest")
+        refused = [task.exception() for task in hostile if task.done()]
+        assert len(refused) == 99 - 1 - grammars.MAX_OF_TENANT
+        assert all(isinstance(each, Rejected) and each.status == 429 for each in refused)
+        for task in hostile:
+            task.cancel()
+        await asyncio.gather(*hostile, return_exceptions=True)
+        await checker.check(Constraint("regex", "c+"), "hostile")
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
+def test_requests_with_one_text_share_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
+
+    async def run() -> None:
+        checker = GrammarChecker()
+        both = [asyncio.create_task(checker.check(lasting(1), "")) for _ in range(2)]
+        await until_running(checker, "")
+        many = [asyncio.create_task(checker.check(GOOD, "")) for _ in range(200)]
+        both[0].cancel()
+        await asyncio.gather(both[0], return_exceptions=True)
+        assert checker.helpers._num_running[""] == 1, "the other one still waits for it"
+        both[1].cancel()
+        assert await asyncio.gather(*many) == [None] * 200
+        await asyncio.gather(both[1], return_exceptions=True)
+        assert not checker._asking
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
+def test_tenants_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "WAIT_S", 600.0)
+
+    async def run() -> None:
+        checker = GrammarChecker()
+        order: list[str] = []
+
+        async def check(tenant: str, text: str) -> None:
+            await checker.check(Constraint("regex", text), tenant)
+            order.append(tenant)
+
+        many = [asyncio.create_task(check("many", f"a{number}")) for number in range(8)]
+        few = [asyncio.create_task(check("few", f"b{number}")) for number in range(2)]
+        await asyncio.gather(*few)
+        assert order.count("many") < 8
+        await asyncio.gather(*many)
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
+def test_who_waits_too_long_may_come_again_and_who_goes_away_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "CHECK_TIMEOUT_S", 600.0)
+    monkeypatch.setattr(grammars, "WAIT_S", 0.2)
+
+    async def run() -> None:
+        checker = GrammarChecker()
+        busy = [asyncio.create_task(checker.check(lasting(number), f"tenant {number}")) for number in range(pool.SIZE)]
+        for number in range(pool.SIZE):
+            await until_running(checker, f"tenant {number}")
+        gone = asyncio.create_task(checker.check(GOOD, "gone"))
+        await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(Rejected) as refusal:
+            await checker.check(GOOD, "late")
+        assert refusal.value.status == 503 and refusal.value.retry_after_s == 1
+        assert not checker.helpers._waiting
+        busy[0].cancel()
+        await asyncio.gather(busy[0], return_exceptions=True)
+        checker.helpers.wait_s = 600.0
+        await checker.check(GOOD, "late")
+        busy[1].cancel()
+        await asyncio.gather(*busy, return_exceptions=True)
+        assert not checker.helpers._num_running and len(checker.helpers._free) == pool.SIZE
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
+def test_a_check_that_ends_its_process_is_its_own_request_s_error() -> None:
+    async def run() -> None:
+        checker = GrammarChecker()
+        await checker.check(GOOD, "")
+        with pytest.raises(Invalid, match="memory is bounded"):
+            await checker.check(Deadly("regex", "c+"), "")
+        assert await verdict(checker, BAD) == "invalid_grammar"
+        await checker.helpers.stop()
+
+    asyncio.run(run())
+
+
 def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
     grammar_worker.answer(pickle.dumps(GOOD))
     with pytest.raises(Invalid):
         grammar_worker.answer(pickle.dumps(BAD))
+
+
+def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url: str) -> None:
+    tenant = Tenant("t", "t", requests_per_minute=2)
+    settings = GatewaySettings(redis_url=redis_url)
+
+    async def run() -> None:
+        stage, client, checker = Stage("gateway", settings), connect(settings), GrammarChecker()
+        admission = Admission(stage, client, settings, Metrics(stage))
+
+        async def ask(constraint: Constraint) -> Caller:
+            caller = Caller(tenant)
+            store = Store(client, client, 1.0)
+            context = RequestContext(settings=settings, stage=stage, client=client, grammars=checker, admission=admission, store=store, caller=caller)
+            await constraint_for(context, constraint)
+            return caller
+
+        caller = await ask(GOOD)
+        assert caller.headers["x-ratelimit-remaining-requests"] == "1"
+        assert caller.arguments(10, 5, 1)[-2:] == [0, 10], "its tokens are charged with what is handed over"
+        with pytest.raises(Invalid):
+            await ask(BAD)
+        with pytest.raises(Rejected) as refusal:
+            await ask(lasting(1))
+        assert refusal.value.status == 429 and not checker.helpers._num_running
+        assert not (await ask(GOOD)).is_counted, "what is known costs no work"
+        await checker.helpers.stop()
+        await client.aclose()
+        stage.transport.close()
+
+    asyncio.run(run())

@@ -1,7 +1,9 @@
 """Masks: what a request allows is what is left of its row, and a matcher says the same however it came to where it is."""
 
 import json
-from typing import Any
+import threading
+import time
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -13,15 +15,18 @@ from scipy import stats
 
 from services.compute.backends.backend import RowSearch
 from services.compute.backends.torch.backend import TorchBackend
+from services.compute.candidates import compiled as cache
 from services.compute.candidates import constraints as module
-from services.compute.candidates.constraints import Constraints, Masks, replay
+from services.compute.candidates import matcher
+from services.compute.candidates.constraints import Constraints, Masks
+from services.compute.candidates.matcher import replay
 from services.compute.candidates.reduction import edit, reduce
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, apply_on_device, bits_of
 from services.compute.sequence import Sequence
 from shared import grammar
 from shared.constraint import Constraint
 from shared.errors import Invalid
-from shared.grammar import Vocabulary, compile_grammar
+from shared.grammar import Vocabulary, check_grammar, compile_grammar
 from shared.sampling_params import ChainParams, DryParams, SamplingParams
 from tests.grammars.generate import EOS, FILES, generate, make_constraints, tokenizer, vocabulary
 from tests.waiting import wait_until
@@ -55,9 +60,9 @@ def masks_of(constraints: Constraints, *sequences: Sequence) -> Masks:
 
 def expected(constraint: Constraint, output: list[int]) -> set[int]:
     """By a matcher of its own."""
-    matcher = compile_grammar(constraint, vocabulary())
-    assert matcher.consume_tokens(output)
-    return ids_of(np.frombuffer(matcher.compute_bitmask(), np.uint8))
+    state = compile_grammar(constraint, vocabulary())
+    assert state.consume_tokens(output)
+    return ids_of(np.frombuffer(state.compute_bitmask(), np.uint8))
 
 
 @pytest.mark.parametrize("size", [64, 130, 2048, 2049])
@@ -205,14 +210,14 @@ def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
 
 def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matchers of one text share the library's lexer, which has limits; a sequence's own fate is what it would be alone."""
-    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=600, verbose_errors=False))
+    monkeypatch.setattr(grammar, "limits_of", lambda _: LLParserLimits(max_lexer_states=600, verbose_errors=False))
     replayed: list[int] = []
 
     def counted(constraint: Constraint, known: Vocabulary, output: list[int]) -> LLMatcher:
         replayed.append(len(output))
         return replay(constraint, known, output)
 
-    monkeypatch.setattr(module, "replay", counted)
+    monkeypatch.setattr(matcher, "replay", counted)
     wide = Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
     rng, constraints = np.random.default_rng(1), make_constraints()
     letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
@@ -228,7 +233,7 @@ def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.Monke
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar, "LIMITS", LLParserLimits(max_lexer_states=16, verbose_errors=False))
+    monkeypatch.setattr(grammar, "limits_of", lambda _: LLParserLimits(max_lexer_states=16, verbose_errors=False))
     constraints, later = make_constraints(), Constraint("regex", r"x{5}(.*a.{14}b.*)", param="guided_regex")
     sequences = [sequence_of(tokenizer().encode("x").ids * count, handle=count) for count in (1, 5)]
     for sequence in sequences:
@@ -246,8 +251,8 @@ def test_one_text_is_compiled_once_and_the_texts_that_are_kept_are_bounded(monke
         compiled.append(constraint.text)
         return compile_grammar(constraint, known)
 
-    monkeypatch.setattr(module, "compile_grammar", counted)
-    monkeypatch.setattr(module, "MAX_COMPILED", 2)
+    monkeypatch.setattr(cache, "compile_grammar", counted)
+    monkeypatch.setattr(cache, "MAX_KEPT", 2)
     constraints = make_constraints()
     for handle, text in enumerate(["a+", "b+", "a+", "c+", "a+", "b+"]):
         opened(constraints, sequence_of([], handle=handle), Constraint("regex", text))
@@ -275,3 +280,141 @@ def test_a_grammar_that_allows_everything_changes_nothing() -> None:
     for temperature in (0.0, 0.8):
         [free], [held] = (generate([each], temperature=temperature, seed=2, max_tokens=60) for each in (None, ANY))
         assert held.token_ids == free.token_ids
+
+
+class Held:
+    """A state that fills no mask until it may, and then the one of another."""
+
+    def __init__(self, state: LLMatcher) -> None:
+        self.state = state
+        self.may_go_on = threading.Event()
+
+    def unsafe_compute_mask_ptr(self, address: int, size: int) -> None:
+        assert self.may_go_on.wait(60)
+        self.state.unsafe_compute_mask_ptr(address, size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.state, name)
+
+
+class Broken:
+    """A state that the library gives up on."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(f"{name}: the library is broken")
+
+
+def test_a_row_whose_mask_is_late_sits_out_and_the_others_go_on() -> None:
+    constraints = make_constraints()
+    letters = [tokenizer().token_to_id(letter) for letter in "ab"]
+    slow, other = sequence_of([], handle=1), sequence_of([], handle=2)
+    for sequence in (slow, other):
+        opened(constraints, sequence, ANY)
+    held = Held(constraints.matchers[1].state)
+    constraints.matchers[1].state = cast(LLMatcher, held)
+    masking = constraints.start([slow])
+    assert masking is not None and masking.result(0.0).late == {1}
+    constraints.hold_back([1])
+    for letter in letters:  # nobody waits for it
+        other.token_ids.append(letter)
+        assert constraints.sitting_out() == {1}
+        assert ids_of(masks_of(constraints, other).by_handle[2]) == expected(ANY, other.token_ids[1:])
+    held.may_go_on.set()
+    wait_until(lambda: not constraints.sitting_out(), description="its mask is there")
+    assert ids_of(masks_of(constraints, slow).by_handle[1]) == expected(ANY, [])
+
+
+def test_a_row_whose_masks_take_long_has_them_filled_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    constraints, sequence = make_constraints(), sequence_of([])
+    opened(constraints, sequence, SCHEMA)
+    masks_of(constraints, sequence)
+    constraints.hold_back([0])
+    for letter in tokenizer().encode('[{"a"').ids:
+        sequence.token_ids.append(letter)
+        assert constraints.sitting_out() == {0}
+        wait_until(lambda: not constraints.sitting_out(), description="its mask is there")
+        masking = constraints.start([sequence])
+        assert masking is not None and masking.filling is None
+        assert ids_of(masking.result(0.0).by_handle[0]) == expected(SCHEMA, sequence.token_ids[1:])
+
+
+def test_whatever_goes_wrong_with_a_matcher_is_its_row_s_alone() -> None:
+    constraints = make_constraints()
+    sequences = [sequence_of([], handle=handle) for handle in range(3)]
+    for sequence in sequences:
+        opened(constraints, sequence, ANY)
+    masks_of(constraints, *sequences)
+    constraints.matchers[1].state = cast(LLMatcher, Broken())
+    for sequence in sequences:
+        sequence.token_ids.append(tokenizer().token_to_id("a"))
+    masks = masks_of(constraints, *sequences)
+    assert sorted(masks.by_handle) == [0, 2] and list(masks.failures) == [1]
+    assert "is broken" in masks.failures[1].message
+
+
+@pytest.mark.parametrize("text", ["(a{1000}){1000}", "a{1000000}", "((a{100}){100}){20}", "(a{1,1000}b{1,1000}){1000}"])
+def test_a_short_text_is_little_work(text: str) -> None:
+    """Processor time, so that a busy machine changes nothing: without a bound some take a second and 200 MB."""
+    began = time.thread_time()
+    state = compile_grammar(Constraint("regex", text), vocabulary())
+    letter: int = tokenizer().encode("a").ids[0]
+    for _ in range(3):
+        state.consume_tokens([letter])
+        state.compute_bitmask()
+    assert time.thread_time() - began < 0.25
+
+
+@pytest.mark.parametrize("kind", ["regex", "lark", "json_schema"])
+def test_a_repetition_that_costs_too_much_is_refused_before_anything_runs(kind: Any) -> None:
+    pattern = "(a{1000}){1000}"
+    text = {"regex": pattern, "lark": f"start: X\nX: /{pattern}/\n", "json_schema": json.dumps({"type": "string", "pattern": f"^{pattern}$"})}[kind]
+    with pytest.raises(Invalid, match="too many expressions"):
+        check_grammar(Constraint(kind, text))
+
+
+def test_large_grammars_that_people_write_still_pass() -> None:
+    names = [f"property_{number}" for number in range(600)]
+    schema = {"type": "object", "properties": {name: {"type": "string", "pattern": "^[a-z]{1,40}$", "maxLength": 200} for name in names}}
+    for constraint in (
+        Constraint("json_schema", json.dumps(schema)),
+        Constraint("json_schema", json.dumps({"enum": [f"value number {number}" for number in range(8000)]})),
+        Constraint("choice", json.dumps([f"choice {number}" for number in range(16_000)])),
+        Constraint("json_schema", json.dumps({"type": "string", "maxLength": 100_000})),
+        Constraint("lark", 'start: <|im_start|> "a"\n'),
+    ):
+        check_grammar(constraint)
+
+
+def test_what_is_kept_of_grammars_is_bounded_by_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    constraints = make_constraints()
+    for handle in range(6):
+        opened(constraints, sequence_of([], handle=handle), Constraint("regex", f"a{{{handle + 1}}}"))
+        constraints.matchers[handle].grammar.seconds = 0.03  # 11.5 MiB
+    for handle in range(6):
+        constraints.forget(handle)
+    assert len(constraints.grammars.kept) == 6
+    monkeypatch.setattr(cache, "MAX_KEPT_BYTES", 40 << 20)
+    opened(constraints, sequence_of([], handle=9), Constraint("regex", "b+"))
+    assert len(constraints.grammars.kept) == 4
+    constraints.matchers[9].grammar.seconds = 0.1  # it has grown
+    constraints.forget(9)
+    assert all(each.text != "b+" for each in constraints.grammars.kept)
+
+
+def test_a_grammar_that_failed_its_row_is_not_kept() -> None:
+    constraints, sequence = make_constraints(), sequence_of([])
+    opened(constraints, sequence, ANY)
+    assert len(constraints.grammars.kept) == 1
+    constraints.matchers[0].state = cast(LLMatcher, Broken())
+    assert masks_of(constraints, sequence).failures
+    constraints.forget(0)
+    assert not constraints.grammars.kept
+
+
+def test_an_answer_that_takes_many_slices_to_replay_is_where_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher, "REPLAY_TOKENS", 2)
+    constraints, sequence = make_constraints(), sequence_of(tokenizer().encode('[{"a": 12, "b": "x').ids)
+    monkeypatch.setattr(module, "REPLAY_SLICE_S", 1e-9)
+    opened(constraints, sequence, SCHEMA)
+    assert ids_of(masks_of(constraints, sequence).by_handle[0]) == expected(SCHEMA, sequence.token_ids[1:])

@@ -11,9 +11,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer import chat_template
-from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.chat_template import SLOW, ChatTemplate
 from shared.errors import Invalid, StartupError
-from shared.messages import ChatMessage
+from shared.messages import ChatMessage, ChatOptions
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 SOON_S = 200.0  # a few seconds of the processor, on a machine that is busy; the loop takes days
@@ -90,6 +90,22 @@ def test_a_batch_of_loops_ends_soon_and_leaves_no_process() -> None:
     assert template.render([say("again")]) == ["<s>again"]
     del template
     assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_conversation_that_takes_long_is_slow_where_others_wait_and_costs_no_worker() -> None:
+    before = set(psutil.Process().children())
+    template = ChatTemplate(Texts(), is_quick=True)
+    assert template.render([say("warm")]) == ["<s>warm"]
+    workers = set(psutil.Process().children()) - before
+    assert template.render([say("loop"), say("next"), say("loop")]) == [SLOW, "<s>next", SLOW]
+    assert set(psutil.Process().children()) - before == workers
+    assert template.render([say("power"), say("next")]) == [SLOW, "<s>next"], "what Python can't interrupt is killed"
+
+
+def test_a_request_s_own_template_is_named_when_it_takes_too_long() -> None:
+    [found] = ChatTemplate(Texts()).render([say("Hi")], [ChatOptions(chat_template=LOOP)])
+    assert isinstance(found, Invalid) and (found.status, found.param) == (400, "chat_template")
+    assert "the request's chat_template refuses these messages: it takes more than 2 s" in str(found)
 
 
 @pytest.mark.parametrize("text", ["{{ nothing.at.all }}", "{% include 'x' %}"])

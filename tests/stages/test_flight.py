@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from services.compute import service
+from services.compute.candidates import matcher
+from services.compute.sequence import Sequence
 from shared.constraint import Constraint
 from shared.messages import Control, TokenizedRequest, encode
 from shared.sampling_params import ChainParams, DryParams, SamplingParams
@@ -72,6 +75,33 @@ def test_logs_are_the_same_with_a_step_in_flight(line: LineOfStages, expected: d
     assert line.answer(*REQUESTS) == expected
     assert search.num_wrong and compute.num_surplus_tokens > num_surplus, "draws were wrong, and their rows were dropped"
     assert compute.flight is None, "what is in flight lands when there is nothing else to do"
+
+
+@pytest.mark.parametrize("is_slow", [False, True])
+@pytest.mark.parametrize("is_in_flight", [False, True])
+def test_rows_that_sit_out_get_the_same_bytes(
+    line: LineOfStages, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_slow: bool, is_in_flight: bool
+) -> None:
+    """Nobody waits for a mask; is_slow: all are filled before their rows run."""
+    monkeypatch.setattr(service, "MASK_BUDGET_S", 0.0)
+    if is_slow:
+        monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    found = line.compute.row_search
+    line.compute.row_search = DrawingSearch(found, random.Random(1), share_wrong=0.1) if is_in_flight else found
+    held: list[int] = []
+    hold_back = line.compute.hold_back
+
+    def counted(late: list[Sequence]) -> None:
+        held.extend(each.handle for each in late)
+        hold_back(late)
+
+    monkeypatch.setattr(line.compute, "hold_back", counted)
+    line.forget_logs()
+    try:
+        assert line.answer(*REQUESTS) == expected
+    finally:
+        line.compute.row_search = found
+    assert held
 
 
 def test_who_is_cancelled_in_flight_leaves_the_others_as_they_are(line: LineOfStages, expected: dict[str, Any]) -> None:

@@ -1,41 +1,26 @@
-"""The grammars of the sequences that run: compiled beside the loop, kept at each sequence's last token, and asked for masks while the model computes.
+"""The grammars of the sequences that run: compiled beside the loop, and asked for masks while the model computes.
 
-A matcher's state is a function of its sequence's output tokens, decided and foreseen, and of nothing else. So it is made anew wherever the tokens are (after
-a crash, at another replica), goes forward with them, and back where foreseen ones are taken back.
-
-Matchers of one text share what the library has worked out of it. Should that outgrow its limits, through whoever, a sequence gets a matcher of its own: what
-ends in an error depends on the sequence's own tokens.
+No step waits for one row's mask longer than the budget that its loop gives. A row whose mask is late
+sits out: its sequence runs again when the mask is there, and gets the same text. A matcher whose masks
+take long is asked before its row runs, in threads of its own.
 """
 
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import numpy as np
-from llguidance import LLMatcher
-
+from services.compute.candidates.compiled import Grammar, GrammarCache
 from services.compute.candidates.failures import error_of
-from services.compute.candidates.row_mask import num_bytes
+from services.compute.candidates.matcher import Filling, Matcher, Turn, replay_some
 from services.compute.sequence import Array, Sequence
 from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import Vocabulary, compile_grammar
+from shared.grammar import Vocabulary
 from shared.messages import RequestError
 
-MAX_COMPILED = 256  # grammars that are kept for those that come with the same text
-MAX_COMPILED_TEXT = 8 << 20  # characters, of all of them
-NUM_COMPILERS = 2
-
-
-@dataclass(slots=True)
-class Matcher:
-    """A sequence's place in its grammar."""
-
-    constraint: Constraint
-    state: LLMatcher
-    token_ids: list[int] = field(default_factory=list)  # of the output, that the state has taken in
-    num_decided: int = 0  # of those, that will not be taken back
+NUM_MASKERS = 2  # one goes on while the other is at a mask that takes long for the first time
+NUM_SLOW_MASKERS = 2
+NUM_REPLAYERS = 1
+REPLAY_SLICE_S = 0.05  # of processor time; those who need more take turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +29,42 @@ class Masks:
 
     by_handle: dict[int, Array] = field(default_factory=dict)  # [num_bytes(vocab_size)] uint8 each
     failures: dict[int, RequestError] = field(default_factory=dict)  # whose grammars can't say it, and why
+    late: frozenset[int] = frozenset()  # handles whose masks are still being filled
+
+
+@dataclass(slots=True)
+class Opening:
+    """A sequence that waits for its matcher."""
+
+    sequence: Sequence
+    constraint: Constraint
+    compiling: Future[Grammar]
+    matcher: Matcher | None = None
+    replaying: Future[None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """How a matcher comes to its sequence's last token."""
+class Masking:
+    """The masks of a step, under way."""
 
-    handle: int
-    matcher: Matcher
-    num_taken_back: int
-    new_token_ids: list[int]
+    matchers: dict[int, Matcher]  # by handle
+    filling: Filling | None  # of those whose masks were not there
+    stale: frozenset[int]  # handles whose matchers are still at an earlier token
+
+    def result(self, timeout_s: float | None = None) -> Masks:
+        """The masks that are there after this time; None: all of them."""
+        if self.filling is not None:
+            self.filling.is_done.wait(timeout_s)
+        masks, late = Masks(), set(self.stale)
+        for handle, matcher in self.matchers.items():
+            outcome = matcher.filling.outcomes.get(handle) if matcher.filling is not None and handle not in self.stale else None
+            if outcome is None:
+                late.add(handle)
+            elif isinstance(outcome, RequestError):
+                masks.failures[handle] = outcome
+            else:
+                masks.by_handle[handle] = outcome
+        return Masks(masks.by_handle, masks.failures, frozenset(late))
 
 
 class Constraints:
@@ -62,117 +73,111 @@ class Constraints:
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
         """load: called once, in a thread, when the first constraint comes."""
         self.vocab_size = vocab_size
+        self.grammars = GrammarCache(load)
         self.matchers: dict[int, Matcher] = {}  # by handle
-        self.opening: dict[int, tuple[Sequence, Future[Matcher]]] = {}  # by handle: sequences that wait for their grammars
-        self._load = load
-        self._vocabulary: Future[Vocabulary] | None = None
-        self._compiled: OrderedDict[Constraint, LLMatcher] = OrderedDict()  # at their beginnings, the last used last
-        self._num_characters = 0
-        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "compile-grammar")
-        self._masker = ThreadPoolExecutor(1, "mask")
+        self.opening: dict[int, Opening] = {}  # by handle: sequences that wait for their grammars
+        self.late: dict[int, Matcher] = {}  # by handle: those whose masks come before their rows run
+        self._maskers = ThreadPoolExecutor(NUM_MASKERS, "mask")
+        self._slow_maskers = ThreadPoolExecutor(NUM_SLOW_MASKERS, "slow-mask")
+        self._replayers = ThreadPoolExecutor(NUM_REPLAYERS, "replay")
 
     def open(self, sequence: Sequence, constraint: Constraint) -> None:
         """Have the sequence's grammar compiled; `opened` says when it is there."""
-        if self._vocabulary is None:
-            self._vocabulary = self._compilers.submit(self._load)
-        known = self._compiled.get(key_of(constraint))
-        output = sequence.token_ids[sequence.num_prompt_tokens :]
-        self.opening[sequence.handle] = (sequence, self._compilers.submit(open_matcher, constraint, known, self._vocabulary, output))
+        self.opening[sequence.handle] = Opening(sequence, constraint, self.grammars.get(constraint, self._running()))
 
     def opened(self) -> list[tuple[Sequence, RequestError | None]]:
         """The sequences whose grammars have come since; and those whose grammars can't, and why: they are to be forgotten."""
-        done = [(sequence, future) for sequence, future in self.opening.values() if future.done()]
         found: list[tuple[Sequence, RequestError | None]] = []
-        for sequence, future in done:
-            error = future.exception()
-            if error is None:
-                del self.opening[sequence.handle]
-                self.matchers[sequence.handle] = matcher = future.result()
-                self._keep(matcher)
-                found.append((sequence, None))
-            else:
-                found.append((sequence, error_of(error)))
+        for opening in list(self.opening.values()):
+            try:
+                matcher = self._advance(opening)
+            except BaseException as error:  # whatever a thread raised, it is this request's alone
+                found.append((opening.sequence, error_of(error)))
+                continue
+            if matcher is not None:
+                self._forget_opening(opening)
+                self.matchers[opening.sequence.handle] = matcher
+                found.append((opening.sequence, None))
         return found
 
-    def start(self, sequences: Iterable[Sequence]) -> "Future[Masks] | None":
+    def start(self, sequences: Collection[Sequence]) -> Masking | None:
         """Begin with the masks of the tokens that follow these sequences; None: none of them has a grammar."""
-        turns = [self._turn(sequence, matcher) for sequence in sequences if (matcher := self.matchers.get(sequence.handle)) is not None]
-        if not turns:
+        matchers = {each.handle: matcher for each in sequences if (matcher := self.matchers.get(each.handle)) is not None}
+        if not matchers:
             return None
-        assert self._vocabulary is not None
-        return self._masker.submit(fill_masks, turns, self._vocabulary.result(), self.vocab_size)
+        stale, turns = set(), []
+        for sequence in sequences:
+            matcher = matchers.get(sequence.handle)
+            if matcher is None:
+                continue
+            turn = matcher.step_to(sequence)
+            if turn.is_there:
+                continue
+            if matcher.is_busy:
+                stale.add(sequence.handle)
+            else:
+                turns.append(turn)
+        filling = self._fill(sorted(turns, key=lambda turn: turn.matcher.seconds), self._maskers) if turns else None
+        return Masking(matchers, filling, frozenset(stale))
+
+    def hold_back(self, handles: Iterable[int]) -> None:
+        """These rows were late: they sit out until their masks are there."""
+        self.late.update({handle: self.matchers[handle] for handle in handles})
+
+    def sitting_out(self) -> frozenset[int]:
+        """Before each step: the handles that may not run in it, for their masks are not there."""
+        self.grammars.tidy()
+        found = set()
+        for handle, matcher in list(self.late.items()):
+            sequence = matcher.sequence
+            if matcher.is_busy or sequence.is_pending:
+                found.add(handle)
+            elif not matcher.is_slow:
+                del self.late[handle]
+            elif not sequence.is_ending and not (turn := matcher.step_to(sequence)).is_there:
+                self._fill([turn], self._slow_maskers)
+                found.add(handle)
+        return frozenset(found)
 
     def forget(self, handle: int) -> None:
         """The sequence has ended."""
-        self.matchers.pop(handle, None)
-        _, future = self.opening.pop(handle, (None, None))
-        if future is not None:
-            future.cancel()
+        self.late.pop(handle, None)
+        matcher = self.matchers.pop(handle, None)
+        if matcher is not None and matcher.grammar not in self._running():
+            self.grammars.release(matcher.grammar, has_failed=matcher.has_failed)
+        if (opening := self.opening.get(handle)) is not None:
+            self._forget_opening(opening)
 
-    def _turn(self, sequence: Sequence, matcher: Matcher) -> Turn:
-        """What was decided when the matcher was last asked stands; what was foreseen then may have come otherwise."""
-        first, known = sequence.num_prompt_tokens + matcher.num_decided, matcher.token_ids[matcher.num_decided :]
-        present = sequence.token_ids[first:]
-        num_same = next((at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), min(len(known), len(present)))
-        turn = Turn(sequence.handle, matcher, len(known) - num_same, present[num_same:])
-        matcher.token_ids[matcher.num_decided + num_same :] = turn.new_token_ids
-        matcher.num_decided = min(sequence.num_decided_tokens - sequence.num_prompt_tokens, len(matcher.token_ids))
-        return turn
+    def _running(self) -> list[Grammar]:
+        return [matcher.grammar for matcher in self.matchers.values()]
 
-    def _keep(self, matcher: Matcher) -> None:
-        key = key_of(matcher.constraint)
-        if key not in self._compiled:
-            beginning = matcher.state.deep_copy()
-            beginning.reset()
-            self._compiled[key] = beginning
-            self._num_characters += len(matcher.constraint.text)
-        self._compiled.move_to_end(key)
-        while len(self._compiled) > MAX_COMPILED or self._num_characters > MAX_COMPILED_TEXT:
-            oldest, _ = self._compiled.popitem(last=False)
-            self._num_characters -= len(oldest.text)
+    def _advance(self, opening: Opening) -> Matcher | None:
+        """The matcher, if it has come to its sequence's last token. Raises what its threads did, and Invalid."""
+        if not opening.compiling.done():
+            return None
+        sequence = opening.sequence
+        output = sequence.token_ids[sequence.num_prompt_tokens :]
+        if opening.matcher is None:
+            grammar = opening.compiling.result()
+            self.grammars.begin(grammar, self._running())
+            opening.matcher = Matcher(sequence, opening.constraint, grammar, grammar.beginning.deep_copy())
+        elif opening.replaying is not None and not opening.replaying.done():
+            return None
+        elif opening.replaying is not None:
+            opening.replaying.result()
+        matcher = opening.matcher
+        if len(matcher.token_ids) == len(output):
+            matcher.num_decided = len(output)
+            return matcher
+        opening.replaying = self._replayers.submit(replay_some, matcher, output, self.grammars.vocabulary.result(), REPLAY_SLICE_S)
+        return None
 
+    def _forget_opening(self, opening: Opening) -> None:
+        del self.opening[opening.sequence.handle]
+        if not any(each.constraint == opening.constraint for each in self.opening.values()):
+            self.grammars.forget(opening.constraint)
 
-def key_of(constraint: Constraint) -> Constraint:
-    """What the grammar depends on."""
-    return replace(constraint, param="")
-
-
-def open_matcher(constraint: Constraint, known: LLMatcher | None, vocabulary: "Future[Vocabulary]", token_ids: list[int]) -> Matcher:
-    """A matcher after these tokens. known: the grammar, if it is compiled already. Raises Invalid."""
-    state = known.deep_copy() if known is not None else compile_grammar(constraint, vocabulary.result())
-    if not state.consume_tokens(token_ids):
-        state = replay(constraint, vocabulary.result(), token_ids)
-    return Matcher(constraint, state, list(token_ids), len(token_ids))
-
-
-def replay(constraint: Constraint, vocabulary: Vocabulary, token_ids: list[int]) -> LLMatcher:
-    """A matcher that shares nothing with others, after these tokens. Raises Invalid."""
-    state = compile_grammar(constraint, vocabulary)
-    if not state.consume_tokens(token_ids):
-        raise Invalid(
-            f"the answer can't be held to its constraint: {' '.join(state.get_error().split())}", param=constraint.param or None, code="constraint_failed"
-        )
-    return state
-
-
-def fill_masks(turns: list[Turn], vocabulary: Vocabulary, vocab_size: int) -> Masks:
-    """Bring the matchers to their sequences' last tokens, and ask them what may follow."""
-    masks = Masks()
-    rows = np.zeros((len(turns), num_bytes(vocab_size)), np.uint8)
-    for row, turn in zip(rows, turns, strict=True):
-        state = turn.matcher.state
-        if turn.num_taken_back:
-            state.rollback(turn.num_taken_back)
-        state.consume_tokens(turn.new_token_ids)
-        state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-        try:
-            if state.is_error():
-                turn.matcher.state = state = replay(turn.matcher.constraint, vocabulary, turn.matcher.token_ids)
-                state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-                if state.is_error():
-                    reason = " ".join(state.get_error().replace("<non-verbose/>", "").split())
-                    raise Invalid(f"its grammar is too complex here: {reason}", param=turn.matcher.constraint.param or None, code="constraint_failed")
-            masks.by_handle[turn.handle] = row
-        except Exception as error:  # whatever it is, it is this row's alone
-            masks.failures[turn.handle] = error_of(error)
-    return masks
+    def _fill(self, turns: list[Turn], lane: ThreadPoolExecutor) -> Filling:
+        filling = Filling(turns, self.grammars.vocabulary.result(), self.vocab_size, self._slow_maskers)
+        lane.submit(filling.run)
+        return filling

@@ -166,19 +166,24 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, m
 
 @torch.inference_mode()
 def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> Reduction:
-    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search: of the model's backend; masks: of
-    their grammars, where they have one. Does not wait for the device, but where llama.cpp's chain looks at a whole row."""
+    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search:
+    of the model's backend; masks: of their grammars, where they have one: a row whose mask is late is left out.
+
+    Does not wait for the device, but where llama.cpp's chain looks at a whole row.
+    """
     failures: dict[int, RequestError] = {}
     edited: list[EditedRow] = []
     good: list[int] = []
     for row, sequence in enumerate(sequences):
+        if sequence.handle in masks.late:
+            continue
         mask = masks.by_handle.get(sequence.handle)
         failure = masks.failures.get(sequence.handle)
         if failure := failure or failure_of(lambda: edited.append(edit(logits[row], sequence, search, mask)), logits.device):  # noqa: B023
             failures[sequence.handle] = failure
         else:
             good.append(row)
-    if failures:
+    if len(good) < len(sequences):
         logits = logits[to_device(np.array(good, np.int64), logits.device)]
     wanted = wanted_of(edited, logits.shape[1])
     return Reduction(logits, edited, wanted, search.start(logits, wanted), search, failures)

@@ -65,6 +65,7 @@ class Scheduler:
         self.run_ahead = run_ahead  # foreseen tokens upon which a sequence may be computed
         self.splits_prompts = splits_prompts  # False: every token of the model's sees all others, so a prompt is computed in one step
         self.apart: frozenset[int] = frozenset()  # handles that run in steps of their own, by turns with everybody else's
+        self.held: frozenset[int] = frozenset()  # handles that sit out: their grammars' masks are not there yet
         self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
         self.waiting = WaitingQueue()
@@ -126,6 +127,12 @@ class Scheduler:
         if not is_continued:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
 
+    def take_back(self, sequence: Sequence) -> None:
+        """The step's row of the sequence comes to nothing: its last token is to be computed again."""
+        sequence.num_computed_tokens = sequence.num_tokens - 1
+        sequence.num_committed_blocks = min(sequence.num_committed_blocks, sequence.num_computed_tokens // self.block_manager.block_size)
+        sequence.has_shared_tail = True  # its last block may be in the prefix cache by now
+
     def confirm(self, sequence: Sequence) -> None:
         """The first of the foreseen tokens was decided."""
         assert sequence.num_undecided_tokens > 0
@@ -154,6 +161,8 @@ class Scheduler:
     def _can_run(self, sequence: Sequence) -> bool:
         """Whether it is its turn, and what it would be computed upon is decided as far as it must be."""
         is_in = (sequence.handle in self.apart) == self._is_apart
+        if sequence.handle in self.held and sequence.handle in self.running:
+            return False
         return is_in and not sequence.is_ending and sequence.num_undecided_tokens <= self.run_ahead
 
     def _advance(self, sequence: Sequence, num_tokens: int) -> BatchRow:

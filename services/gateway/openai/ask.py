@@ -1,22 +1,16 @@
 """Requests of the gateway's own: a response that is read to its end here, and goes to no client as it is."""
 
-import asyncio
 import json
-from collections.abc import Coroutine
 from dataclasses import replace
-from typing import Any, TypeVar
-
-from fastapi import Request, Response
+from typing import Any
 
 from services.gateway.context import Context
-from services.gateway.errors import CLIENT_CLOSED, RequestFailed
-from services.gateway.openai.respond import check, until_disconnect
+from services.gateway.errors import RequestFailed
+from services.gateway.openai.respond import check
 from services.gateway.record import make_record
 from services.gateway.subscription import ResponseFailed
 from shared.messages import EncodingParams, GenerateRequest, Task, TokenEvent
 from shared.sampling_params import SamplingParams
-
-T = TypeVar("T")
 
 
 async def ask_all(context: Context, model: str, requests: list[GenerateRequest]) -> list[list[TokenEvent]]:
@@ -47,15 +41,3 @@ async def ask_tokenizer(context: Context, model: str, task: Task, request: Gener
 def question(context: Context, model: str, params: SamplingParams | None = None, encoding: EncodingParams | None = None, **prompt: Any) -> GenerateRequest:
     """A request without a name; `prompt`: messages, prompt or prompt_token_ids."""
     return GenerateRequest("", context.stage.replica_id, model, params or SamplingParams(), encoding=encoding or EncodingParams(), **prompt)
-
-
-async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | Response:
-    """What `work` returns; it is cancelled if the client goes away, of which nobody reads the answer."""
-    working, gone = asyncio.create_task(work), asyncio.create_task(until_disconnect(request.receive))
-    try:
-        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else Response(status_code=CLIENT_CLOSED)
-    finally:
-        for task in (working, gone):
-            task.cancel()
-        await asyncio.gather(working, gone, return_exceptions=True)

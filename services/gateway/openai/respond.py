@@ -9,6 +9,7 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.disconnect import until_disconnect
 from services.gateway.errors import CLIENT_CLOSED, RequestFailed, error_body
 from services.gateway.generation import Generation
 from services.gateway.measured import Measured
@@ -58,11 +59,6 @@ class EventStream(Response):
 def whole_body(record: ResponseRecord, choices: list[Choice]) -> dict[str, Any]:
     """The answer that was not asked for as a stream. Its usage is all that was generated, whatever became of it."""
     return format_for(record).whole(best(choices, record)) | {"usage": usage(choices, record.n)}
-
-
-async def until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 class Responder:

@@ -10,9 +10,9 @@ from fastapi import APIRouter, Header, Request, Response
 
 from services.gateway.anthropic import models as anthropic
 from services.gateway.context import Context, RequestContext, context_of
+from services.gateway.disconnect import unless_gone
 from services.gateway.errors import speaks_anthropic
 from services.gateway.measured import Measured
-from services.gateway.openai.ask import unless_gone
 from services.gateway.openai.beams import check_beams, search_prompt
 from services.gateway.openai.docs import takes
 from services.gateway.openai.fields import MAX_SEQUENCES
@@ -123,8 +123,13 @@ def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:
 
 
 async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Prepared | None:
-    """What the answer must match, such that it can be enforced. Raises Invalid, Rejected."""
-    return await context.grammars.check(constraint) if constraint is not None else None
+    """The constraint as it can be enforced. Raises Invalid, Rejected, and ClientDisconnect. What costs work is charged before it is done."""
+    if constraint is None:
+        return None
+    if not context.grammars.knows(constraint):
+        await context.admission.charge_request(context.caller)
+    checking = context.grammars.check(constraint, context.tenant.tenant_id)
+    return await (checking if context.request is None else unless_gone(context.request, checking))
 
 
 def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
