@@ -106,7 +106,7 @@ class Caller:
     def counted(self, left: list[int]) -> None:
         """The request is charged. left: as the script returned it."""
         self.is_counted = True
-        self._tell(left)
+        self.tell(left)
 
     def admitted(self, left: list[int]) -> None:
         """left: as the script returned it."""

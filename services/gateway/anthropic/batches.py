@@ -144,7 +144,7 @@ async def results(batch_id: str, request: Request) -> StreamingResponse:
 
 async def load(context: Context, batch_id: str) -> Batch:
     """Raises Invalid (404) for one that is not there, or not of this API."""
-    batch = await context.batches.load(batch_id, context.tenant.tenant_id)
+    batch = await context.batches.load(batch_id, context.tenant)
     if batch.record.endpoint != ENDPOINT:
         raise Invalid(f"No batch found with id '{batch_id[:64]}'.", param="batch_id", code="batch_not_found", status=404)
     return batch

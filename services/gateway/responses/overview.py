@@ -4,7 +4,7 @@ from typing import Any
 
 from services.gateway.context import Context
 from services.gateway.generation import away, find_record
-from services.gateway.record import ResponseRecord
+from services.gateway.record import ResponseRecord, read_response
 from shared.streams import held_key, inflight_key, open_key, response_key, response_of, stored_key
 
 Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs
@@ -34,7 +34,8 @@ async def _records(context: Context, response_ids: list[str]) -> Found:
             pipe.get(response_key(response_id))
             pipe.exists(open_key(response_id))
         replies = await pipe.execute()
-    return [(ResponseRecord.unpack(packed), bool(is_open)) for packed, is_open in zip(replies[::2], replies[1::2], strict=True) if packed is not None]
+    records = [read_response(response_id, packed) for response_id, packed in zip(response_ids, replies[::2], strict=True)]
+    return [(record, bool(is_open)) for record, is_open in zip(records, replies[1::2], strict=True) if record is not None]
 
 
 async def find_any(context: Context, response_id: str) -> ResponseRecord | None:
