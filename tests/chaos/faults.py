@@ -24,7 +24,7 @@ BURST = 5  # more than any number of deliveries after which a request is given u
 LIVE_TIMEOUT_S = 20.0
 OUTAGES_S = (60, 90, 300)
 
-Draw = Literal["always", "more", "long"]  # drawn always, with --more too, with --long alone; by its name in --only, whatever this says
+Draw = Literal["always", "more", "long", "named"]  # drawn always, with --more too, with --long alone; any of them by its name in --only
 Need = Literal["proxies", "clocks", "keys"]  # what the run must have been started with
 
 
@@ -163,8 +163,8 @@ def more() -> list[Fault]:
               family="burst", draw="more"),
         Fault("refused-bodies", 2, client_faults.refused_bodies, "bodies of 7.8 MB that are refused, and what stays of them in Redis", draw="more"),
         Fault("change-keys", 2, more_faults.change_keys, "a tenant's key is rotated and revoked", draw="more", needs="keys"),
-        Fault("clocks-back", 2, more_faults.jump(-1), "clocks 90 s to 24 h back for 2 to 8 s: all, Redis', or one process's", draw="more", needs="clocks"),
-        Fault("clocks-forth", 2, more_faults.jump(1), "the same, ahead", draw="more", needs="clocks"),
+        Fault("clocks-back", 2, more_faults.jump(-1), "clocks 90 s to 24 h back for 2 to 8 s: all, Redis', or one process's", draw="named", needs="clocks"),
+        Fault("clocks-forth", 2, more_faults.jump(1), "the same, ahead", draw="named", needs="clocks"),
     ]  # fmt: skip
     for seconds in OUTAGES_S:
         faults += [

@@ -47,13 +47,17 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--minutes", type=float, help="the same in minutes")
     parser.add_argument("--faults", type=int, help="end after so many faults, if that is sooner")
     parser.add_argument("--seed", type=int, help="draws faults and requests (default: random, and printed)")
-    parser.add_argument("--more", action="store_true", help="draw from the faults that need proxies, clocks or keys, too")
+    parser.add_argument("--more", action="store_true", help="draw the faults of --list's more, too")
     parser.add_argument("--long", action="store_true", help="draw outages of 60, 90 and 300 s only; compute's reader time-out is then 60 s, as by default")
     parser.add_argument("--scale", type=float, default=1.0, help="of the outages and the reader time-out of --long; at least 0.15 (default: %(default)g)")
     parser.add_argument("--soak", type=float, metavar="MINUTES", help="load without any fault; memory is sampled, and must not grow")
     parser.add_argument("--only", default="", help="faults to choose from: names or patterns, joined by commas, as in kill-*,readonly")
     parser.add_argument("--except", dest="excluded", default="", help="faults to leave out")
-    parser.add_argument("--list", action="store_true", help="print the faults and exit")
+    parser.add_argument(
+        "--list",
+        action="store_true",
+        help="print the faults with their weights, and when they are drawn: always, with --more, with --long, or if --only names them; and exit",
+    )
     for stage, count in (("gateway", 2), ("tokenizer", 2), ("compute", 2), ("sampler", 2)):
         parser.add_argument(f"--{stage}s", type=int, default=count, help="replicas (default: %(default)d)")
     parser.add_argument("--model", default="demo", help="checkpoint folder, or demo")
@@ -71,7 +75,7 @@ def parse(argv: list[str]) -> Options:
         from tests.chaos.faults import FAULTS
 
         for fault in FAULTS.values():
-            print(f"{fault.name:24}{fault.weight:3}  {'' if fault.draw == 'always' else f'--{fault.draw}':8}{fault.says}")
+            print(f"{fault.name:24}{fault.weight:3}  {fault.draw:8}{fault.says}")
         raise SystemExit(0)
     if not 0.15 <= args.scale <= 1:
         parser.error("--scale is between 0.15 and 1: below, the reader time-out comes near to the lease")

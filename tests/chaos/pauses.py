@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 SHORTEST_S = 1.0  # below this it is no pause
 AFTERMATH_S = 5.0  # after a fault has ended, a pause that begins is still its own: a lease runs out, a process starts again
+LATE_S = 60.0  # so long after the last fault, a pause for which nothing else can be blamed is called its own
 NO_FAULT = "no fault"
 
 
@@ -46,6 +47,8 @@ class Pauses:
         if until - since < SHORTEST_S:
             return 0.0
         touching = [span for span in self.spans.values() if span.touches(since, until)]
+        if not touching and (ended := [span for span in self.spans.values() if span.ended is not None and since - LATE_S <= span.ended <= since]):
+            touching = [max(ended, key=lambda span: span.ended or 0.0)]
         ends = [until if span.ended is None else min(span.ended, until) for span in touching]
         outlasting_s = until - max([since, *ends])
         names = {span.name for span in touching} or {NO_FAULT}
