@@ -40,6 +40,8 @@ BAD: list[Any] = [
     {"custom_id": "b", "method": "GET", "url": "/v1/completions", "body": {}}, {"custom_id": "c", "method": "POST", "url": "/v1/no", "body": {}},
 ]  # fmt: skip
 
+REFUSED: list[dict[str, Any]] = [{"max_tokens": -1}, {"temperature": "hot"}, {"n": 10**9}, {"no_such_field": 1}, {"prompt": None}, {"logit_bias": {"x": 1}}]
+
 
 def unreadable(number: int, rng: random.Random) -> str:
     """A line that is no request."""
@@ -48,8 +50,7 @@ def unreadable(number: int, rng: random.Random) -> str:
 
 def refused(number: int, rng: random.Random) -> str:
     """A line whose request nobody can take."""
-    wrong = rng.choice([{"max_tokens": -1}, {"temperature": "hot"}, {"n": 10**9}, {"no_such_field": 1}, {"prompt": None}, {"logit_bias": {"x": 1}}])
-    body = {"model": MODEL, "prompt": "x", **wrong}
+    body = {"model": MODEL, "prompt": "x"} | rng.choice(REFUSED)
     return json.dumps({"custom_id": f"line-{number}", "method": "POST", "url": "/v1/completions", "body": body})
 
 

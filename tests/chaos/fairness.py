@@ -131,11 +131,11 @@ async def run(url: str, keys: dict[str, str], floods: list[str], seconds: float,
 
     async with client("small") as small:
         await measure(small, 3)  # the first ones warm up
-        alone = await measure(small, seconds)
         print(f"{'flood':10}{'first token, s':>16}{'end, s':>10}{'ratio':>8}{'asked':>8}{'missing':>9}")
-        show("none", alone, 1.0)
         found = {}
         for name in floods:
+            alone = await measure(small, seconds)  # before each: whatever else the machine does, both have it
+            show("none", alone, 1.0)
             async with client("flood") as flood:
                 flooding = asyncio.create_task(FLOODS[name](flood))
                 await asyncio.sleep(HEAD_START_S)
@@ -144,12 +144,12 @@ async def run(url: str, keys: dict[str, str], floods: list[str], seconds: float,
                     flooding.result()
                 flooding.cancel()
                 await asyncio.gather(flooding, return_exceptions=True)
-            found[name] = {**asdict(figures), "ratio": figures.times(alone)}
+            found[name] = {**asdict(figures), "alone": asdict(alone), "ratio": figures.times(alone)}
             show(name, figures, figures.times(alone))
             await quiet(small, alone)
     is_fair = all(each["ratio"] <= most and not each["num_missing"] for each in found.values())
     print("fair" if is_fair else f"UNFAIR: beyond {most:g} times, or not answered")
-    print(json.dumps({"ok": is_fair, "most": most, "alone": asdict(alone), "floods": found}))
+    print(json.dumps({"ok": is_fair, "most": most, "floods": found}))
     return 0 if is_fair else 1
 
 

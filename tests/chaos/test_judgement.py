@@ -90,3 +90,11 @@ def test_faults_are_chosen_by_pattern() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no fault is called nope"):
         choose(("nope",), ())
+
+
+def test_the_minute_of_ci_draws_nothing_that_takes_long_or_needs_more_than_processes() -> None:
+    drawn = choose((), ())
+    assert all(fault.draw == "always" and fault.needs is None for fault in drawn)
+    assert {fault.draw for fault in choose((), (), ("always", "more"))} == {"always", "more"}
+    assert {fault.draw for fault in choose((), (), ("long",))} == {"long"}
+    assert [fault.name for fault in choose(("blind-*",), ())] == ["blind-compute"]

@@ -114,7 +114,10 @@ def forge_files(deployment: Deployment, key: str) -> list[str]:
         store.set(file_key("file-garbage"), b"\xc1", ex=600)
         for path in (*(f"/v1/files/file-forged{number}" for number in range(len(ways))), "/v1/files/file-garbage"):
             for method, end in (("GET", ""), ("GET", "/content"), ("DELETE", "")):
-                reply = client.request(method, path + end)
+                try:
+                    reply = client.request(method, path + end)
+                except httpx.RemoteProtocolError:  # a record without its content: the answer breaks off
+                    continue
                 if SECRET in reply.text or "x-injected" in reply.headers:
                     found.append(f"{method} {path}{end} gives away what lies outside")
                 if reply.status_code >= 500 and "Traceback" in reply.text:
