@@ -21,7 +21,7 @@ def judged(path: Path) -> Judge:
         for number, line in enumerate(lines, 1):
             try:
                 judge.take(json.loads(line))
-            except (KeyError, TypeError, ValueError) as error:
+            except (AssertionError, KeyError, TypeError, ValueError) as error:
                 raise ValueError(f"{path}, line {number}: {error!r}") from None
     judge.close()
     return judge

@@ -91,7 +91,7 @@ class Exchange:
             return
         self.place = Place()  # nothing of it has a position: from the start
         body = self.spec.body | ({"stream": True, "stream_options": {"include_usage": True, "include_position": True}} if self.is_stream else {})
-        reply = await self.send(gateway, "POST", self.spec.path, json.dumps(body).encode())
+        reply = await self.send(gateway, self.spec.path, json.dumps(body).encode())
         try:
             if self.is_stream:
                 await self.read(reply, gateway)
@@ -103,7 +103,7 @@ class Exchange:
     async def resume(self, gateway: Slot) -> None:
         """Go on with the stream, at any gateway."""
         await self.be_late()
-        reply = await self.send(gateway, "GET", f"/v1/streams/{self.place.response_id}", headers={"Last-Event-ID": self.place.last_id or ""})
+        reply = await self.send(gateway, f"/v1/streams/{self.place.response_id}", headers={"Last-Event-ID": self.place.last_id or ""}, resumes=True)
         try:
             await self.read(reply, gateway)
         finally:
@@ -113,10 +113,10 @@ class Exchange:
         if time.monotonic() < self.manners.late_until:
             await asyncio.sleep(self.rng.uniform(1, 8))
 
-    async def send(self, gateway: Slot, method: str, path: str, data: bytes | None = None, headers: dict[str, str] | None = None) -> Reply:
+    async def send(self, gateway: Slot, path: str, data: bytes | None = None, headers: dict[str, str] | None = None, *, resumes: bool = False) -> Reply:
         """The reply, if its status is 200; its head is in. Raises Again, Broken or Failed."""
-        self.asked.note("send", to=gateway.name, after=None if method == "POST" else self.place.last_id or "")
-        reply = await ask(gateway.port, method, path, data, self.headers | (headers or {}))
+        self.asked.note("send", to=gateway.name, after=(self.place.last_id or "") if resumes else None)
+        reply = await ask(gateway.port, "GET" if data is None else "POST", path, data, self.headers | (headers or {}))
         if reply.status == 200:
             self.asked.note("reply", status=200, why="")
             return reply

@@ -17,7 +17,6 @@ from tests.chaos.tally import Journal, Outcome, Tally
 Record = dict[str, Any]
 
 ENDS = ("completed", "incomplete", "failed", "cancelled")  # statuses of a response
-QUIET_KINDS = {"done": "answered", "left": "left", "taken over": "ended", "lost": "lost", "hung": "hung"}
 
 
 @dataclass(slots=True)
@@ -51,11 +50,12 @@ class Judge:
     requests: dict[int, Request] = field(default_factory=dict)  # those that have not ended
     known: dict[str, Answer] = field(default_factory=dict)  # references, by the request's name
     run: Record = field(default_factory=dict)  # the first record
+    at: float = 0.0  # of the last record
     may_lose: bool = False  # a fault of this round loses what Redis had acknowledged
 
     def take(self, record: Record) -> Outcome | None:
         """Enter the next record. Returns the outcome, if it ends a request."""
-        what = record["is"]
+        what, self.at = record["is"], record["t"]
         if what in BY_KIND:
             BY_KIND[what](self, record)
             return None
@@ -65,6 +65,8 @@ class Judge:
             return self._end(record["id"], request, record)
         try:
             self._see(request, what, record)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            request.wrong = request.wrong or Outcome("different", f"what came is no answer: {error!r} in {str(record)[:200]}")
         except Wrong as wrong:
             if request.wrong is None or wrong.kind == "cancelled":  # which is why text is missing
                 request.wrong = Outcome(wrong.kind, str(wrong))  # type: ignore[arg-type]
@@ -73,7 +75,7 @@ class Judge:
     def close(self) -> None:
         """The history is over: what has no end hung, and what grew beyond the run's bound is found."""
         for number in list(self.requests):
-            self.take({"is": "end", "id": number, "t": 0.0, "how": "hung", "why": "the history has no end of it"})
+            self.take({"is": "end", "id": number, "t": self.at, "how": "hung", "why": "the history has no end of it"})
         self.tally.rss_growth_mib = self.growth.by_stage()
         for stage, mib in self.tally.rss_growth_mib.items():
             bound = self.run.get("most_growth_mib", {}).get(stage)
@@ -108,13 +110,13 @@ class Judge:
             request.has_dropped |= what == "drop"
             request.journal.note(record["t"], f"{what}: {record['why']}")
         else:
-            raise ValueError(f"no history: a record is {what!r}")
+            raise AssertionError(f"no history: a record is {what!r}")
 
     def _send(self, request: Request, record: Record) -> None:
         request.journal.note(record["t"], f"to {record['to']}" + ("" if record["after"] is None else f", after {record['after']}"))
         request.is_resuming = record["after"] is not None
-        self.tally.num_retries += request.heard_at is not None or bool(request.journal.lines[:-1])
         if not request.is_resuming:
+            self.tally.num_retries += len(request.journal.lines) > 1
             request.answer, request.is_done = Answer.empty(len(request.answer.choices)), False
 
     def _reply(self, request: Request, record: Record) -> None:
@@ -189,6 +191,8 @@ class Judge:
         return outcome
 
     def _verdict(self, request: Request, how: str, why: str) -> Outcome:
+        if how in ("hung", "lost"):
+            return Outcome(how, why)  # type: ignore[arg-type]
         if how == "ended":  # what was not asked for its text
             is_wrong = (request.expects == "refusal" and not why.startswith("4")) or (request.expects == "clear end" and "internal error" in why)
             return Outcome("error" if is_wrong else "ended", why)
@@ -208,7 +212,7 @@ class Judge:
             except Wrong as wrong:
                 return Outcome(wrong.kind, str(wrong))  # type: ignore[arg-type]
             return Outcome("answered")
-        return Outcome(QUIET_KINDS[how], why)  # type: ignore[arg-type]
+        return Outcome("left" if how == "left" else "ended", why)
 
     def _begin_run(self, record: Record) -> None:
         self.run = record

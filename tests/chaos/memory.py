@@ -1,13 +1,14 @@
 """Resident memory of every process of a run, sampled into the history."""
 
 import asyncio
+from contextlib import suppress
 
 import psutil
 
 from tests.chaos.cluster import Cluster
 from tests.chaos.history import History
 
-SAMPLE_EVERY_S = 3.0
+SAMPLE_EVERY_S = 4.0
 MIB = 1 << 20
 
 
@@ -18,16 +19,21 @@ async def sample_memory(cluster: Cluster, history: History) -> None:
         await asyncio.sleep(SAMPLE_EVERY_S)
 
 
+def helpers_of(parents: dict[int, int], pid: int) -> list[int]:
+    """The processes below this one. parents: of every process, read once for all, which takes long."""
+    own = [child for child, parent in parents.items() if parent == pid]
+    return [*own, *(each for child in own for each in helpers_of(parents, child))]
+
+
 def memory_of(cluster: Cluster) -> dict[str, float]:
     """MiB by process, `stage pid`, of those that are live, with their helpers'; Redis among them."""
     pids = {f"{slot.stage} {slot.process.pid}": slot.process.pid for slot in cluster.slots if slot.process is not None and slot.is_alive}
     if cluster.store.process is not None:
         pids[f"redis {cluster.store.process.pid}"] = cluster.store.process.pid
+    parents = {each.pid: each.info["ppid"] for each in psutil.process_iter(["ppid"])}
     found = {}
     for name, pid in pids.items():
-        try:
-            process = psutil.Process(pid)
-            found[name] = round(sum(each.memory_info().rss for each in (process, *process.children(recursive=True))) / MIB, 1)
-        except psutil.Error:  # it has just died
-            continue
+        with suppress(psutil.Error):  # it has just died
+            sizes = [psutil.Process(each).memory_info().rss for each in (pid, *helpers_of(parents, pid))]
+            found[name] = round(sum(sizes) / MIB, 1)
     return found

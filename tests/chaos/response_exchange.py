@@ -24,7 +24,7 @@ class ResponseExchange(Exchange):
             await (self.resume(gateway) if self.is_stream else self.poll(gateway))
             return
         self.place = Place()
-        reply = await self.send(gateway, "POST", self.spec.path, json.dumps(self.spec.body | {"stream": self.is_stream}).encode())
+        reply = await self.send(gateway, self.spec.path, json.dumps(self.spec.body | {"stream": self.is_stream}).encode())
         try:
             if self.is_stream:
                 await self.read(reply, gateway)
@@ -37,7 +37,7 @@ class ResponseExchange(Exchange):
         """Go on after the last event, at any gateway."""
         await self.be_late()
         after = "" if self.place.last_id is None else f"&starting_after={self.place.last_id}"
-        reply = await self.send(gateway, "GET", f"{self.spec.path}/{self.place.response_id}?stream=true{after}")
+        reply = await self.send(gateway, f"{self.spec.path}/{self.place.response_id}?stream=true{after}", resumes=True)
         try:
             await self.read(reply, gateway)
         finally:
@@ -46,7 +46,7 @@ class ResponseExchange(Exchange):
     async def poll(self, gateway: Slot) -> None:
         """Look whether it has ended."""
         await asyncio.sleep(POLL_S)
-        reply = await self.send(gateway, "GET", f"{self.spec.path}/{self.place.response_id}")
+        reply = await self.send(gateway, f"{self.spec.path}/{self.place.response_id}")
         try:
             self.take_whole(await reply.json())
         finally:
@@ -55,6 +55,8 @@ class ResponseExchange(Exchange):
     def take_whole(self, response: dict[str, Any]) -> None:
         """A response as an object. Raises Again while it runs."""
         self.place.response_id = response.get("id")
+        if self.place.response_id is not None and self.place.response_id not in self.asked.journal.response_ids:
+            self.asked.journal.response_ids.append(self.place.response_id)
         if response.get("status") not in ENDS:
             raise Again(f"it is {response.get('status')}")
         self.asked.note("body", data=response)

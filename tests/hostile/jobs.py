@@ -118,6 +118,9 @@ def forge_files(deployment: Deployment, key: str) -> list[str]:
                     reply = client.request(method, path + end)
                 except httpx.RemoteProtocolError:  # a record without its content: the answer breaks off
                     continue
+                except httpx.HTTPError as error:
+                    found.append(f"{method} {path}{end}, {ways[int(path[-1])] if path[-1].isdigit() else 'garbage'}: {error!r}")
+                    continue
                 if SECRET in reply.text or "x-injected" in reply.headers:
                     found.append(f"{method} {path}{end} gives away what lies outside")
                 if reply.status_code >= 500 and "Traceback" in reply.text:
