@@ -178,6 +178,7 @@ def what_the_model_writes_stays_text(page: Page) -> None:
         page.say("Write it")
         assert plain(page.answer()).startswith("text"), payload  # as markdown shows it
         check_harmless(page, payload)
+        page.one(".new-chat").click()  # the demo's window is short
     page.set("setting-format", "text")
     page.set("setting-tools", json.dumps([{"type": "function", "function": {"name": "show", "parameters": only({"html": {"enum": PAYLOADS[:2]}})}}]))
     page.set("setting-toolChoice", "show")

@@ -1,19 +1,22 @@
-"""Does every request end exactly once, with its own text, whatever dies? Real processes, faults drawn from a seed, and a load of known answers.
+"""Does every request end exactly once, with its own text, whatever fails?
 
-Method: start Redis and a deployment; learn the answers of some seventy requests without any fault, twice; then rounds. In a round, clients
-send the requests over and over, streamed and whole, while faults begin at random (`--list` shows them); then everything is healed, every
-request must end, and streams, token logs and keys must be as if nothing had happened. A plain death, a stop, or an error of Redis that passes
-explains no error: a client sees a pause, a 503 or 429 before its stream began, or a cut stream that it resumes. Only where Redis has lost what it
-had acknowledged (flushall, cut-aof) may a request end with one clear error instead.
+Method: start Redis and a deployment, and learn the answers of some eighty requests without any
+fault. Then come rounds. In a round, clients send the requests again and again, streamed and whole,
+while faults begin at random (`--list` shows them). Then everything is healed, every request must
+end, and streams, token logs and keys must be as before. A process that dies or stops, or an error
+of Redis that passes, excuses no error: a client sees a pause, a 503 or 429 before its stream began,
+or a cut stream that it resumes. Only where Redis has lost acknowledged data (flushall, cut-aof,
+promote-replica) may a request end with one clear error instead.
 
-    python -m tests.chaos --seconds 60 [--seed 7] [--only kill-*,readonly] [--except cut-aof] [--list]
-    python -m tests.chaos --minutes 10 --more --max-pause 20        partitions, full disks, a lagging replica, clocks, keys
-    python -m tests.chaos --minutes 10 --long --scale 0.15          outages beyond every time-out, in a seventh of their time
-    python -m tests.chaos --soak 60 --rss-tolerance 24              no fault; memory must not grow
-    python -m tests.chaos --minutes 10 --quantization w8a8 --kv-cache-dtype int8 --kv-cache-memory 3MiB
+    python -m tests.chaos --seconds 60 [--seed 7] [--only kill-*,readonly] [--except cut-aof]
+    python -m tests.chaos --minutes 10 --more --max-pause 20     also partitions, full disks, keys
+    python -m tests.chaos --minutes 15 --long                    outages longer than the time-outs
+    python -m tests.chaos --soak 60 --rss-tolerance 24           no fault; memory must not grow
+    python -m tests.chaos --minutes 10 --quantization w8a8 --kv-cache-memory 3MiB
 
-Everything that clients did and got is written into a history (history.py), by which alone the judge (judge.py) judges; `python -m tests.chaos.check FILE`
-has it judged again. The last line is one JSON document; the exit code is 1 if anything was wrong. Everything runs on this machine, in a folder of its own.
+Clients write what they did and got into a history (history.py), and the judge (judge.py) judges by
+that alone; `python -m tests.chaos.check FILE` has it judged again. The last line is one JSON
+document. The exit code is 1 if anything was wrong. All is on this machine, in a folder of its own.
 """
 
 import asyncio
@@ -85,7 +88,9 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
 
 
 async def go_round(rounds: Rounds, options: Options) -> None:
-    """Rounds, until the time or the faults are used up. The last one may take longer than what is left."""
+    """Rounds, until the time or the faults are used up. The last one may take longer than what is
+    left.
+    """
     until = time.monotonic() + options.seconds
     num_left = options.max_faults if options.max_faults is not None else sys.maxsize
     while (left_s := until - SETTLE_S - time.monotonic()) > 0 and num_left > 0:

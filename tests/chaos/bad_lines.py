@@ -1,11 +1,11 @@
-"""What do batches cost whose lines are all wrong? 100,000 lines that are no requests, and 100,000 requests that are refused.
+"""What do 100,000 bad lines in batches cost: time, memory, and other clients' requests?
 
-Both must end, with an answer for every line or with what was wrong with the first ones; the worker's and the gateway's memory may hardly grow, Redis' not
-by the lines, and meanwhile small requests of others are answered.
+First come lines that are no requests, then requests that are refused. Every batch must end. Memory
+of the worker, the gateway and Redis may grow by a bound, and small requests of others are answered.
 
     python -m tests.chaos.bad_lines [--lines 100000]
 
-The last line is one JSON document; the exit code is 1 if anything was beyond its bound.
+The last line is one JSON document. The exit code is 1 if anything was beyond its bound.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Judges a run by its history alone: `python -m tests.chaos.check HISTORY`.
 
-Lost, hung, doubled, missing, different, cancelled by us; the longest pause of a stream by fault; growth of memory. The last line is one JSON document;
-the exit code is 1 if anything was wrong, 2 if the file is no history.
+It reports what was lost, hung, doubled, missing, different or cancelled by us, the longest pause of
+a stream by fault, and growth of memory. The last line is one JSON document. The exit code is 1 if
+anything was wrong, 2 if the file is no history.
 """
 
 import argparse

@@ -1,7 +1,6 @@
-"""Clocks that jump: libfaketime, loaded into every process of a run, reads the distance to the true
-time from a file of each. Monotonic clocks stay as they are.
+"""Clocks that jump, by libfaketime: each process reads its distance from the true time from a file.
 
-In Debian: apt install faketime. On Linux only.
+Monotonic clocks do not jump. In Debian: apt install faketime. On Linux only.
 """
 
 from dataclasses import dataclass

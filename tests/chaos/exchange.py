@@ -1,8 +1,8 @@
-"""One request from a client that does not give up: sent again where nothing had begun, resumed where a stream was cut.
+"""One request from a client that does not give up.
 
-It writes down what it does and what comes; whether that is right, the judge says. What ends it is a whole answer, an error, or the run's patience.
-A client may be impatient: when its gateway has been stopped for a while it drops the connection and resumes elsewhere, and what the old gateway
-then makes of the dead connection must not matter.
+It sends again where no event had come, and resumes where a stream was cut. It writes down what it
+does and what comes; the judge says whether that is right. An impatient client drops the connection
+to a gateway that has been stopped, and resumes elsewhere; the old gateway may then cancel.
 """
 
 import asyncio
@@ -182,7 +182,9 @@ class Exchange:
         raise Again("cancelled, because the client had dropped the connection")
 
     async def watch(self, reply: Reply, gateway: Slot) -> None:
-        """Drop the connection to a gateway that has been stopped for a while, if the client is of that kind."""
+        """Drop the connection to a gateway that has been stopped for a while, if the client is of
+        that kind.
+        """
         while self.is_impatient:
             await asyncio.sleep(0.2)
             stopped = gateway.stopped_since

@@ -1,11 +1,13 @@
-"""What does a tenant that floods cost another? Two tenants with a key each: one asks a small thing every second, alone and beside each flood of the other.
+"""How much slower is a tenant's small request while another tenant floods?
 
-A flood keeps so many requests in the pipeline that they would take minutes. The figures are of the small request: to its first token, and to its end, by
-their medians. The ratio is the larger one of the two, over the same alone: at most 2. A flood's own requests may be refused (429, 503): that is no fault.
+Two tenants have a key each. One asks for a few tokens every second, alone and then during each
+flood. The ratio compares medians, to the first token or to the end, whichever is worse; the bound
+is 2. The flood's own requests may be refused (429, 503).
 
     python -m tests.chaos.fairness [--flood many,n,long,read,batch] [--seconds 20] [--most 2]
 
-The last line is one JSON document; the exit code is 1 if a ratio is beyond the bound. Figures of a busy machine say little: run it alone.
+The last line is one JSON document. The exit code is 1 if a ratio is beyond the bound. Run it on an
+idle machine.
 """
 
 import argparse
@@ -36,7 +38,9 @@ REST_S = 0.2  # of a flooder that was refused
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """Medians of the small request, in s; missing: those that did not end in LONGEST_S, or were refused."""
+    """Medians of the small request, in s; missing: those that did not end in LONGEST_S, or were
+    refused.
+    """
 
     first_token_s: float
     end_s: float

@@ -1,4 +1,4 @@
-"""How much has a process grown? From samples of its memory over its life, without the time in which it warms up."""
+"""How much has a process grown? From samples of its memory, without the time it takes to warm up."""
 
 from dataclasses import dataclass, field
 from statistics import median
@@ -18,7 +18,9 @@ class Growth:
             self.samples.setdefault(process, []).append(size)
 
     def by_stage(self) -> dict[str, float]:
-        """The most that any process of each stage grew, for the stages with a process that lived long enough to tell."""
+        """The most that any process of each stage grew, for the stages with a process that lived
+        long enough to tell.
+        """
         found: dict[str, float] = {}
         for process, samples in self.samples.items():
             if len(samples) >= FEWEST:
@@ -28,7 +30,9 @@ class Growth:
 
 
 def grown(samples: list[float]) -> float:
-    """MiB by which the last quarter lies above the quarter after the warm-up, by their medians: one sample says nothing."""
+    """MiB by which the last quarter lies above the quarter after the warm-up, by their medians: one
+    sample says nothing.
+    """
     steady = samples[int(len(samples) * WARM_UP) :]
     part = max(1, len(steady) // 4)
     return median(steady[-part:]) - median(steady[:part])

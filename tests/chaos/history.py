@@ -1,23 +1,28 @@
-"""A run's history: what was asked, every event that came, and every fault, each with its time. One JSON object a line, in the order of time.
+"""A run's history: requests, events and faults, each with its time. One JSON object a line.
 
-Every record has `t`, seconds since the run began, and `is`, one of these:
+Every record has `t`, in seconds since the run began, and `is`, its kind:
 
     run       seed, arguments, most_pause_s (or null), most_growth_mib by stage
-    request   id, name, kind, path, body, stream, expects, continues. A name stands for one body: its first whole answer is the reference of the others.
-              expects: text (the reference's), refusal (4xx), clear end (no internal error), end. continues: the id of the request whose stream it takes over
-    send      id, to, after: a connection to a gateway. after: the event id behind which it goes on; null: from the beginning
-    reply     id, status, why: the head of the answer; why: the error's words
-    event     id, event_id, data: a server-sent event as it came, its JSON decoded
+    request   id, name, kind, path, body, stream, expects, continues
+    send      id, to, after: a connection to a gateway. after: the event id behind which it goes on,
+              or null: from the beginning
+    reply     id, status, why: the head of the answer. why: the error's words
+    event     id, event_id, data: a server-sent event as it came, with its JSON decoded
     body      id, data: a whole answer
     break     id, why: the connection ended before the answer did, and the client goes on
-    drop      id, why: the client itself let go of the connection
-    end       id, how, why. how: done, error, lost (the client gave up), left (went away), taken over, hung, ended (where no text was expected)
-    round     number, at (begin, healed, over), may_lose: whether a fault of it loses what Redis had acknowledged
-    fault     number, name, at (begin, end), says: what was drawn
-    memory    mib: resident memory by process, `stage pid`, helpers included
-    finding   says: something else that was wrong, as what was left over in Redis
+    drop      id, why: the client itself closed the connection
+    end       id, how, why. how: done, error, lost (the client gave up), left (it went away),
+              taken over, hung, ended (where no text was expected)
+    round     number, at (begin, healed, over), may_lose: a fault of it may lose acknowledged data
+    fault     number, name, at (begin, end), says
+    memory    mib: resident memory by process (`stage pid`), with its helpers'
+    finding   says: something else that was wrong, such as keys left in Redis
 
-`python -m tests.chaos.check FILE` reads it again.
+A request's name stands for one body: its first whole answer is the reference for the others.
+`expects` is text (the reference's), refusal (4xx), clear end (no internal error) or end (any).
+`continues` is the id of the request whose stream it takes over.
+
+`python -m tests.chaos.check FILE` reads a history and judges it again.
 """
 
 import json
@@ -48,6 +53,8 @@ class History:
         """One record. Returns the judge's outcome, if it ends a request."""
         record = {"t": round(time.monotonic() - self._started_at, 4), "is": what, **fields}
         self._file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        if what == "round":
+            self._file.flush()  # of a run that is killed, the rounds before are there
         return self.judge.take(record)
 
     def ask(self, name: str, kind: str, path: str, body: Any, *, is_stream: bool, expects: str = "text", continues: "Asked | None" = None) -> "Asked":
@@ -81,5 +88,7 @@ class Asked:
         self.history.write(what, id=self.number, **fields)
 
     def end(self, how: str, why: str = "") -> Outcome | None:
-        """How it ended, as its client sees it. Returns the judge's outcome; None if it had ended before."""
+        """How it ended, as its client sees it. Returns the judge's outcome; None if it had ended
+        before.
+        """
         return self.history.write("end", id=self.number, how=how, why=why)

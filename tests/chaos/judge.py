@@ -1,6 +1,7 @@
-"""The judge: reads a history record by record, and says of each request how it ended. It knows nothing but the history (its format: history.py).
+"""The judge: reads a history record by record and says how each request ended.
 
-An answer is judged by the reference of the same request: the first whole answer of that name in the history, which a run learns before any fault.
+It knows only the history, whose format history.py describes. An answer is compared with the
+reference of the same request: the first whole answer of that name, learned before any fault.
 """
 
 from collections.abc import Callable

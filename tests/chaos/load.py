@@ -1,4 +1,4 @@
-"""The load of a run: the known answers, learned without faults, and clients that ask for them over and over."""
+"""The load of a run: learns the answers without faults, then asks for them again and again."""
 
 import asyncio
 import random
@@ -19,7 +19,9 @@ TWICE = 3  # every third answer is learned twice
 
 @dataclass(slots=True)
 class Load:
-    """Owns the clients. `open` is what has not ended yet: tasks, each with its request, or with None if it waits for others'."""
+    """Owns the clients. `open` is what has not ended yet: tasks, each with its request, or with
+    None if it waits for others'.
+    """
 
     cluster: Cluster
     specs: list[Spec]
@@ -32,7 +34,9 @@ class Load:
     is_over: bool = True
 
     async def learn(self) -> None:
-        """Every answer, streamed; some once more, whole, which must be the same. Raises RuntimeError if they are not."""
+        """Every answer, streamed; some once more, whole, which must be the same. Raises
+        RuntimeError if they are not.
+        """
         waiting = asyncio.Semaphore(LEARNERS)
 
         async def learn_one(spec: Spec, *, is_stream: bool) -> None:

@@ -1,4 +1,4 @@
-"""Faults that need more than processes and signals: clocks that jump, a KV cache that is too small, keys that change."""
+"""Faults of clocks, of a KV cache that is too small, and of keys that change."""
 
 import asyncio
 import random
@@ -21,7 +21,9 @@ MODELS = "/v1/models"
 
 
 def jump(direction: int) -> Run:
-    """The wall clocks of everybody, of Redis alone, or of one process, go wrong for some seconds, and then right again."""
+    """The wall clocks of everybody, of Redis alone, or of one process, go wrong for some seconds,
+    and then right again.
+    """
 
     async def run(arena: Arena, rng: random.Random) -> None:
         clocks = arena.cluster.clocks
@@ -41,7 +43,9 @@ def jump(direction: int) -> Run:
 
 
 async def starve_compute(arena: Arena, rng: random.Random) -> None:
-    """Every compute comes back with a KV cache for a few sequences, and later with its own: most of the load is preempted, or waits."""
+    """Every compute comes back with a KV cache for a few sequences, and later with its own: most of
+    the load is preempted, or waits.
+    """
     for overrides in ({"kv_cache_memory": TINY_CACHE}, {}):
         for slot in arena.cluster.of("compute"):
             slot.overrides = overrides
@@ -51,7 +55,9 @@ async def starve_compute(arena: Arena, rng: random.Random) -> None:
 
 
 async def change_keys(arena: Arena, rng: random.Random) -> None:
-    """Another tenant's key is made, rotated and revoked while the load goes on. No gateway takes an old key, or none at all, whatever the file is."""
+    """Another tenant's key is made, rotated and revoked while the load goes on. No gateway takes an
+    old key, or none at all, whatever the file is.
+    """
     path, name = arena.cluster.keys_file, f"other-{rng.randrange(1 << 32):x}"
     old = add_key(path, name)
     await expect(arena, old, 200, "a new key")

@@ -1,7 +1,7 @@
-"""Partitions between a stage and Redis, by the proxies of a run, and outages beyond the time-outs.
+"""Partitions between a stage and Redis, and outages longer than the time-outs.
 
-The long ones are multiples of compute's reader time-out, of 60 s by default: `--scale 0.15` has both in a seventh of the time. Leases, of 4 s, are not
-scaled, so a scaled time-out stays well above them.
+The long ones are made for compute's default reader time-out of 60 s. `--scale 0.15` shortens both.
+Leases last 4 s and are not scaled, so a scaled time-out stays well above them.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The longest pause of a stream by fault: how long a reader waited for its next event while that fault, or its aftermath, lasted."""
+"""The longest pause of a stream by fault: how long a reader waited while it lasted, or after it."""
 
 from dataclasses import dataclass, field
 
@@ -43,7 +43,9 @@ class Pauses:
         self.spans[number].ended = at
 
     def add(self, since: float, until: float) -> float:
-        """A stream was silent from since to until. Returns how long it stayed silent after the last fault had ended."""
+        """A stream was silent from since to until. Returns how long it stayed silent after the last
+        fault had ended.
+        """
         if until - since < SHORTEST_S:
             return 0.0
         touching = [span for span in self.spans.values() if span.touches(since, until)]

@@ -1,14 +1,15 @@
-"""A network that fails, between one process and Redis: a proxy on a Unix socket, which passes bytes on, or does one of these to them:
+"""A network that fails, between one process and Redis: a proxy on a Unix socket. Its modes:
 
-    stall            nothing moves, either way; what was sent arrives once it is over
-    lose-requests    what the process sends is gone, and its connection stays open: no reply ever comes on it
-    lose-replies     Redis does what it is asked; its replies are gone, and so is all that it would say later on that connection
-    half-open        Redis has forgotten the connections that there are; the process has not been told, and new ones work at once
+    stall            nothing moves in either direction; what was sent arrives afterwards
+    lose-requests    what the process sends is lost, and its connection stays open without a reply
+    lose-replies     Redis does what it is asked; its replies on that connection are lost
+    half-open        Redis has closed the present connections, and the process was not told;
+                     new connections work at once
     cut              every connection breaks, and none can be made
     delay            every piece takes up to 0.3 s
     trickle          a few hundred bytes at a time
 
-A byte stream that has lost bytes is of no further use: such a connection stays dead after the fault, as with TCP, until the process gives it up.
+A connection that has lost bytes stays dead after the fault, as with TCP, until the process closes it.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Does the judge see in a history alone what went wrong? Histories of a few lines, written by hand as a run writes them."""
+"""Does the judge see in a history alone what went wrong? Short histories, written by hand."""
 
 import json
 import subprocess

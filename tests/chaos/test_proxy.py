@@ -1,4 +1,4 @@
-"""Does a proxy do to a connection what its fault says? Before a server that answers with what it is sent."""
+"""Does the proxy do to a connection what its mode says? Before a server that echoes."""
 
 import asyncio
 import random

@@ -1,8 +1,10 @@
-"""`make hostile`: malformed and hostile requests, to every route of a real pipeline that asks for keys. Not part of `make test`.
+"""`make hostile`: malformed and hostile requests, to every route of a real pipeline with keys.
 
-Each must get a clear answer: a 4xx whose body says why, in the shape of the route's API, or, where what looks hostile is a good request, a 2xx; never a
-5xx. The gateway's memory must stay flat, and /health fine. Then Redis gets hostile messages, in every stream and in the queue of batch jobs, and no stage
-may die of them; and keys are tried by their timing. Loopback only.
+Not part of `make test`. Each must get a clear answer: a 4xx whose body says why, in the shape of the
+route's API, or a 2xx where the request is good after all; never a 5xx. The gateway's memory must
+stay flat, and /health fine. Then hostile messages go into every stream of Redis and into the queue
+of batch jobs, and no stage may die of them. Wrong keys are compared by the time of their refusal.
+Loopback only.
 """
 
 import argparse
@@ -130,7 +132,9 @@ class Attack:
 
 
 def attack_redis(attack: Attack, num_messages: int, seed: int) -> None:
-    """Hostile messages in every stream, in the queue of jobs and in the records of files; then all must still work."""
+    """Hostile messages in every stream, in the queue of jobs and in the records of files; then all
+    must still work.
+    """
     deployment, outside = attack.deployment, Outside(attack.deployment.folder)
     with deployment.redis() as client:
         inject(client, num_messages, seed)

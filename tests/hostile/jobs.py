@@ -1,6 +1,7 @@
-"""Forged messages in Celery's queue, forged batch ids and forged records of files: what somebody writes who has Redis, and nothing else.
+"""Forged messages in Celery's queue, forged batch ids, and forged records of files.
 
-No worker may die of them, nothing outside the files folder may be read or removed, and a good batch must be answered afterwards.
+Somebody who can write to Redis can send them. No worker may die of them, nothing outside the files
+folder may be read or removed, and a good batch must be answered afterwards.
 """
 
 import base64

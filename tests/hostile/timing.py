@@ -1,6 +1,8 @@
-"""Does the time of a refusal tell how much of a key was right? Keys that share nothing with a true one, all but its last character, and another length.
+"""Does the time of a refusal tell how much of a key was right?
 
-They are tried by turns, so that whatever else the machine does meets them alike, and compared by Welch's t test, without the slowest tenth of each.
+Three wrong keys are tried in turns: one that shares nothing with a true key, one that shares all
+but the last character, and one of another length. Welch's t test compares their times, without the
+slowest tenth of each.
 """
 
 import math
