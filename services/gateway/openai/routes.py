@@ -168,14 +168,21 @@ def after_thought(constraint: Constraint, reasoning: str) -> Constraint:
 
 
 def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
-    """Of its calls and of its reasoning; empty: it has none."""
-    parsers = next((replica.parsers for replica in context.stage.registry.of("tokenizer", model)), {})
+    """The names of the parsers of its calls and of its reasoning; empty: it has none."""
+    replica = newest(context, "tokenizer", model)
+    parsers = replica.parsers if replica is not None else {}
     tool_calls, reasoning = parsers.get("tool_calls", ""), parsers.get("reasoning", "")
     return tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else ""
 
 
 def fingerprint_of(context: RequestContext, model: str) -> str:
-    return next((replica.fingerprint for replica in context.stage.registry.of("compute", model)), "")
+    replica = newest(context, "compute", model)
+    return replica.fingerprint if replica is not None else ""
+
+
+def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
+    """The replica that started last. While replicas with other settings take over, all gateways choose the same one."""
+    return max(context.stage.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None)
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
