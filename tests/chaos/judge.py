@@ -146,8 +146,10 @@ class Judge:
         self._hear(request, record["t"])
         had_id = request.answer.response_id
         if request.is_response:
-            request.answer.add_event(data, request.known)
             response = data.get("response") or {}
+            if response.get("status") == "cancelled":  # before its text is looked at: it is cut short
+                check_cancel(request, "the response was cancelled")
+            request.answer.add_event(data, request.known)
             request.answer.response_id = request.answer.response_id or response.get("id")
             if response.get("status") in ENDS:
                 self._end_response(request, response)

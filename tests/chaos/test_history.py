@@ -95,6 +95,9 @@ def test_a_cancelled_response_is_cancelled_by_us(tmp_path: Path) -> None:
     response: dict[str, Any] = {"id": "resp_1", "status": "cancelled", "output": [], "error": None}
     body = {"t": 3.0, "is": "body", "id": 2, "data": response}
     assert kinds(tmp_path, *request(2, path=RESPONSES), body, end(2, "error", "cancelled: None")) == ["cancelled"]
+    data = {"type": "response.cancelled", "sequence_number": 0, "response": response}
+    event = {"t": 3.0, "is": "event", "id": 2, "event_id": None, "data": data}
+    assert kinds(tmp_path, *request(2, path=RESPONSES), event, end(2, "error", "cancelled: None")) == ["cancelled"]
 
 
 def test_an_error_is_excused_only_where_a_fault_may_lose_data(tmp_path: Path) -> None:
