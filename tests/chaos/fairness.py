@@ -4,7 +4,7 @@ Two tenants have a key each. One asks for a few tokens every second, alone and t
 flood. The ratio compares medians, to the first token or to the end, whichever is worse; the bound
 is 2. The flood's own requests may be refused (429, 503).
 
-    python -m tests.chaos.fairness [--flood many,n,long,read,batch] [--seconds 20] [--most 2]
+    python -m tests.chaos.fairness [--flood many,n,beyond,long,read,batch] [--seconds 20] [--most 2]
 
 The last line is one JSON document. The exit code is 1 if a ratio is beyond the bound. Run it on an
 idle machine.
@@ -33,6 +33,7 @@ SMALL = {"model": MODEL, "prompt": "Water is", "max_tokens": 16, "ignore_eos": T
 PERIOD_S = 1.0  # between two small requests
 HEAD_START_S = 3.0  # of the flood
 LONGEST_S = 120.0  # for one small request
+MAX_REQUESTS = 1024  # of the pipeline, by default
 REST_S = 0.2  # of a flooder that was refused
 
 
@@ -89,18 +90,27 @@ def completion(**fields: Any) -> dict[str, Any]:
     return {"model": MODEL, "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "temperature": 1.0, **fields}
 
 
+async def complete(client: httpx.AsyncClient, bodies: list[dict[str, Any]]) -> None:
+    """A client for each of them."""
+    await asyncio.gather(*(again_and_again(client, "POST", "/v1/completions", body) for body in bodies))
+
+
 async def many(client: httpx.AsyncClient) -> None:
-    await asyncio.gather(*(again_and_again(client, "POST", "/v1/completions", completion(prompt=f"Once {number}")) for number in range(150)))
+    await complete(client, [completion(prompt=f"Once {number}") for number in range(150)])
+
+
+async def beyond(client: httpx.AsyncClient) -> None:
+    """More than the pipeline takes at all: whoever comes next may be told to come again."""
+    await complete(client, [completion(prompt=f"Beyond {number}", n=8) for number in range(MAX_REQUESTS // 8 + 40)])
 
 
 async def choices(client: httpx.AsyncClient) -> None:
-    await asyncio.gather(*(again_and_again(client, "POST", "/v1/completions", completion(prompt=f"Once {number}", n=8)) for number in range(60)))
+    await complete(client, [completion(prompt=f"Once {number}", n=8) for number in range(60)])
 
 
 async def long(client: httpx.AsyncClient) -> None:
-    """Prompts of most of the window, which nothing cached begins like."""
-    words = [f"{number} " + "and the water rose in the lock " * 100 for number in range(100)]
-    await asyncio.gather(*(again_and_again(client, "POST", "/v1/completions", completion(prompt=text, max_tokens=4)) for text in words))
+    """Prompts of half the window, which begin like nothing that is cached."""
+    await complete(client, [completion(prompt=f"{number} " + "and the water rose in the lock " * 60, max_tokens=4) for number in range(100)])
 
 
 async def read(client: httpx.AsyncClient) -> None:
@@ -123,7 +133,7 @@ async def batch(client: httpx.AsyncClient) -> None:
 
 
 FLOODS: dict[str, Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]] = {
-    "many": many, "n": choices, "long": long, "read": read, "batch": batch,
+    "many": many, "n": choices, "beyond": beyond, "long": long, "read": read, "batch": batch,
 }  # fmt: skip
 
 
