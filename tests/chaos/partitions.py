@@ -16,7 +16,7 @@ Run = Callable[[Arena, random.Random], Awaitable[None]]
 
 SHORT_S, LONG_S = (0.5, 3.0), (3.0, 12.0)  # partitions, by turns of a coin
 BLIND_S = 62.0  # longer than the reader time-out
-AWAY_S, EARLIER_S = 5.5, 4.5  # a gateway's partition, longer than its lease; how long of it lies before compute sees again
+AWAY_S, EARLIER_S = 8.0, 5.0  # a gateway's partition, longer than its lease; how long of it lies before compute sees again
 
 
 @contextmanager
