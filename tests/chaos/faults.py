@@ -163,8 +163,9 @@ def more() -> list[Fault]:
               family="burst", draw="more"),
         Fault("refused-bodies", 2, client_faults.refused_bodies, "bodies of 7.8 MB that are refused, and what stays of them in Redis", draw="more"),
         Fault("change-keys", 2, more_faults.change_keys, "a tenant's key is rotated and revoked", draw="more", needs="keys"),
-        Fault("clocks-back", 2, more_faults.jump(-1), "clocks 90 s to 24 h back for 2 to 8 s: all, Redis', or one process's", draw="named", needs="clocks"),
-        Fault("clocks-forth", 2, more_faults.jump(1), "the same, ahead", draw="named", needs="clocks"),
+        Fault("clocks-back", 2, more_faults.jump(-1), "clocks 90 s to 24 h back for 2 to 8 s: all, Redis', or one process's",
+              may_lose=True, draw="named", needs="clocks"),
+        Fault("clocks-forth", 2, more_faults.jump(1), "the same, ahead: Redis forgets what expires", may_lose=True, draw="named", needs="clocks"),
     ]  # fmt: skip
     for seconds in OUTAGES_S:
         faults += [

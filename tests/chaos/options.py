@@ -7,8 +7,8 @@ from pathlib import Path
 
 from shared.settings import ComputeSettings
 
-# The last one: a slow machine may take more than the usual minute to start a gateway again, and what has no reader for that long is cancelled
 READER_TIMEOUT_S = 60.0  # the default of the setting, which the long faults are made for
+# The last one: a slow machine may take more than the usual minute to start a gateway again, and what has no reader for that long is cancelled
 COMPUTE_DEFAULTS = {"dtype": "bfloat16", "num_threads": "1", "kv_cache_memory": "48MiB", "publish_interval_ms": "20", "reader_timeout_s": "300"}
 
 

@@ -33,6 +33,7 @@ class Store:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     process: "subprocess.Popen[bytes] | None" = None
     num_starts: int = 0
+    has_limit: bool = False  # of its files' size
 
     @property
     def socket(self) -> Path:
@@ -102,6 +103,7 @@ class Store:
         size = max((path.stat().st_size for path in (self.folder / "appendonlydir").glob("*.aof")), default=0)
         soft = resource.RLIM_INFINITY if num_bytes < 0 else size + num_bytes
         resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+        self.has_limit = num_bytes >= 0
 
     async def promote_replica(self, lag_s: float) -> None:
         """A replica copies everything, loses its primary from sight, and takes its place lag_s later: what was written meanwhile is gone."""
@@ -143,7 +145,8 @@ class Store:
         if self.process is None or self.process.poll() is not None:
             await self.start()
         self.signal(signal.SIGCONT)
-        self.limit_files(-1)
+        if self.has_limit:
+            self.limit_files(-1)
         deadline = time.monotonic() + UP_TIMEOUT_S
         while True:
             try:

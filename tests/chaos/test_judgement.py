@@ -77,8 +77,8 @@ def test_logs_with_a_gap_or_without_an_end_are_not() -> None:
 
 def test_a_seed_gives_the_same_faults_and_few_slow_ones() -> None:
     faults = list(FAULTS.values())
-    rounds = [plan(faults, random.Random(seed), 12.0, 99) for seed in range(50)]
-    assert rounds == [plan(faults, random.Random(seed), 12.0, 99) for seed in range(50)]
+    rounds = [plan(faults, random.Random(seed), 12.0, 99) for seed in range(200)]
+    assert rounds == [plan(faults, random.Random(seed), 12.0, 99) for seed in range(200)]
     for family, most in MOST_A_ROUND.items():
         assert max(sum(each.fault.family == family for each in planned) for planned in rounds) == most
     assert {each.fault.name for planned in rounds for each in planned} == set(FAULTS)
