@@ -172,7 +172,7 @@ def more() -> list[Fault]:
             Fault(f"outage-{seconds}", 1, partitions.outage(seconds), f"Redis is dead for {seconds} s", family="long", draw="long"),
             Fault(f"blackout-{seconds}", 1, partitions.blackout(seconds), f"nobody reaches Redis for {seconds} s", family="long", draw="long", needs="proxies"),
         ]
-    says = f"compute does not reach Redis for {partitions.BLIND_S:g} s, and at their end a gateway does not for {partitions.AWAY_S:g} s"
+    says = f"compute does not reach Redis for {partitions.BLIND_S + partitions.LONGER_S:g} s, and at their end a gateway does not for {partitions.AWAY_S:g} s"
     return [*faults, Fault("blind-compute", 2, partitions.blind_compute, says, family="long", draw="long", needs="proxies")]
 
 

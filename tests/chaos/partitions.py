@@ -15,7 +15,8 @@ from tests.chaos.cluster import Slot
 Run = Callable[[Arena, random.Random], Awaitable[None]]
 
 SHORT_S, LONG_S = (0.5, 3.0), (3.0, 12.0)  # partitions, by turns of a coin
-BLIND_S = 62.0  # longer than the reader time-out
+BLIND_S = 60.0  # the reader time-out
+LONGER_S = 3.0  # than that, whatever it is scaled to: compute looks for readers once a second
 AWAY_S, EARLIER_S = 8.0, 5.0  # a gateway's partition, longer than its lease; how long of it lies before compute sees again
 
 
@@ -74,7 +75,7 @@ async def blind_compute(arena: Arena, rng: random.Random) -> None:
     """
     gateway = rng.choice(arena.cluster.of("gateway"))
     with partitioned(arena.cluster.of("compute"), "stall"):
-        await asyncio.sleep(max(0.0, BLIND_S * arena.cluster.options.scale - EARLIER_S))
+        await asyncio.sleep(BLIND_S * arena.cluster.options.scale + LONGER_S - EARLIER_S)
         away = asyncio.create_task(stay_away(gateway))
         await asyncio.sleep(EARLIER_S)
     await away
