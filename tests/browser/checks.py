@@ -18,6 +18,21 @@ HOSTILE = (
     "[b](data:text/html,x) ![c](http://evil.example/c.png) <iframe src=//evil.example></iframe>\n\n```html\n<script>document.title='hacked'</script>\n```\n"
 )
 
+# Without double quotes, which JSON writes in another way
+PAYLOADS = [
+    "<img src=x onerror=document.title='hacked'>",
+    "</pre></code><script>document.title='hacked'</script>",
+    "<svg/onload=document.title='hacked'><math><mi xlink:href=javascript:hacked=1>x</mi></math>",
+    "[a](javascript:document.title='hacked') [b](JaVaScRiPt:hacked=1) [c](data:text/html,<script>hacked=1</script>) <javascript:hacked=1>",
+    "![x](x onerror=hacked=1) ![y](https://evil.example/y.png) [z](https://evil.example/' onmouseover='hacked=1)",
+    "<iframe srcdoc=<script>parent.document.title='hacked'</script>></iframe><object data=data:text/html,x></object><base href=//evil.example>",
+    "`</code><img src=x onerror=hacked=1>` **<b onclick=hacked=1>x</b>** &lt;img src=x onerror=hacked=1&gt; &#60;script&#62;hacked=1&#60;/script&#62;",
+    "<a href=&#106;avascript:hacked=1>x</a><form action=javascript:hacked=1><button>x</button></form><meta http-equiv=refresh content=0;url=//evil.example>",
+]
+
+# Elements that the page itself never makes there; forms and drawings it makes, but not in what was written
+MADE = ".message :is(img, script, iframe, object, embed, base, meta, style, math, video), :is(.markdown, .call pre) :is(form, svg)"
+
 
 def check(function: Callable[[Page], None]) -> Callable[[Page], None]:
     function.is_check = True  # type: ignore[attr-defined]
@@ -154,6 +169,45 @@ def hostile_text_stays_text(page: Page) -> None:
     refused = page.run("try { document.body.innerHTML = '<b>x</b>'; return false; } catch (error) { return error instanceof TypeError; }")
     assert refused, "the policy lets innerHTML through"
     page.driver.get_log("browser")  # that refusal is in it
+
+
+@check
+def what_the_model_writes_stays_text(page: Page) -> None:
+    """The model itself writes each payload, since a schema leaves it nothing else: streamed in pieces, as an answer, as a call and its name, and read again."""
+    enter(page, max_tokens=400, temperature=0)
+    for payload in PAYLOADS:
+        page.set("setting-format", "json_schema")
+        page.set("setting-schema", json.dumps(only({"text": {"const": payload}})))
+        page.say("Write it")
+        assert plain(page.answer()).startswith("text"), payload  # as markdown shows it
+        check_harmless(page, payload)
+        page.one(".new-chat").click()  # the demo's window is short
+    page.set("setting-format", "text")
+    page.set("setting-tools", json.dumps([{"type": "function", "function": {"name": "show", "parameters": only({"html": {"enum": PAYLOADS[:2]}})}}]))
+    page.set("setting-toolChoice", "show")
+    page.say("Show it")
+    page.wait("a call", lambda: page.all(".call-answer textarea"))
+    assert json.loads(page.text(".call pre"))["html"] in PAYLOADS[:2]
+    check_harmless(page, "a call")
+    page.driver.execute_async_script("setTimeout(arguments[0], 1200)")  # it is stored
+    page.open()
+    page.wait("the chat is there again", lambda: page.all(".call pre"))
+    check_harmless(page, "what was stored")
+
+
+def only(properties: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+
+
+def check_harmless(page: Page, what: str) -> None:
+    """Nothing of it is an element, a link that runs, or was run."""
+    assert page.driver.title != "hacked" and page.run("return window.hacked") is None, what
+    made = page.run("return [...document.querySelectorAll(arguments[0])].map(each => each.outerHTML)", MADE)
+    assert made == [], (what, made)
+    links = page.run("return [...document.querySelectorAll('.message a')].map(each => each.protocol)")
+    assert set(links) <= {"http:", "https:"}, (what, links)
+    handlers = page.run("return [...document.querySelectorAll('.message *')].flatMap(each => each.getAttributeNames()).filter(each => each.startsWith('on'))")
+    assert handlers == [], (what, handlers)
 
 
 @check

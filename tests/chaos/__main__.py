@@ -1,15 +1,22 @@
-"""Does every request end exactly once, with its own text, whatever dies? Real processes, faults drawn from a seed, and a load of known answers.
+"""Does every request end exactly once, with its own text, whatever fails?
 
-Method: start Redis and a deployment; learn the answers of some seventy requests without any fault, twice; then rounds. In a round, clients
-send the requests over and over, streamed and whole, while faults begin at random (`--list` shows them); then everything is healed, every
-request must end, and streams, token logs and keys must be as if nothing had happened. A plain death, a stop, or an error of Redis that passes
-explains no error: a client sees a pause, a 503 or 429 before its stream began, or a cut stream that it resumes. Only where Redis has lost what it
-had acknowledged (flushall, cut-aof) may a request end with one clear error instead.
+Method: start Redis and a deployment, and learn the answers of some eighty requests without any
+fault. Then come rounds. In a round, clients send the requests again and again, streamed and whole,
+while faults begin at random (`--list` shows them). Then everything is healed, every request must
+end, and streams, token logs and keys must be as before. A process that dies or stops, or an error
+of Redis that passes, excuses no error: a client sees a pause, a 503 or 429 before its stream began,
+or a cut stream that it resumes. Only where Redis has lost acknowledged data (flushall, cut-aof,
+promote-replica) may a request end with one clear error instead.
 
-    python -m tests.chaos --seconds 60 [--seed 7] [--only kill-*,readonly] [--except cut-aof] [--list]
-    python -m tests.chaos --minutes 10 --quantization w8a8 --kv-cache-dtype int8 --kv-cache-memory 3MiB
+    python -m tests.chaos --seconds 60 [--seed 7] [--only kill-*,readonly] [--except cut-aof]
+    python -m tests.chaos --minutes 10 --more --max-pause 20     also partitions, full disks, keys
+    python -m tests.chaos --minutes 15 --long                    outages longer than the time-outs
+    python -m tests.chaos --soak 60 --rss-tolerance 24           no fault; memory must not grow
+    python -m tests.chaos --minutes 10 --quantization w8a8 --kv-cache-memory 3MiB
 
-The last line is one JSON document; the exit code is 1 if anything was wrong. Everything runs on this machine, in a folder of its own.
+Clients write what they did and got into a history (history.py), and the judge (judge.py) judges by
+that alone; `python -m tests.chaos.check FILE` has it judged again. The last line is one JSON
+document. The exit code is 1 if anything was wrong. All is on this machine, in a folder of its own.
 """
 
 import asyncio
@@ -25,63 +32,77 @@ from pathlib import Path
 import httpx
 
 from tests.chaos.arena import Arena
+from tests.chaos.check import document, report
 from tests.chaos.checks import Checks
+from tests.chaos.clocks import Clocks, find_library
 from tests.chaos.cluster import Cluster
-from tests.chaos.faults import Fault, choose
+from tests.chaos.faults import STAGES, Fault, choose
+from tests.chaos.history import History
 from tests.chaos.load import Load
-from tests.chaos.memory import Memory
+from tests.chaos.memory import sample_memory
 from tests.chaos.options import Options, parse
 from tests.chaos.rounds import Rounds
 from tests.chaos.specs import make_specs
 from tests.chaos.store import Store
-from tests.chaos.tally import Tally
 
 SETTLE_S = 10.0  # what a round takes after its last fault has begun; some take longer
+HISTORY = "history.jsonl"  # in the run's folder
 CONSUMERS_SETTLE_S = 3.0  # after the last round, for whoever tidies up
 
 
 async def run(options: Options, faults: list[Fault], folder: Path) -> int:
     """The whole run; returns the exit code."""
-    store = Store(folder / "redis")
-    cluster = Cluster(options, folder, store, random.Random(f"{options.seed}:supervisor"))
-    tally = Tally()
-    started = time.monotonic()
+    needs = {fault.needs for fault in faults}
+    library = find_library() if "clocks" in needs else None
+    clocks = None if library is None else Clocks(folder / "clocks", library)
+    store = Store(folder / "redis", clocks)
+    cluster = Cluster(options, folder, store, random.Random(f"{options.seed}:supervisor"), "proxies" in needs, clocks)
+    headers = {"Authorization": f"Bearer {cluster.make_key('load')}"} if "keys" in needs else {}
+    history = History(options.history or folder / HISTORY)
+    bounds = dict.fromkeys(STAGES, options.rss_tolerance_mib) | {"redis": options.redis_tolerance_mib}
+    history.write("run", seed=options.seed, arguments=options.arguments, most_pause_s=options.max_pause_s, most_growth_mib=bounds)
+    started, tasks = time.monotonic(), []
     try:
         await cluster.start()
-        supervising = asyncio.create_task(cluster.supervise())
-        load = Load(cluster, make_specs(await served_model(cluster), options.seed), tally, options.seed)
+        tasks = [asyncio.create_task(cluster.supervise()), asyncio.create_task(sample_memory(cluster, history))]
+        load = Load(cluster, make_specs(await served_model(cluster, headers), options.seed), history, options.seed, headers)
         ready_s = time.monotonic() - started
         await load.learn()
         print(f"ready after {ready_s:.1f} s; {len(load.specs)} answers learned after {time.monotonic() - started:.1f} s", flush=True)
-        rounds = Rounds(Arena(cluster, store, load, tally), options, faults, Checks(cluster), Memory())
+        rounds = Rounds(Arena(cluster, store, load, history), options, faults, Checks(cluster))
         await go_round(rounds, options)
-        tally.idle_consumers = await settled_consumers(rounds.checks)
-        for stage, mib in tally.rss_growth_mib.items():
-            if mib > options.rss_tolerance_mib:
-                tally.find(f"memory: a {stage} grew by {mib:.0f} MiB")
-        print(f"\n{tally.table()}\n{cluster.num_restarts} restarts, {store.num_starts - 1} of Redis; {time.monotonic() - started:.0f} s\n", flush=True)
+        num_idle = await settled_consumers(rounds.checks)
+        history.judge.close()
+        print(f"\n{report(history.judge)}\nidle consumers of dead replicas: {num_idle}", flush=True)
+        print(f"{cluster.num_restarts} restarts, {store.num_starts - 1} of Redis; {time.monotonic() - started:.0f} s\n", flush=True)
+        tally = history.judge.tally
         print(f"{'ok' if not tally.wrong else f'{len(tally.wrong)} WRONG'}; again with: make chaos ARGS='{options.arguments}'", flush=True)
-        print(tally.document(seed=options.seed, rounds=rounds.number, seconds=round(time.monotonic() - started, 1), restarts=cluster.num_restarts))
-        supervising.cancel()
+        seconds = round(time.monotonic() - started, 1)
+        print(document(history.judge, rounds=rounds.number, seconds=seconds, restarts=cluster.num_restarts, idle_consumers=num_idle))
         return 1 if tally.wrong else 0
     finally:
+        for task in tasks:
+            task.cancel()
         cluster.close()
+        history.close()
 
 
 async def go_round(rounds: Rounds, options: Options) -> None:
-    """Rounds, until the time or the faults are used up. The last one may take longer than what is left."""
+    """Rounds, until the time or the faults are used up. The last one may take longer than what is
+    left.
+    """
     until = time.monotonic() + options.seconds
     num_left = options.max_faults if options.max_faults is not None else sys.maxsize
     while (left_s := until - SETTLE_S - time.monotonic()) > 0 and num_left > 0:
-        before = rounds.arena.tally.faults.total()
+        before = rounds.arena.history.num_faults
         if not await rounds.run(num_left, left_s) and not options.keep_going:
             return
-        num_left -= rounds.arena.tally.faults.total() - before
+        num_left -= rounds.arena.history.num_faults - before
 
 
-async def served_model(cluster: Cluster) -> str:
+async def served_model(cluster: Cluster, headers: dict[str, str]) -> str:
     async with httpx.AsyncClient(timeout=60, trust_env=False) as http:
-        reply = await http.get(f"http://127.0.0.1:{cluster.of('gateway')[0].port}/v1/models")
+        reply = await http.get(f"http://127.0.0.1:{cluster.of('gateway')[0].port}/v1/models", headers=headers)
     return str(reply.json()["data"][0]["id"])
 
 
@@ -103,20 +124,29 @@ async def interruptible(options: Options, faults: list[Fault], folder: Path) -> 
 def main() -> int:
     options = parse(sys.argv[1:])
     try:
-        faults = choose(options.only, options.excluded)
+        faults = (
+            [] if options.soak else choose(options.only, options.excluded, ("long",) if options.long else ("always", "more") if options.more else ("always",))
+        )
     except ValueError as error:
         print(f"python -m tests.chaos: {error}", file=sys.stderr)
         return 2
+    if any(fault.needs == "clocks" for fault in faults) and find_library() is None:
+        print("left out: faults of clocks, which need libfaketime (in Debian: apt install faketime)", flush=True)
+        faults = [fault for fault in faults if fault.needs != "clocks"]
     print(f"seed {options.seed}: make chaos ARGS='{options.arguments}'", flush=True)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
+    code = 130
     try:
         with suppress(asyncio.CancelledError):
-            return asyncio.run(interruptible(options, faults, folder))
-        print("interrupted", file=sys.stderr)
-        return 130
+            code = asyncio.run(interruptible(options, faults, folder))
+        if code == 130:
+            print("interrupted", file=sys.stderr)
+        return code
     finally:
-        if options.folder is None:
+        if code == 1 and options.folder is None:
+            print(f"logs and history: {folder}", file=sys.stderr)
+        elif options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -1,11 +1,11 @@
-"""What a fault has in its hands: the processes, Redis, and the clients."""
+"""What a fault has in its hands: the processes, Redis, the clients, and the history."""
 
 from dataclasses import dataclass
 
 from tests.chaos.cluster import Cluster
+from tests.chaos.history import History
 from tests.chaos.load import Load
 from tests.chaos.store import Store
-from tests.chaos.tally import Tally
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,4 +13,4 @@ class Arena:
     cluster: Cluster
     store: Store
     load: Load
-    tally: Tally
+    history: History

@@ -16,12 +16,15 @@ from pathlib import Path
 import httpx
 import redis
 
+from shared.api_keys import add_key
 from shared.messages import Replica, decode
+from tests.chaos.clocks import Clocks
 from tests.chaos.options import Options
+from tests.chaos.proxy import Proxy
 from tests.chaos.store import Store
 from tests.deployment import free_port
 
-STAGE_SETTINGS = {"gateway": {"ping_interval_s": "2"}, "compute": {"reader_timeout_s": "30"}}
+STAGE_SETTINGS: dict[str, dict[str, str]] = {"gateway": {"ping_interval_s": "2"}, "compute": {"reader_timeout_s": "30"}}
 COMPUTE_NICENESS = 5  # as the launcher has it
 LEAVE_TIMEOUT_S = 90.0  # from SIGTERM to the exit: it may be stopped meanwhile, and so may Redis, for 12 s each
 READY_TIMEOUT_S = 300.0
@@ -40,6 +43,8 @@ class Slot:
     restart_at: float = 0.0
     num_lives: int = 0
     is_death_ours: bool = False  # the end of this process was asked for
+    proxy: Proxy | None = None  # its way to Redis, where that can be disturbed
+    overrides: dict[str, str] = field(default_factory=dict)  # settings that a fault has given it
     leaving_since: float | None = None
     stopped_since: float | None = None  # SIGSTOP
 
@@ -60,6 +65,8 @@ class Cluster:
     folder: Path
     store: Store
     rng: random.Random
+    has_proxies: bool = False
+    clocks: Clocks | None = None
     slots: list[Slot] = field(default_factory=list)
     crashes: dict[str, list[str]] = field(default_factory=dict)  # deaths that nobody asked for, by their last words: the ends of the logs
     num_restarts: int = 0
@@ -73,27 +80,41 @@ class Cluster:
                 port = free_port() if stage == "gateway" else 0
                 self.slots.append(Slot(stage, number, f"{stage}-{number}", port))
         for slot in self.slots:
+            if self.has_proxies:
+                slot.proxy = Proxy(self.folder / f"{slot.name}.sock", self.store.socket, random.Random(f"{self.options.seed}:{slot.name}"))
+                await slot.proxy.open()
             self.spawn(slot)
         await self.wait_ready()
+
+    @property
+    def keys_file(self) -> Path:
+        """It is there once a key has been made, and gateways ask for keys then."""
+        return self.folder / "keys.json"
+
+    def make_key(self, name: str) -> str:
+        return add_key(self.keys_file, name)
 
     def of(self, stage: str) -> list[Slot]:
         return [slot for slot in self.slots if slot.stage == stage]
 
     def spawn(self, slot: Slot) -> None:
         settings = dict(STAGE_SETTINGS.get(slot.stage, {}))
-        settings |= {"redis_url": self.store.url, "replica_id": slot.replica_id, "model": self.options.model, "files_url": str(self.folder / "files")}
+        redis_url = self.store.url if slot.proxy is None else slot.proxy.url
+        settings |= {"redis_url": redis_url, "replica_id": slot.replica_id, "model": self.options.model, "files_url": str(self.folder / "files")}
         if slot.stage == "gateway":
-            settings["port"] = str(slot.port)
+            settings |= {"port": str(slot.port), "keys_file": str(self.keys_file)}
         if slot.stage == "compute":
             settings |= self.options.compute
+        settings |= slot.overrides
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("PENSTOCK_")}
         own = {f"PENSTOCK_{name.upper()}": value for name, value in settings.items()}
         threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        clock = {} if self.clocks is None else self.clocks.environment(slot.name)
         niceness = COMPUTE_NICENESS if slot.stage == "compute" else 0
         with self.log_path(slot).open("ab") as log:
             slot.process = subprocess.Popen(
                 [sys.executable, "-m", f"services.{slot.stage}"],
-                env=inherited | threads | own, stdout=log, stderr=log, start_new_session=True,
+                env=inherited | threads | own | clock, stdout=log, stderr=log, start_new_session=True,
                 preexec_fn=lambda: os.nice(niceness) and None,
             )  # fmt: skip
         slot.born_at, slot.restart_at, slot.is_death_ours = time.monotonic(), 0.0, False
@@ -172,6 +193,8 @@ class Cluster:
         for slot in self.slots:
             if slot.stopped_since is not None:
                 self.go_on(slot)
+            if slot.proxy is not None:
+                slot.proxy.heal()
         await self.wait_ready()
 
     async def wait_ready(self) -> None:
@@ -206,6 +229,9 @@ class Cluster:
             process.kill()
         for process in processes:
             process.wait()
+        for slot in self.slots:
+            if slot.proxy is not None:
+                slot.proxy.close()
         self.store.kill()
 
 

@@ -1,6 +1,7 @@
 """The faults: one table, each with a name, a weight, and whether it loses data. A fault heals itself before it returns.
 
-Here are those of processes; of Redis: redis_faults.py; of clients and of what they send: client_faults.py; of messages: poison.py.
+Here are those of processes; of Redis: redis_faults.py; of clients and of what they send: client_faults.py; of messages: poison.py; between the stages
+and Redis, and outages beyond the time-outs: partitions.py; of clocks, the KV cache and keys: more_faults.py.
 """
 
 import asyncio
@@ -8,17 +9,23 @@ import fnmatch
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Literal
 
-from tests.chaos import client_faults, poison, redis_faults
+from tests.chaos import client_faults, more_faults, partitions, poison, redis_faults
 from tests.chaos.arena import Arena
 from tests.chaos.cluster import Slot
+from tests.chaos.proxy import MODES
 
 Run = Callable[[Arena, random.Random], Awaitable[None]]
 
 STAGES = ("gateway", "tokenizer", "compute", "sampler")
-MOST_A_ROUND = {"redis": 3, "burst": 1}  # those of Redis go one after another; a burst takes as long as five starts
+MOST_A_ROUND = {"redis": 3, "burst": 1, "network": 3, "long": 1}  # those of Redis go one after another; a burst takes as long as five starts
 BURST = 5  # more than any number of deliveries after which a request is given up
 LIVE_TIMEOUT_S = 20.0
+OUTAGES_S = (60, 90, 300)
+
+Draw = Literal["always", "more", "long", "named"]  # drawn always, with --more too, with --long alone; any of them by its name in --only
+Need = Literal["proxies", "clocks", "keys"]  # what the run must have been started with
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +36,8 @@ class Fault:
     says: str
     may_lose: bool = False  # data that Redis had acknowledged: one clear error is a right answer
     family: str = ""  # of those that take long, a round has MOST_A_ROUND
+    draw: Draw = "always"
+    needs: Need | None = None
 
 
 def kill(*stages: str) -> Run:
@@ -134,14 +143,44 @@ def table() -> dict[str, Fault]:
         Fault("invalid-body", 2, client_faults.invalid_body, "lone surrogates, wrong types, half a body"),
         Fault("poison-message", 2, poison.poison_message, "entries that nobody can read, on every stream"),
     ]
+    faults += more()
     return {fault.name: fault for fault in faults}
+
+
+def more() -> list[Fault]:
+    """Those that the minute of CI does not draw."""
+    faults = [
+        Fault(f"{mode}-{stage}", 1, partitions.partition(mode, stage), f"{mode}, between the stage and Redis, for 0.5 to 12 s", family="network",
+              draw="more", needs="proxies")
+        for mode in MODES for stage in STAGES
+    ]  # fmt: skip
+    faults += [
+        Fault("promote-replica", 2, redis_faults.promote_replica, "a replica that lags by 0.1 to 3 s takes the place of a dead Redis",
+              may_lose=True, family="redis", draw="more"),
+        Fault("fill-memory", 2, redis_faults.fill_memory, "64 KiB below maxmemory for 1 to 8 s: OOM, now and then", family="redis", draw="more"),
+        Fault("fill-disk", 2, redis_faults.fill_disk, "the append-only file can't grow for 1 to 8 s: MISCONF", family="redis", draw="more"),
+        Fault("starve-compute", 2, more_faults.starve_compute, f"every compute with a KV cache of {more_faults.TINY_CACHE} for 5 to 12 s",
+              family="burst", draw="more"),
+        Fault("refused-bodies", 2, client_faults.refused_bodies, "bodies of 7.8 MB that are refused, and what stays of them in Redis", draw="more"),
+        Fault("change-keys", 2, more_faults.change_keys, "a tenant's key is rotated and revoked", draw="more", needs="keys"),
+        Fault("clocks-back", 2, more_faults.jump(-1), "clocks 90 s to 24 h back for 2 to 8 s: all, Redis', or one process's",
+              may_lose=True, draw="named", needs="clocks"),
+        Fault("clocks-forth", 2, more_faults.jump(1), "the same, ahead: Redis forgets what expires", may_lose=True, draw="named", needs="clocks"),
+    ]  # fmt: skip
+    for seconds in OUTAGES_S:
+        faults += [
+            Fault(f"outage-{seconds}", 1, partitions.outage(seconds), f"Redis is dead for {seconds} s", family="long", draw="long"),
+            Fault(f"blackout-{seconds}", 1, partitions.blackout(seconds), f"nobody reaches Redis for {seconds} s", family="long", draw="long", needs="proxies"),
+        ]
+    says = f"compute does not reach Redis for {partitions.BLIND_S + partitions.LONGER_S:g} s, and at their end a gateway does not for {partitions.AWAY_S:g} s"
+    return [*faults, Fault("blind-compute", 2, partitions.blind_compute, says, family="long", draw="long", needs="proxies")]
 
 
 FAULTS = table()
 
 
-def choose(only: tuple[str, ...], excluded: tuple[str, ...]) -> list[Fault]:
-    """The faults that these patterns leave. Raises ValueError where a pattern or the whole leaves none."""
+def choose(only: tuple[str, ...], excluded: tuple[str, ...], draws: tuple[Draw, ...] = ("always",)) -> list[Fault]:
+    """The faults that these patterns leave; without `only`, of these draws. Raises ValueError where a pattern or the whole leaves none."""
 
     def matches(fault: Fault, patterns: tuple[str, ...]) -> bool:
         return any(fnmatch.fnmatch(fault.name, pattern) for pattern in patterns)
@@ -149,7 +188,8 @@ def choose(only: tuple[str, ...], excluded: tuple[str, ...]) -> list[Fault]:
     for pattern in (*only, *excluded):
         if not fnmatch.filter(FAULTS, pattern):
             raise ValueError(f"no fault is called {pattern}: --list shows them")
-    chosen = [fault for fault in FAULTS.values() if (not only or matches(fault, only)) and not matches(fault, excluded)]
+    wanted = [fault for fault in FAULTS.values() if (matches(fault, only) if only else fault.draw in draws)]
+    chosen = [fault for fault in wanted if not matches(fault, excluded)]
     if not chosen:
         raise ValueError("no fault is left")
     return chosen

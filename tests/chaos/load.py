@@ -1,16 +1,17 @@
-"""The load of a run: the known answers, learned without faults, and clients that ask for them over and over."""
+"""The load of a run: learns the answers without faults, then asks for them again and again."""
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from collections.abc import Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from tests.chaos.answers import Answer
 from tests.chaos.cluster import Cluster
 from tests.chaos.exchange import Exchange, Manners
+from tests.chaos.history import Asked, History
 from tests.chaos.response_exchange import ResponseExchange
 from tests.chaos.specs import RESPONSES, Spec
-from tests.chaos.tally import Journal, Outcome, Tally
+from tests.chaos.tally import Outcome
 
 LEARNERS = 32  # requests at once while learning
 TWICE = 3  # every third answer is learned twice
@@ -18,45 +19,49 @@ TWICE = 3  # every third answer is learned twice
 
 @dataclass(slots=True)
 class Load:
-    """Owns the clients. `open` is what has not ended yet, with the task that waits for it."""
+    """Owns the clients. `open` is what has not ended yet: tasks, each with its request, or with
+    None if it waits for others'.
+    """
 
     cluster: Cluster
     specs: list[Spec]
-    tally: Tally
+    history: History
     seed: int
+    headers: dict[str, str] = field(default_factory=dict)  # of every request
     manners: Manners = field(default_factory=Manners)
-    known: dict[str, Answer] = field(default_factory=dict)
-    open: dict["asyncio.Task[None]", tuple[str, Journal]] = field(default_factory=dict)
+    open: dict["asyncio.Task[Any]", Asked | None] = field(default_factory=dict)
     num_sent: int = 0
     is_over: bool = True
 
     async def learn(self) -> None:
-        """Every answer, streamed; some once more, whole, which must be the same. Raises RuntimeError if they are not."""
+        """Every answer, streamed; some once more, whole, which must be the same. Raises
+        RuntimeError if they are not.
+        """
         waiting = asyncio.Semaphore(LEARNERS)
 
-        async def learn_one(spec: Spec, known: Answer | None) -> None:
+        async def learn_one(spec: Spec, *, is_stream: bool) -> None:
             async with waiting:
-                exchange = self.exchange(spec, is_stream=known is None, known=known)
-                outcome = await exchange.run()
-            if outcome.kind != "answered":
+                outcome = await self.exchange(spec, is_stream=is_stream).run()
+            if outcome is None or outcome.kind != "answered":
                 raise RuntimeError(f"without any fault, {spec.name} {spec.body}: {outcome}")
-            self.known.setdefault(spec.name, exchange.answer)
 
-        await asyncio.gather(*(learn_one(spec, None) for spec in self.specs))
-        await asyncio.gather(*(learn_one(spec, self.known[spec.name]) for spec in self.specs[::TWICE]))
+        await asyncio.gather(*(learn_one(spec, is_stream=True) for spec in self.specs))
+        await asyncio.gather(*(learn_one(spec, is_stream=False) for spec in self.specs[::TWICE]))
 
-    def exchange(self, spec: Spec, *, is_stream: bool, known: Answer | None, rng: random.Random | None = None) -> Exchange:
+    def exchange(self, spec: Spec, *, is_stream: bool, kind: str = "", before: Exchange | None = None) -> Exchange:
+        """A request that begins; before: another connection, whose stream it takes over."""
         self.num_sent += 1
-        journal = Journal(f"{spec.name} {'streamed' if is_stream else 'whole'} #{self.num_sent}")
+        asked = self.history.ask(spec.name, kind or spec.kind, spec.path, spec.body, is_stream=is_stream, continues=None if before is None else before.asked)
         make = ResponseExchange if spec.path == RESPONSES else Exchange
-        own = rng or random.Random(f"{self.seed}:{self.num_sent}")
-        return make(spec, is_stream, known, self.cluster.of("gateway"), own, self.manners, journal, answer=Answer.empty(spec.n))
+        made = make(spec, is_stream, self.cluster.of("gateway"), random.Random(f"{self.seed}:{self.num_sent}"), self.manners, asked, self.headers)
+        if before is not None:
+            made.place, made.is_contended, before.is_taken_over = replace(before.place), True, True
+        return made
 
-    def draw(self, rng: random.Random, *, is_stream: bool | None = None) -> Exchange:
+    def draw(self, rng: random.Random, *, is_stream: bool | None = None, kind: str = "") -> Exchange:
         """An exchange for one of the requests, streamed more often than not."""
         spec = rng.choice(self.specs)
-        stream = rng.random() < 0.7 if is_stream is None else is_stream
-        return self.exchange(spec, is_stream=stream, known=self.known[spec.name])
+        return self.exchange(spec, is_stream=rng.random() < 0.7 if is_stream is None else is_stream, kind=kind)
 
     def begin(self, num_clients: int, round_number: int) -> "list[asyncio.Task[None]]":
         """Clients that ask until `is_over`."""
@@ -66,31 +71,24 @@ class Load:
     async def client(self, rng: random.Random) -> None:
         while not self.is_over:
             exchange = self.draw(rng)
-            await self.follow(exchange.spec.kind, exchange.journal, lambda exchange=exchange: self.finish(exchange))  # type: ignore[misc]
+            await self.follow(exchange.asked, exchange.run())
 
-    async def finish(self, exchange: Exchange) -> Outcome:
-        try:
-            return await exchange.run()
-        finally:
-            self.tally.num_retries += exchange.figures.num_retries
-            self.tally.num_resumes += exchange.figures.num_resumes
-            self.tally.longest_pause_s = max(self.tally.longest_pause_s, exchange.figures.longest_pause_s)
-
-    def start(self, kind: str, journal: Journal, run: Callable[[], Awaitable[Outcome]]) -> None:
+    def start(self, asked: Asked | None, run: Coroutine[Any, Any, Outcome | None]) -> "asyncio.Task[Outcome | None]":
         """Something beside the clients that must end as well."""
-        asyncio.create_task(self.follow(kind, journal, run))
+        return asyncio.create_task(self.follow(asked, run))
 
-    async def follow(self, kind: str, journal: Journal, run: Callable[[], Awaitable[Outcome]]) -> None:
-        """Run it, and enter how it ended."""
+    async def follow(self, asked: Asked | None, run: Coroutine[Any, Any, Outcome | None]) -> Outcome | None:
+        """Run it; a client that can't read what it got has ended, too."""
         task = asyncio.current_task()
         assert task is not None
-        self.open[task] = (kind, journal)
+        self.open[task] = asked
         try:
-            outcome = await run()
+            return await run
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # a client that can't read what it got: that is an answer, too
-            outcome = Outcome("error", f"the client failed: {error!r}")
+        except Exception as error:
+            if asked is None:
+                raise
+            return asked.end("error", f"the client failed: {error!r}")
         finally:
             del self.open[task]
-        self.tally.end(kind, outcome, journal)

@@ -1,4 +1,4 @@
-"""Faults of Redis: dead, stopped, full, read-only, busy, empty, cut. One at a time: each holds the store's lock."""
+"""Faults of Redis: dead, stopped, full, read-only, busy, empty, cut, replaced. One at a time: each holds the store's lock."""
 
 import asyncio
 import random
@@ -13,6 +13,7 @@ from tests.chaos.arena import Arena
 
 REDIS_ERRORS = (redis.RedisError, OSError)
 MAX_CUT = 40_000  # bytes off the end of the append-only file
+ROOM = 1 << 16  # bytes that are left of a memory or a disk
 DEAD_ADDRESS = ("127.0.0.1", 1)
 # It ends by itself: one that only SCRIPT KILL ends would run for ever should its client, who gave up and asked again, come after that
 BUSY_SCRIPT = "local began = os.clock() while os.clock() - began < tonumber(ARGV[1]) do end"
@@ -74,6 +75,25 @@ async def out_of_memory(arena: Arena, rng: random.Random) -> None:
     async with in_hands(arena) as client:
         await client.config_set("maxmemory", 1)
         await asyncio.sleep(rng.uniform(0.3, 6))
+
+
+async def fill_memory(arena: Arena, rng: random.Random) -> None:
+    """Little room, which the load itself uses up: some writes are still taken, others are not."""
+    async with in_hands(arena) as client:
+        await client.config_set("maxmemory", (await client.info("memory"))["used_memory"] + ROOM)
+        await asyncio.sleep(rng.uniform(1, 8))
+
+
+async def fill_disk(arena: Arena, rng: random.Random) -> None:
+    """The append-only file can't grow, as on a full disk: MISCONF."""
+    async with in_hands(arena):
+        arena.store.limit_files(rng.randrange(ROOM))
+        await asyncio.sleep(rng.uniform(1, 8))
+
+
+async def promote_replica(arena: Arena, rng: random.Random) -> None:
+    async with in_hands(arena):
+        await arena.store.promote_replica(rng.uniform(0.1, 3))
 
 
 async def busy(arena: Arena, rng: random.Random) -> None:

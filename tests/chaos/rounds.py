@@ -10,10 +10,8 @@ from tests.chaos.arena import Arena
 from tests.chaos.checks import Checks
 from tests.chaos.diagnosis import explain
 from tests.chaos.faults import MOST_A_ROUND, Fault
-from tests.chaos.memory import Memory
 from tests.chaos.options import Options
 from tests.chaos.redis_faults import REDIS_ERRORS
-from tests.chaos.tally import Outcome
 
 LOSING_ROUNDS = 0.25  # the share in which faults may lose data: in these, errors are no proof of anything
 SHORTEST_GAP_S, LONGEST_GAP_S = 0.2, 2.5  # between the beginnings of two faults
@@ -59,30 +57,30 @@ class Rounds:
     options: Options
     faults: list[Fault]
     checks: Checks
-    memory: Memory
     number: int = 0
 
     async def run(self, max_faults: int, left_s: float) -> bool:
         """One round, whose faults begin within left_s. False where something did not end: what follows would only show that again."""
         self.number += 1
         started = time.monotonic()
-        arena, load, tally = self.arena, self.arena.load, self.arena.tally
+        arena, load, history = self.arena, self.arena.load, self.arena.history
+        tally = history.judge.tally
         before, num_wrong = tally.total("answered"), len(tally.wrong)
         planned = plan(self.faults, random.Random(f"{self.options.seed}:{self.number}"), min(self.options.round_s, left_s), max_faults)
-        load.manners.may_lose = any(each.fault.may_lose for each in planned)
+        history.write("round", number=self.number, at="begin", may_lose=any(each.fault.may_lose for each in planned))
         clients = load.begin(self.options.num_clients, self.number)
-        await self.inflict(planned)
+        await self.inflict(planned) if planned else await asyncio.sleep(min(self.options.round_s, left_s))
         try:
             await arena.cluster.heal()
         except TimeoutError as error:
-            tally.find(f"not ready: {error}")
+            history.find(f"not ready: {error}")
+        history.write("round", number=self.number, at="healed", may_lose=False)
         healed = time.monotonic()
         load.is_over = True
         is_over = await self.finish(clients, healed)
         for crash in arena.cluster.take_crashes():
-            tally.find(f"crash: {crash}")
-        for each, mib in self.memory.grown(arena.cluster).items():
-            tally.rss_growth_mib[each] = max(mib, tally.rss_growth_mib.get(each, mib))
+            history.find(f"crash: {crash}")
+        history.write("round", number=self.number, at="over", may_lose=False)
         print(
             f"round {self.number}: {tally.total('answered') - before} answered, {len(tally.wrong) - num_wrong} wrong; faults {healed - started:.1f} s, "
             f"then over after {time.monotonic() - healed:.1f} s; {', '.join(each.fault.name for each in planned)}",
@@ -95,15 +93,20 @@ class Rounds:
         running = []
         for each in planned:
             await asyncio.sleep(each.pause_s)
-            self.arena.tally.faults[each.fault.name] += 1
             running.append(asyncio.create_task(self.inflict_one(each)))
         await asyncio.gather(*running)
 
     async def inflict_one(self, planned: Planned) -> None:
+        history, name = self.arena.history, planned.fault.name
+        history.num_faults += 1
+        number = history.num_faults
+        history.write("fault", number=number, name=name, at="begin", says=planned.fault.says)
         try:
             await planned.fault.run(self.arena, random.Random(planned.seed))
         except REDIS_ERRORS as error:
-            print(f"{planned.fault.name} came to nothing: {error!r}", flush=True)
+            print(f"{name} came to nothing: {error!r}", flush=True)
+        finally:
+            history.write("fault", number=number, name=name, at="end", says=planned.fault.says)
 
     async def finish(self, clients: "list[asyncio.Task[None]]", healed: float) -> bool:
         """Wait for every end, while anything moves; then look at what is left. False where requests hung or Redis did not drain."""
@@ -114,14 +117,15 @@ class Rounds:
             if (found := await self.checks.num_decided()) != num_decided:
                 num_decided, moved_at = found, time.monotonic()
         hung = dict(arena.load.open)
-        for kind, journal in hung.values():
-            arena.tally.end(kind, Outcome("hung", f"no end {time.monotonic() - healed:.0f} s after all was healed"), journal)
+        asked = [each for each in hung.values() if each is not None]
+        for each in asked:
+            each.end("hung", f"no end {time.monotonic() - healed:.0f} s after all was healed")
         left = await self.checks.drain(max(DRAIN_S, moved_at + patience_s - time.monotonic()))
         if hung or left:
-            print(f"where they are:\n{await explain(arena.cluster, [journal for _, journal in hung.values()])}", flush=True)
+            print(f"where they are:\n{await explain(arena.cluster, [each.journal for each in asked])}", flush=True)
         for task in hung:
             task.cancel()
         await asyncio.gather(*clients, *hung, return_exceptions=True)
         for finding in [*left, *([] if hung else await self.checks.after_round())]:
-            arena.tally.find(f"left over: {finding}")
+            arena.history.find(f"left over: {finding}")
         return not hung and not left

@@ -1,7 +1,11 @@
-"""The run's own Redis: killed, stopped, cut and started again over the same folder."""
+"""The run's own Redis: killed, stopped, cut and started again over the same folder, or replaced by its replica."""
 
 import asyncio
+import os
 import re
+import resource
+import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -12,9 +16,12 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from services.redis_server import socket_path, start_server
+from services.redis_server import find_binary, socket_path, start_server
+from tests.chaos.clocks import Clocks
+from tests.deployment import free_port
 
 UP_TIMEOUT_S = 120.0
+NAME = "redis"  # of its clock
 
 
 @dataclass(slots=True)
@@ -22,13 +29,19 @@ class Store:
     """Owns the server's process. `lock` is held by a fault that has Redis in its hands."""
 
     folder: Path
+    clocks: Clocks | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     process: "subprocess.Popen[bytes] | None" = None
     num_starts: int = 0
+    has_limit: bool = False  # of its files' size
+
+    @property
+    def socket(self) -> Path:
+        return socket_path(self.folder)
 
     @property
     def url(self) -> str:
-        return f"unix://{socket_path(self.folder)}"
+        return f"unix://{self.socket}"
 
     def client(self) -> Any:
         """A new connection pool, for `async with`. Any: redis-py types each reply as all that it could be."""
@@ -36,13 +49,23 @@ class Store:
 
     async def start(self) -> None:
         """Start the server and wait until it answers."""
-        self.process = start_server(self.folder)
+        self.process = start_server(self.folder, binary=self.wrapper())
         self.num_starts += 1
         deadline = time.monotonic() + UP_TIMEOUT_S
         while not await self.answers():
             if time.monotonic() > deadline:
                 raise RuntimeError(f"Redis does not answer:\n{self.log_tail()}")
             await asyncio.sleep(0.05)
+
+    def wrapper(self) -> Path:
+        """The server as a command that a full disk does not kill, and whose clock can be set. (A file beyond RLIMIT_FSIZE is SIGXFSZ, or EFBIG if ignored.)"""
+        path = self.folder.with_name("redis-server")
+        if not path.exists():
+            clock = self.clocks.environment(NAME) if self.clocks is not None else {}
+            exports = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in clock.items())
+            path.write_text(f"#!/bin/sh\ntrap '' XFSZ\n{exports}exec {shlex.quote(str(find_binary()))} \"$@\"\n")
+            path.chmod(0o700)
+        return path
 
     async def answers(self) -> bool:
         try:
@@ -73,11 +96,57 @@ class Store:
             file.truncate(size - taken)
         return taken
 
+    def limit_files(self, num_bytes: int) -> None:
+        """No file of the server may become longer than its append-only file is now, by num_bytes; -1: as long as they like."""
+        if self.process is None or self.process.poll() is not None:
+            return
+        size = max((path.stat().st_size for path in (self.folder / "appendonlydir").glob("*.aof")), default=0)
+        soft = resource.RLIM_INFINITY if num_bytes < 0 else size + num_bytes
+        resource.prlimit(self.process.pid, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
+        self.has_limit = num_bytes >= 0
+
+    async def promote_replica(self, lag_s: float) -> None:
+        """A replica copies everything, loses its primary from sight, and takes its place lag_s later: what was written meanwhile is gone."""
+        folder, port = self.folder.with_name("replica"), free_port()
+        shutil.rmtree(folder, ignore_errors=True)
+        async with self.client() as primary:
+            await primary.config_set("port", port)
+        process = start_server(folder, binary=self.wrapper())
+        try:
+            replica = Store(folder, process=process)
+            await self._copied(replica, port)
+            async with replica.client() as client:
+                await client.execute_command("REPLICAOF", "127.0.0.1", 1)
+                await asyncio.sleep(lag_s)
+                self.kill()
+                await client.execute_command("REPLICAOF", "NO", "ONE")
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+        shutil.rmtree(self.folder)
+        os.rename(folder, self.folder)  # with its socket, which stays bound
+        self.process = process
+        self.num_starts += 1
+
+    async def _copied(self, replica: "Store", port: int) -> None:
+        deadline = time.monotonic() + UP_TIMEOUT_S
+        while not await replica.answers():
+            await asyncio.sleep(0.05)
+        async with replica.client() as client:
+            await client.execute_command("REPLICAOF", "127.0.0.1", port)
+            while (await client.info("replication"))["master_link_status"] != "up":
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the replica does not come up:\n{replica.log_tail()}")
+                await asyncio.sleep(0.05)
+
     async def heal(self) -> None:
         """Undo whatever a fault may have left: a server that runs, is a primary, and takes writes."""
         if self.process is None or self.process.poll() is not None:
             await self.start()
         self.signal(signal.SIGCONT)
+        if self.has_limit:
+            self.limit_files(-1)
         deadline = time.monotonic() + UP_TIMEOUT_S
         while True:
             try:

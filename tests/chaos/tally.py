@@ -1,14 +1,14 @@
 """What has been seen in a run: how each request ended, what was wrong, and the figures of the table at the end."""
 
 import json
-import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 # answered: with its known text. excused: one clear error that this round's faults explain. ended: one end, and no text was promised.
-# left: the client went away. All others are wrong.
-Kind = Literal["answered", "excused", "ended", "left", "error", "lost", "hung", "doubled", "missing", "different"]
+# left: the client went away. All others are wrong. cancelled: by us, while its client read, or meant to.
+# paused: silent for too long, with no fault to explain it.
+Kind = Literal["answered", "excused", "ended", "left", "error", "lost", "hung", "doubled", "missing", "different", "cancelled", "paused"]
 FINE = ("answered", "excused", "ended", "left")
 
 
@@ -25,12 +25,12 @@ class Journal:
     """What a client did for one request, line by line: what one wants to read when it has hung."""
 
     name: str
-    started_at: float = field(default_factory=time.monotonic)
+    started_at: float  # as all times here, of the history
     response_ids: list[str] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
 
-    def note(self, line: str) -> None:
-        self.lines.append(f"{time.monotonic() - self.started_at:7.2f} s  {line}")
+    def note(self, at: float, line: str) -> None:
+        self.lines.append(f"{at - self.started_at:7.2f} s  {line}")
 
     def text(self) -> str:
         shown = self.lines if len(self.lines) <= 40 else [*self.lines[:10], "   …", *self.lines[-28:]]
@@ -49,11 +49,10 @@ class Tally:
     num_resumes: int = 0
     longest_pause_s: float = 0.0
     rss_growth_mib: dict[str, float] = field(default_factory=dict)  # by stage, the most that any of its processes grew
-    idle_consumers: int = 0
 
     def end(self, request_kind: str, outcome: Outcome, journal: Journal) -> None:
         self.outcomes[request_kind, outcome.kind] += 1
-        if outcome.message and outcome.kind in ("error", "excused", "lost", "ended"):
+        if outcome.message and outcome.kind in ("error", "excused", "lost", "ended", "cancelled", "paused"):
             self.errors[f"{outcome.kind}: {outcome.message[:100]}"] += 1
         if outcome.kind not in FINE:
             self.find(f"{outcome.kind}: {request_kind}, {journal.name}: {outcome.message}\n{journal.text()}")
@@ -79,16 +78,16 @@ class Tally:
         lines += [
             "",
             f"{self.num_retries} sent again, {self.num_resumes} resumed; longest pause of a stream {self.longest_pause_s:.1f} s",
-            f"memory of processes that lived through: {growth or 'none lived through two rounds'}; idle consumers of dead replicas: {self.idle_consumers}",
+            f"memory of processes that lived long enough to tell: {growth or 'there was none'}",
         ]
         return "\n".join(lines)
 
     def document(self, **more: Any) -> str:
         """The run in one line of JSON."""
-        counts = {kind: self.total(kind) for kind in ("answered", "excused", "ended", "left", "error", "lost", "hung", "doubled", "missing", "different")}
+        counts = {kind: self.total(kind) for kind in Kind.__args__}  # type: ignore[attr-defined]
         fields = {
             "ok": not self.wrong, **more, "requests": counts, "faults": dict(self.faults), "errors": dict(self.errors), "num_wrong": len(self.wrong),
             "num_retries": self.num_retries, "num_resumes": self.num_resumes, "longest_pause_s": round(self.longest_pause_s, 2),
-            "rss_growth_mib": {stage: round(mib, 1) for stage, mib in self.rss_growth_mib.items()}, "idle_consumers": self.idle_consumers,
+            "rss_growth_mib": {stage: round(mib, 1) for stage, mib in self.rss_growth_mib.items()},
         }  # fmt: skip
         return json.dumps(fields)

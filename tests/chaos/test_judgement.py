@@ -77,8 +77,8 @@ def test_logs_with_a_gap_or_without_an_end_are_not() -> None:
 
 def test_a_seed_gives_the_same_faults_and_few_slow_ones() -> None:
     faults = list(FAULTS.values())
-    rounds = [plan(faults, random.Random(seed), 12.0, 99) for seed in range(50)]
-    assert rounds == [plan(faults, random.Random(seed), 12.0, 99) for seed in range(50)]
+    rounds = [plan(faults, random.Random(seed), 12.0, 99) for seed in range(200)]
+    assert rounds == [plan(faults, random.Random(seed), 12.0, 99) for seed in range(200)]
     for family, most in MOST_A_ROUND.items():
         assert max(sum(each.fault.family == family for each in planned) for planned in rounds) == most
     assert {each.fault.name for planned in rounds for each in planned} == set(FAULTS)
@@ -90,3 +90,11 @@ def test_faults_are_chosen_by_pattern() -> None:
     ]  # fmt: skip
     with pytest.raises(ValueError, match="no fault is called nope"):
         choose(("nope",), ())
+
+
+def test_the_minute_of_ci_draws_nothing_that_takes_long_or_needs_more_than_processes() -> None:
+    drawn = choose((), ())
+    assert all(fault.draw == "always" and fault.needs is None for fault in drawn)
+    assert {fault.draw for fault in choose((), (), ("always", "more"))} == {"always", "more"}
+    assert {fault.draw for fault in choose((), (), ("long",))} == {"long"}
+    assert [fault.name for fault in choose(("blind-*",), ())] == ["blind-compute"]

@@ -1,0 +1,205 @@
+"""How much slower is a tenant's small request while another tenant floods?
+
+Two tenants have a key each. One asks for a few tokens every second, alone and then during each
+flood. The ratio compares medians, to the first token or to the end, whichever is worse; the bound
+is 2. The flood's own requests may be refused (429, 503).
+
+    python -m tests.chaos.fairness [--flood many,n,beyond,long,read,batch] [--seconds 20] [--most 2]
+
+The last line is one JSON document. The exit code is 1 if a ratio is beyond the bound. Run it on an
+idle machine.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx
+
+from shared.api_keys import add_key
+from tests.conftest import running_redis
+from tests.deployment import MODEL, Deployment
+
+SMALL = {"model": MODEL, "prompt": "Water is", "max_tokens": 16, "ignore_eos": True, "temperature": 0, "stream": True}
+PERIOD_S = 1.0  # between two small requests
+HEAD_START_S = 3.0  # of the flood
+LONGEST_S = 120.0  # for one small request
+MAX_REQUESTS = 1024  # of the pipeline, by default
+REST_S = 0.2  # of a flooder that was refused
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Medians of the small request, in s; missing: those that did not end in LONGEST_S, or were
+    refused.
+    """
+
+    first_token_s: float
+    end_s: float
+    num_asked: int
+    num_missing: int
+
+    def times(self, alone: "Figures") -> float:
+        return max(self.first_token_s / alone.first_token_s, self.end_s / alone.end_s)
+
+
+async def measure(client: httpx.AsyncClient, seconds: float) -> Figures:
+    """Ask every second, whether the last one has ended or not."""
+    until, asked = time.monotonic() + seconds, []
+    while time.monotonic() < until:
+        asked.append(asyncio.create_task(ask_small(client)))
+        await asyncio.sleep(PERIOD_S)
+    found = [each for each in await asyncio.gather(*asked) if each is not None]
+    firsts, ends = [first for first, _ in found] or [LONGEST_S], [end for _, end in found] or [LONGEST_S]
+    return Figures(median(firsts), median(ends), len(asked), len(asked) - len(found))
+
+
+async def ask_small(client: httpx.AsyncClient) -> tuple[float, float] | None:
+    """Seconds to the first token and to the end."""
+    began, first = time.monotonic(), 0.0
+    with suppress(httpx.HTTPError):
+        async with client.stream("POST", "/v1/completions", json=SMALL, timeout=LONGEST_S) as reply:
+            async for line in reply.aiter_lines():
+                if line.startswith("data: {") and not first:
+                    first = time.monotonic() - began
+                if line == "data: [DONE]" and first:
+                    return first, time.monotonic() - began
+    return None
+
+
+async def again_and_again(client: httpx.AsyncClient, method: str, path: str, body: Any) -> None:
+    """One of a flood's clients: it asks until it is cancelled, and is hardly put off."""
+    while True:
+        with suppress(httpx.HTTPError):
+            reply = await client.request(method, path, json=body, timeout=LONGEST_S)
+            if reply.status_code == 200:
+                continue
+        await asyncio.sleep(REST_S)
+
+
+def completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "temperature": 1.0, **fields}
+
+
+async def complete(client: httpx.AsyncClient, bodies: list[dict[str, Any]]) -> None:
+    """A client for each of them."""
+    await asyncio.gather(*(again_and_again(client, "POST", "/v1/completions", body) for body in bodies))
+
+
+async def many(client: httpx.AsyncClient) -> None:
+    await complete(client, [completion(prompt=f"Once {number}") for number in range(150)])
+
+
+async def beyond(client: httpx.AsyncClient) -> None:
+    """More than the pipeline takes at all: whoever comes next may be told to come again."""
+    await complete(client, [completion(prompt=f"Beyond {number}", n=8) for number in range(MAX_REQUESTS // 8 + 40)])
+
+
+async def choices(client: httpx.AsyncClient) -> None:
+    await complete(client, [completion(prompt=f"Once {number}", n=8) for number in range(60)])
+
+
+async def long(client: httpx.AsyncClient) -> None:
+    """Prompts of half the window, which begin like nothing that is cached."""
+    await complete(client, [completion(prompt=f"{number} " + "and the water rose in the lock " * 60, max_tokens=4) for number in range(100)])
+
+
+async def read(client: httpx.AsyncClient) -> None:
+    """One stored response, read by hundreds over and over."""
+    body = {"model": MODEL, "input": "What is a lock?", "max_output_tokens": 400, "ignore_eos": True, "background": True}
+    stored = (await client.post("/v1/responses", json=body, timeout=LONGEST_S)).json()
+    path = f"/v1/responses/{stored['id']}?stream=true"
+    await asyncio.gather(*(again_and_again(client, "GET", path, None) for _ in range(400)))
+
+
+async def batch(client: httpx.AsyncClient) -> None:
+    """Batches of 2,000 lines, one after another."""
+    lines = [{"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": completion(prompt=f"Line {number}")} for number in range(2000)]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    while True:
+        file = (await client.post("/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"}, timeout=LONGEST_S)).json()
+        wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        await client.post("/v1/batches", json=wanted, timeout=LONGEST_S)
+        await asyncio.sleep(LONGEST_S)
+
+
+FLOODS: dict[str, Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]] = {
+    "many": many, "n": choices, "beyond": beyond, "long": long, "read": read, "batch": batch,
+}  # fmt: skip
+
+
+async def run(url: str, keys: dict[str, str], floods: list[str], seconds: float, most: float) -> int:
+    limits = httpx.Limits(max_connections=None)
+
+    def client(name: str) -> httpx.AsyncClient:
+        return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {keys[name]}"}, limits=limits, trust_env=False)
+
+    async with client("small") as small:
+        await measure(small, 3)  # the first ones warm up
+        print(f"{'flood':10}{'first token, s':>16}{'end, s':>10}{'ratio':>8}{'asked':>8}{'missing':>9}")
+        found = {}
+        for name in floods:
+            alone = await measure(small, seconds)  # before each: whatever else the machine does, both have it
+            show("none", alone, 1.0)
+            async with client("flood") as flood:
+                flooding = asyncio.create_task(FLOODS[name](flood))
+                await asyncio.sleep(HEAD_START_S)
+                figures = await measure(small, seconds)
+                if flooding.done():
+                    flooding.result()
+                flooding.cancel()
+                await asyncio.gather(flooding, return_exceptions=True)
+            found[name] = {**asdict(figures), "alone": asdict(alone), "ratio": figures.times(alone)}
+            show(name, figures, figures.times(alone))
+            await quiet(small, alone)
+    is_fair = all(each["ratio"] <= most and not each["num_missing"] for each in found.values())
+    print("fair" if is_fair else f"UNFAIR: beyond {most:g} times, or not answered")
+    print(json.dumps({"ok": is_fair, "most": most, "floods": found}))
+    return 0 if is_fair else 1
+
+
+def show(name: str, figures: Figures, ratio: float) -> None:
+    print(f"{name:10}{figures.first_token_s:>16.3f}{figures.end_s:>10.3f}{ratio:>8.2f}{figures.num_asked:>8}{figures.num_missing:>9}", flush=True)
+
+
+async def quiet(client: httpx.AsyncClient, alone: Figures) -> None:
+    """Until a small request is as quick as alone: the flood's last ones have ended."""
+    until = time.monotonic() + LONGEST_S
+    while time.monotonic() < until:
+        taken = await ask_small(client)
+        if taken is not None and taken[1] < 1.5 * alone.end_s:
+            return
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.fairness", description=__doc__.splitlines()[0])
+    parser.add_argument("--flood", default=",".join(FLOODS), help="which, joined by commas (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each measurement (default: %(default)g)")
+    parser.add_argument("--most", type=float, default=2.0, help="the largest ratio that is fair (default: %(default)g)")
+    args = parser.parse_args()
+    floods = args.flood.split(",")
+    if unknown := sorted(set(floods) - set(FLOODS)):
+        parser.error(f"no flood {', '.join(unknown)}; there are {', '.join(FLOODS)}")
+    with tempfile.TemporaryDirectory() as name, running_redis((folder := Path(name)) / "redis", None) as redis_url:
+        keys = {tenant: add_key(folder / "keys.json", tenant) for tenant in ("small", "flood")}
+        deployment = Deployment(redis_url, folder)
+        try:
+            for stage in ("sampler", "tokenizer", "compute", "gateway", "jobs"):
+                deployment.start(stage, f"{stage}-1", keys_file=folder / "keys.json", dtype="bfloat16", publish_interval_ms=20)
+            deployment.wait_live(*(f"{stage}-1" for stage in ("sampler", "tokenizer", "compute", "gateway", "jobs")))
+            return asyncio.run(run(deployment.url(), keys, floods, args.seconds, args.most))
+        finally:
+            deployment.stop()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Faults of clocks, of a KV cache that is too small, and of keys that change."""
+
+import asyncio
+import random
+import time
+from collections.abc import Awaitable, Callable
+
+from shared.api_keys import add_key, revoke_key, rotate_key
+from tests.chaos.arena import Arena
+from tests.chaos.cluster import Slot
+from tests.chaos.http_client import Broken, ask
+from tests.chaos.store import NAME as REDIS
+
+Run = Callable[[Arena, random.Random], Awaitable[None]]
+
+JUMPS_S = (90.0, 3600.0, 86400.0)
+TINY_CACHE = "2MiB"
+NUM_ROTATIONS = 4
+KEY_TIMEOUT_S = 5.0  # in which a gateway must know of a changed key
+MODELS = "/v1/models"
+
+
+def jump(direction: int) -> Run:
+    """The wall clocks of everybody, of Redis alone, or of one process, go wrong for some seconds,
+    and then right again.
+    """
+
+    async def run(arena: Arena, rng: random.Random) -> None:
+        clocks = arena.cluster.clocks
+        assert clocks is not None
+        everybody = [REDIS, *(slot.name for slot in arena.cluster.slots)]
+        names = rng.choice([everybody, [REDIS], [rng.choice(everybody[1:])]])
+        seconds = direction * rng.choice(JUMPS_S)
+        try:
+            for name in names:
+                clocks.set(name, seconds)
+            await asyncio.sleep(rng.uniform(2, 8))
+        finally:
+            for name in names:
+                clocks.set(name, 0)
+
+    return run
+
+
+async def starve_compute(arena: Arena, rng: random.Random) -> None:
+    """Every compute comes back with a KV cache for a few sequences, and later with its own: most of
+    the load is preempted, or waits.
+    """
+    for overrides in ({"kv_cache_memory": TINY_CACHE}, {}):
+        for slot in arena.cluster.of("compute"):
+            slot.overrides = overrides
+            arena.cluster.kill(slot)
+        if overrides:
+            await asyncio.sleep(rng.uniform(5, 12))
+
+
+async def change_keys(arena: Arena, rng: random.Random) -> None:
+    """Another tenant's key is made, rotated and revoked while the load goes on. No gateway takes an
+    old key, or none at all, whatever the file is.
+    """
+    path, name = arena.cluster.keys_file, f"other-{rng.randrange(1 << 32):x}"
+    old = add_key(path, name)
+    await expect(arena, old, 200, "a new key")
+    for _ in range(NUM_ROTATIONS):
+        new = rotate_key(path, name)
+        await expect(arena, new, 200, "a rotated key")
+        await expect(arena, old, 401, "the key before")
+        old = new
+    revoke_key(path, name)
+    await expect(arena, old, 401, "a revoked key")
+    await expect(arena, "", 401, "no key")
+
+
+async def expect(arena: Arena, key: str, status: int, what: str) -> None:
+    """Every gateway that answers says so, at the latest after a moment."""
+    for slot in arena.cluster.of("gateway"):
+        deadline = time.monotonic() + KEY_TIMEOUT_S
+        while (found := await status_of(slot, key)) not in (status, None):
+            if time.monotonic() > deadline and slot.stopped_since is None:
+                arena.history.find(f"change-keys: {KEY_TIMEOUT_S:g} s later {slot.name} answers {found} to {what}, not {status}")
+                return
+            await asyncio.sleep(0.05)
+
+
+async def status_of(slot: Slot, key: str) -> int | None:
+    """None: the gateway is away, or can't serve now."""
+    try:
+        reply = await asyncio.wait_for(ask(slot.port, "GET", MODELS, headers={"Authorization": f"Bearer {key}"} if key else {}), KEY_TIMEOUT_S)
+    except (Broken, TimeoutError):
+        return None
+    reply.close()
+    return None if reply.status >= 500 else reply.status
