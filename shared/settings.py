@@ -60,6 +60,7 @@ class RequestSettings(StageSettings):
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
     max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body; of a batch, longest line")
     min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
+    strict_fields: bool = Field(False, description="refuse fields of requests that are unknown or not supported; else the header X-Penstock-Ignored names them")
     trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
     files_url: str = Field(
         str(DEFAULT_DATA_DIR / "files"),

@@ -19,6 +19,7 @@ from services.gateway.canceller import LAST_TRY_S
 from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
+from services.gateway.ignored import HEADER, Ignored
 from services.gateway.live.routes import router as live
 from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId
 from services.gateway.observed import Observed
@@ -67,6 +68,7 @@ def build_app(context: Context) -> FastAPI:
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
     app.add_middleware(Head)
+    app.add_middleware(Ignored, is_strict=context.settings.strict_fields)
     app.add_middleware(Auth, keys=context.keys)
     app.add_middleware(OneHost)
     app.add_middleware(RequestId)
@@ -74,7 +76,7 @@ def build_app(context: Context) -> FastAPI:
     if context.settings.allow_origin:
         app.add_middleware(
             CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],
-            expose_headers=["X-Request-Id", "Retry-After"],
+            expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )  # fmt: skip
     app.include_router(router)
     app.include_router(embeddings)

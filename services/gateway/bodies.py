@@ -6,6 +6,7 @@ from fastapi import Request
 
 from services.gateway.body_worker import KINDS
 from services.gateway.helper import Helper, HelperFailed
+from services.gateway.ignored import pass_over
 from services.gateway.openai.body import Body
 from services.gateway.openai.parse import parse
 from shared.errors import Invalid, Rejected
@@ -32,11 +33,13 @@ class BodyReader:
                     self._held += len(chunk)
                     if self._held > self.max_bytes:
                         raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
-            return parse(kind, bytes(data)) if len(data) <= INLINE_BYTES else await self._parse_long(kind, bytes(data))
+            body = parse(kind, bytes(data)) if len(data) <= INLINE_BYTES else await self._parse_long(kind, bytes(data))
         except TimeoutError:
             raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
         finally:
             self._held -= len(data)
+        pass_over(*body.passed_over)
+        return body
 
     async def _parse_long(self, kind: str, data: bytes) -> Body:
         try:

@@ -15,6 +15,7 @@ from fastapi import Request, Response
 
 from services.gateway.errors import RequestFailed
 from services.gateway.generation import Generation
+from services.gateway.ignored import renamed
 from services.gateway.measured import Measured
 from services.gateway.openai import parse
 from services.gateway.openai.formats import Choice, format_for, usage
@@ -39,7 +40,7 @@ def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str]
         head, dot, rest = path.partition(".")
         return place_of(int(head[len("messages[") : -1])) + dot + rest if head.startswith("messages[") else name_of(path, names)
 
-    chat = parse.check(ChatCompletionBody, {name: value for name, value in given.items() if value is not None}, rename)
+    chat = parse.take(ChatCompletionBody, {name: value for name, value in given.items() if value is not None}, rename)
     with own_terms(names):
         chat.params()
     return chat
@@ -59,9 +60,10 @@ def name_of(path: str, names: dict[str, str]) -> str:
 
 @contextmanager
 def own_terms(names: dict[str, str]) -> Iterator[None]:
-    """What is wrong with a chat is told in the other API's terms."""
+    """What is wrong with a chat, and what of it is passed over, is told in the other API's terms."""
     try:
-        yield
+        with renamed(lambda name: name_of(name, names)):
+            yield
     except Invalid as error:
         here = name_of(error.param or "", names)
         raise Invalid(told_of(str(error), error.param, here), param=here or None, code=error.code, status=error.status) from None

@@ -13,6 +13,7 @@ from services.gateway.admission import estimate_output, estimate_prompt
 from services.gateway.batches.store import BatchRecord, Totals
 from services.gateway.context import RequestContext
 from services.gateway.errors import RequestFailed
+from services.gateway.ignored import collecting
 from services.gateway.openai import parse
 from services.gateway.openai.embeddings import embeddings_body, prepare_embeddings
 from services.gateway.openai.formats import Choice, usage
@@ -57,7 +58,8 @@ def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
 
 async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
-    asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
+    with collecting(is_strict=context.settings.strict_fields):
+        asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
     settings, outputs = context.settings, sum(map(estimate_output, asked.requests))
     tokens = sum(map(estimate_prompt, asked.requests)) + outputs
     if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
@@ -72,19 +74,19 @@ def behind(priority: int) -> int:
 
 
 async def ask_chat(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = seeded(parse.check(ChatCompletionBody, value), seed)
+    body = seeded(parse.take(ChatCompletionBody, value), seed)
     record, requests = await prepare_chat(context, body, "chat.completion", body.model, None, key=key, is_background=True)
     return Asked(record, requests, b"", fold_choices)
 
 
 async def ask_completion(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = seeded(parse.check(CompletionBody, value), seed)
+    body = seeded(parse.take(CompletionBody, value), seed)
     record, requests = await prepare_completion(context, body, None, key=key, is_background=True)
     return Asked(record, requests, b"", fold_choices)
 
 
 async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int) -> Asked:
-    body = parse.check(EmbeddingBody, value)
+    body = parse.take(EmbeddingBody, value)
     record, requests = prepare_embeddings(context, body, None, key=key, is_background=True)
 
     def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
@@ -96,7 +98,7 @@ async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int)
 
 
 async def ask_response(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
-    body = parse.check(ResponseBody, value)
+    body = parse.take(ResponseBody, value)
     if body.stream or body.background:
         field = "stream" if body.stream else "background"
         raise Invalid(f"{field} is not available in a batch", param=field)

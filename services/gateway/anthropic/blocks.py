@@ -4,6 +4,7 @@ from typing import Any
 
 import orjson
 
+from services.gateway.ignored import tell_others
 from services.gateway.openai.fields import MAX_PARTS, at, kind_of, shortened
 
 Json = dict[str, Any]
@@ -51,9 +52,7 @@ def read_messages(value: Any) -> list[tuple[int, Json]]:
 def _read_message(value: Any, path: str) -> list[Json]:
     if not isinstance(value, dict):
         raise at(path, f"expected a message, got {kind_of(value)}")
-    for key, each in value.items():
-        if key not in ("role", "content") and each is not None:
-            raise at(f"{path}.{shortened(key)}", "unknown field")
+    tell_others(value, ("role", "content"), f"messages{path}")
     role = value.get("role")
     if role not in ROLES:
         raise at(f"{path}.role", f"expected one of {', '.join(ROLES)}, got {shortened(role)}")
@@ -91,9 +90,7 @@ def _read_block(value: Any, role: str, path: str) -> Json:
     kind = value.get("type") if isinstance(value, dict) else None
     if kind not in BLOCKS[role]:
         raise at(f"{path}.type", f"of the {role}'s blocks, only {', '.join(BLOCKS[role])} are understood, got {shortened(kind)}")
-    for key, each in value.items():
-        if key != "type" and key not in FIELDS[kind] and each is not None:  # a package sends back every field it knows, null where we said nothing
-            raise at(f"{path}.{shortened(key)}", "unknown field")
+    tell_others(value, {"type", *FIELDS[kind]}, f"messages{path}" if ".content" in path else f"system{path}")
     if kind == "tool_result":
         content = value.get("content", "")
         texts = [block["text"] for block in _read_blocks(content if content is not None else "", "system", f"{path}.content")]

@@ -20,8 +20,6 @@ class Metadata(Body):
 
 
 class Thinking(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"display": ("summarized",)}
-
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(None, description="accepted; max_tokens is the bound of thoughts and answer together")
 

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar
 import orjson
 from pydantic import Field, PlainValidator, WithJsonSchema
 
+from services.gateway.ignored import tell_others
 from services.gateway.openai.body import Body
-from services.gateway.openai.fields import MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt, shortened
+from services.gateway.openai.fields import MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt
 from services.gateway.openai.messages import MAX_NAME
 from services.gateway.openai.neutral import ANYTHING
 from services.gateway.openai.schemas import MAX_INPUTS, MAX_MESSAGES
@@ -54,9 +55,7 @@ def _read_message(value: Any, path: str) -> Json:
     if not isinstance(value, dict):
         raise at(path, f"expected a message, got {kind_of(value)}")
     value = {key: each for key, each in value.items() if each is not None and each != []}
-    for key in value:
-        if key not in MESSAGE_FIELDS:
-            raise at(f"{path}.{shortened(key)}", "unknown field")
+    tell_others(value, MESSAGE_FIELDS, f"messages{path}")
     if "images" in value:
         raise at(f"{path}.images", "only text is understood")
     for key in ("role", "content", "thinking", "tool_name", "tool_call_id"):

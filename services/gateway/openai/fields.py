@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic_core import PydanticCustomError
 
+from services.gateway.ignored import tell_others
 from services.gateway.openai.neutral import OF_PARTS
 
 MAX_SEQUENCES = 128  # prompts times n, in one request
@@ -117,9 +118,7 @@ def text_of(part: dict[str, Any], path: str) -> str:
     field = TEXT_PARTS[kind]
     if not isinstance(part.get(field), str):
         raise at(f"{path}.{field}", f"expected a text, got {kind_of(part.get(field))}")
-    for key, value in part.items():
-        if key not in ("type", field) and key not in OF_PARTS and value is not None:
-            raise at(f"{path}.{shortened(key)}", "unknown field")
+    tell_others(part, {"type", field, *OF_PARTS}, f"content{path}")
     text: str = part[field]
     return text
 

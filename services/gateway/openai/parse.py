@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
 from services.gateway.batches.schemas import BatchBody
+from services.gateway.ignored import pass_over
 from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
@@ -54,6 +55,13 @@ def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = 
         return model.model_validate(value)
     except ValidationError as error:
         raise describe(error.errors(include_url=False, include_input=False), rename) from None
+
+
+def take(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:
+    """The same; what is passed over goes to whoever collects it."""
+    body = check(model, value, rename)
+    pass_over(*map(rename, body.passed_over))
+    return body
 
 
 def describe(errors: Sequence[Any], rename: Callable[[str], str] = str) -> Invalid:

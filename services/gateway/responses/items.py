@@ -6,6 +6,7 @@ linear in its length, and the first that is wrong is named.
 
 from typing import Any
 
+from services.gateway.ignored import tell_others
 from services.gateway.openai.fields import MAX_PARTS, at, kind_of, shortened
 
 Json = dict[str, Any]
@@ -46,23 +47,23 @@ def read_item(value: Any, path: str) -> Json:
     value = {key: each for key, each in value.items() if each is not None}
     kind = value.get("type", "message")
     if kind == "message":
-        _refuse_others(value, MESSAGE_FIELDS, path)
+        tell_others(value, MESSAGE_FIELDS, f"input{path}")
         return _read_message(value, path)
     if kind == "function_call":
-        _refuse_others(value, CALL_FIELDS, path)
+        tell_others(value, CALL_FIELDS, f"input{path}")
         return {key: _text(value, key, path) for key in ("type", "call_id", "name", "arguments")} | _ids(value, path)
     if kind == "function_call_output":
-        _refuse_others(value, OUTPUT_FIELDS, path)
+        tell_others(value, OUTPUT_FIELDS, f"input{path}")
         output = value.get("output")
         text = (
             "".join(part["text"] for part in _read_parts(output, "input_text", f"{path}.output")) if isinstance(output, list) else _text(value, "output", path)
         )
         return {"type": kind, "call_id": _text(value, "call_id", path), "output": text} | _ids(value, path)
     if kind == "reasoning":
-        _refuse_others(value, REASONING_FIELDS, path)
+        tell_others(value, REASONING_FIELDS, f"input{path}")
         return _read_reasoning(value, path)
     if kind == "item_reference":
-        _refuse_others(value, REFERENCE_FIELDS, path)
+        tell_others(value, REFERENCE_FIELDS, f"input{path}")
         return {"type": kind, "id": _text(value, "id", path)}
     raise at(f"{path}.type", f"only message, function_call, function_call_output, reasoning and item_reference are understood, got {shortened(kind)}")
 
@@ -113,12 +114,6 @@ def _text(value: Json, key: str, path: str) -> str:
     if not isinstance(text, str):
         raise at(f"{path}.{key}", f"expected a text, got {kind_of(text)}")
     return text
-
-
-def _refuse_others(value: Json, known: set[str], path: str) -> None:
-    for key in value:
-        if key not in known:
-            raise at(f"{path}.{shortened(key)}", "unknown field")
 
 
 def with_ids(items: list[Json], response_id: str) -> list[Json]:

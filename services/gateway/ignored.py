@@ -1,0 +1,111 @@
+"""Ignored: what a request asked for and did not get, named in one header of its answer, X-Penstock-Ignored. With --strict-fields it is refused instead.
+
+The names are collected where they are found, however deep: `pass_over` adds to the innermost `collecting`. The outermost one is the request's, made by
+the middleware here, which writes the header; what is found after the answer has begun is in no header. Plain ASGI, so that streams pass untouched.
+"""
+
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from shared.errors import Invalid
+
+HEADER = "X-Penstock-Ignored"
+MAX_NAMES = 32  # of one request; it may have a million
+MAX_NAME = 64  # characters
+MAX_REFUSED = 8  # names in one error
+UNSAFE = re.compile(r"[^!-+\--~]")  # what is not printable ASCII, and the comma
+
+
+@dataclass(slots=True)
+class Names:
+    """What was passed over, in the order in which it was found."""
+
+    is_strict: bool = False
+    names: dict[str, None] = field(default_factory=dict)  # one more than are told: there are more
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def add(self, name: str) -> None:
+        if len(self.names) <= MAX_NAMES:
+            self.names[name if len(name) <= MAX_NAME else f"{name[:MAX_NAME]}..."] = None
+
+    def header(self) -> str:
+        """ASCII, and less than 4 kB."""
+        named = [UNSAFE.sub("?", name) for name in self.names]
+        return ", ".join(named if len(named) <= MAX_NAMES else [*named[:MAX_NAMES], "..."])
+
+
+COLLECTED: ContextVar[Names | None] = ContextVar("ignored", default=None)
+
+
+def tell(*names: str) -> None:
+    """Name what is not done as it was asked, by its path in the body: messages[0].content[1].cache_control."""
+    collected = COLLECTED.get()
+    for name in names if collected is not None else ():
+        collected.add(name)
+
+
+def pass_over(*names: str) -> None:
+    """The same of fields, which --strict-fields refuses. Raises Invalid."""
+    collected = COLLECTED.get()
+    if names and collected is not None and collected.is_strict:
+        raise refusal(names)
+    tell(*names)
+
+
+def tell_others(value: Mapping[str, Any], known: Container[str], path: str) -> None:
+    """Name the fields of an object that are none of those known. A package sends back every field that it knows, null where nothing was said."""
+    tell(*islice((f"{path}.{key[:MAX_NAME]}" for key, each in value.items() if key not in known and each is not None), MAX_NAMES + 1))
+
+
+def refusal(names: Iterable[str]) -> Invalid:
+    named = [name[:MAX_NAME] for name in names][:MAX_REFUSED]
+    return Invalid("; ".join(f"unknown or unsupported field: {name}" for name in named), param=named[0], code="unknown_parameter")
+
+
+@contextmanager
+def collecting(*, is_strict: bool = False) -> Iterator[Names]:
+    """What is passed over inside."""
+    names = Names(is_strict)
+    token = COLLECTED.set(names)
+    try:
+        yield names
+    finally:
+        COLLECTED.reset(token)
+
+
+@contextmanager
+def renamed(rename: Callable[[str], str]) -> Iterator[None]:
+    """What is passed over inside goes on under other names. Raises Invalid, as pass_over does."""
+    with collecting() as names:
+        yield
+    pass_over(*map(rename, names))
+
+
+class Ignored:
+    """The header, on every answer that has something to say in it."""
+
+    def __init__(self, app: ASGIApp, *, is_strict: bool) -> None:
+        self.app = app
+        self.is_strict = is_strict
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        with collecting(is_strict=self.is_strict) as names:
+
+            async def send_with_names(message: Message) -> None:
+                if message["type"] == "http.response.start" and names.names:
+                    MutableHeaders(scope=message)[HEADER] = names.header()
+                await send(message)
+
+            await self.app(scope, receive, send_with_names)
