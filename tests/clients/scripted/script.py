@@ -18,7 +18,7 @@ TOOL_ANSWER = "<tool_response>"  # a user's message that begins with it is what 
 class Turn:
     """One answer: a call of a tool, or text."""
 
-    say: str = ""  # {found}: what `find` finds in the tools' answers
+    say: str = ""  # {found}: what `find` finds in the last tool's answer
     call: str = ""  # the tool's name
     arguments: dict[str, Any] | None = None
 
@@ -63,8 +63,9 @@ class Script:
             turn = task.turns[min(sum(each.role == "assistant" for each in later), len(task.turns) - 1)]
             if turn.call and not is_offered(turn.call, messages):
                 return self.otherwise
-            found = [hit for each in later if each.text.startswith(TOOL_ANSWER) for hit in re.findall(task.find, each.text)] if task.find else []
-            return turn.spell(found[-1] if found else "nothing")
+            answers = [each.text for each in later if each.text.startswith(TOOL_ANSWER)]
+            found = re.search(task.find, answers[-1]) if task.find and answers else None
+            return turn.spell(found[0] if found else "nothing")
         return self.otherwise
 
 
