@@ -104,7 +104,7 @@ class Admission:
 
         Raises Rejected (429) if they do not fit, Invalid if they never will, and what the client raises.
         """
-        outputs = [estimate_output(request) for request in submitted]
+        outputs = [estimate_output(request, self.stage.registry) for request in submitted]
         tokens = [estimate_prompt(request) + output for request, output in zip(submitted, outputs, strict=True)]
         limits = self.settings.max_requests, self.settings.max_tokens_in_flight
         if len(submitted) > limits[0] or sum(tokens) > limits[1]:  # before anything is encoded: n may be many times a long prompt
@@ -153,11 +153,14 @@ def estimate_prompt(request: GenerateRequest) -> int:
     return len(ids) if ids is not None else sum(map(num_bytes, texts_of(request))) // BYTES_PER_TOKEN + 1
 
 
-def estimate_output(request: GenerateRequest) -> int:
-    """Tokens that it may generate."""
+def estimate_output(request: GenerateRequest, registry: Registry) -> int:
+    """Tokens that it may generate: never more than the model's length, whatever it asks for."""
     if request.embedding is not None or request.task != "generate":
         return 0
-    return UNBOUNDED_TOKENS if request.params.max_tokens is None else request.params.max_tokens
+    if request.params.max_tokens is None:
+        return UNBOUNDED_TOKENS
+    lengths = [replica.max_model_len for replica in registry.of("compute", request.model) if replica.max_model_len is not None]
+    return min([request.params.max_tokens, *lengths])
 
 
 def texts_of(request: GenerateRequest) -> list[str]:

@@ -49,9 +49,9 @@ COLLECTED: ContextVar[Names | None] = ContextVar("ignored", default=None)
 
 def tell(*names: str) -> None:
     """Name what is not done as it was asked, by its path in the body: messages[0].content[1].cache_control."""
-    collected = COLLECTED.get()
-    for name in names if collected is not None else ():
-        collected.add(name)
+    if (collected := COLLECTED.get()) is not None:
+        for name in names:
+            collected.add(name)
 
 
 def pass_over(*names: str) -> None:

@@ -27,18 +27,23 @@ from shared.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
 
+PLACED = re.compile(r"(messages|tools)\[(\d+)\]")
 NUMBER = re.compile(r"\[\d+\]")
 
 
-def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str]) -> ChatCompletionBody:
+def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str], place_of_tool: Callable[[int], str]) -> ChatCompletionBody:
     """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other API's terms.
 
-    names: of the chat's fields, where they are others; place_of: where a message, by its number in the chat, came from.
+    names: of the chat's fields, where they are others; place_of and place_of_tool: where a message or a tool, by its number in the chat, came from.
     """
 
     def rename(path: str) -> str:
-        head, dot, rest = path.partition(".")
-        return place_of(int(head[len("messages[") : -1])) + dot + rest if head.startswith("messages[") else name_of(path, names)
+        if (found := PLACED.match(path)) is None:
+            return name_of(path, names)
+        name, number, rest = found[1], int(found[2]), path[found.end() :]
+        if name == "messages":
+            return place_of(number) + rest
+        return place_of_tool(number) + name_of(path, names).removeprefix(found[0])
 
     chat = parse.take(ChatCompletionBody, {name: value for name, value in given.items() if value is not None}, rename)
     with own_terms(names):

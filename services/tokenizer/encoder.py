@@ -218,7 +218,8 @@ class Encoder:
         if most is None:
             return token_ids
         if most < 0:
-            most = max(1, max_model_len - (1 if request.params.max_tokens is None else request.params.max_tokens))
+            wanted = 1 if request.params.max_tokens is None else request.params.max_tokens
+            most = max(1, max_model_len - (wanted if wanted < max_model_len else 1))
         if not request.encoding.keeps_beginning or most >= len(token_ids):
             return token_ids[-most:]
         ending = self.ending if token_ids[len(token_ids) - len(self.ending) :].tolist() == self.ending.tolist() else self.ending[:0]
@@ -261,7 +262,10 @@ class Encoder:
         return np.array(offsets, np.int32)
 
     def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
-        """The request's max_tokens, bounded by what the prompt leaves of the model's length."""
+        """The request's max_tokens, cut to what the prompt leaves of the model's length: an answer that gets there ends with `length`.
+
+        Many agents always ask for more than a small model has. Raises Invalid for a prompt that leaves no room at all.
+        """
         params, n, field = request.params, len(token_ids), field_of(request)
         if n == 0:
             raise Invalid("the prompt is empty: it has no tokens", param=field)
@@ -276,12 +280,13 @@ class Encoder:
         if dimensions is not None and not self.can_shorten(dimensions):
             raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
         room = max_model_len - n
-        if (1 if params.max_tokens is None else params.max_tokens) > room:
-            wanted = n + (1 if params.max_tokens is None else params.max_tokens)
-            parts = f" ({n} in the {field}, {params.max_tokens} in the completion)" if params.max_tokens is not None else f" ({n} in the {field})"
-            reason = f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted} tokens{parts}. Please reduce one of them."
+        if (least := 0 if params.max_tokens == 0 else 1) > room:
+            parts = f" ({n} in the {field}, at least {least} in the completion)"
+            reason = (
+                f"This model's maximum context length is {max_model_len} tokens. However, you requested {n + least} tokens{parts}. Please reduce the {field}."
+            )
             raise Invalid(reason, param=field, code="context_length_exceeded")
-        if params.min_tokens > (max_tokens := room if params.max_tokens is None else params.max_tokens):
+        if params.min_tokens > (max_tokens := room if params.max_tokens is None else min(params.max_tokens, room)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens
 

@@ -189,7 +189,7 @@ def test_a_request_that_kills_whoever_takes_it_up_becomes_a_dead_letter(demo: De
 
 
 def test_a_full_server_says_429_and_a_missing_stage_503(deployment: Deployment) -> None:
-    deployment.start_all(dtype="float32", max_requests=2, max_tokens_in_flight=3000)
+    deployment.start_all(dtype="float32", max_requests=2, max_tokens_in_flight=1000)
     body = {"model": MODEL, "prompt": "The", "max_tokens": 5}
     too_many = deployment.post("/v1/completions", body | {"n": 3})
     assert too_many.status_code == 429

@@ -169,3 +169,26 @@ def test_a_request_that_is_not_a_request_is_an_error_for_its_own_client_only(ser
     service.handle(*service.reader.read(count=64, block_ms=1))
     assert handed_on(client) == ["r0.0"] and client.xlen(requests(MODEL).key) == 0
     assert client.xlen("events:gateway-1") == 1
+
+
+@pytest.mark.parametrize(("num_prompt", "asked", "given"), [(56, 32_000, 200), (56, 200, 200), (56, 7, 7), (56, None, 200), (255, 32_000, 1), (256, 0, 0)])
+def test_max_tokens_is_cut_to_the_room_that_the_prompt_leaves(num_prompt: int, asked: int | None, given: int) -> None:
+    request = GenerateRequest("r.0", None, MODEL, SamplingParams(max_tokens=asked), prompt_token_ids=np.full(num_prompt, 7, np.int32))
+    [found] = Encoder(text_tokenizer(), FILES).encode([request], 256)
+    assert isinstance(found, TokenizedRequest) and found.params.max_tokens == given
+
+
+@pytest.mark.parametrize(("num_prompt", "asked", "wanted"), [(256, 32_000, 257), (256, None, 257), (300, 5, 301), (300, 0, 300)])
+def test_a_prompt_without_room_for_an_answer_is_refused_with_the_numbers(num_prompt: int, asked: int | None, wanted: int) -> None:
+    request = GenerateRequest("r.0", None, MODEL, SamplingParams(max_tokens=asked), prompt_token_ids=np.full(num_prompt, 7, np.int32))
+    [found] = Encoder(text_tokenizer(), FILES).encode([request], 256)
+    assert isinstance(found, Invalid) and found.code == "context_length_exceeded"
+    assert f"maximum context length is 256 tokens. However, you requested {wanted} tokens" in str(found)
+
+
+def test_a_prompt_that_is_cut_for_an_answer_as_long_as_the_model_keeps_all_but_one_token() -> None:
+    request = GenerateRequest(
+        "r.0", None, MODEL, SamplingParams(max_tokens=32_000), prompt_token_ids=np.arange(2, 302, dtype=np.int32) % 60, encoding=EncodingParams(None, None, -1)
+    )
+    [found] = Encoder(text_tokenizer(), FILES).encode([request], 256)
+    assert isinstance(found, TokenizedRequest) and (len(found.prompt_token_ids), found.params.max_tokens) == (255, 1)

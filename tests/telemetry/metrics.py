@@ -102,7 +102,7 @@ class Client:
     async def refused(self, client: openai.AsyncOpenAI) -> None:
         """A prompt that is too long, which the tokenizer finds; both sequences of the response are refused, and nothing is cancelled."""
         try:
-            await client.completions.create(model=MODEL, prompt="x", max_tokens=100_000, n=2)
+            await client.completions.create(model=MODEL, prompt="The river " * 2000, n=2)
         except openai.BadRequestError:
             self.num_refused += 2
 

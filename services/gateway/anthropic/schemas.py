@@ -31,7 +31,7 @@ class OutputConfig(Body):
 
 class CountTokensBody(Body):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ("auto", "standard_only"), "speed": ("standard",), "mcp_servers": ([],),
+        "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ANYTHING, "speed": ("standard",), "metadata": ANYTHING,
     }  # fmt: skip
 
     model: str = Field(max_length=MAX_NAME)

@@ -60,7 +60,7 @@ def translated(context: Context, body: OllamaBody, messages: list[Json], tools: 
         "reasoning_effort": body.think if isinstance(body.think, str) else None,
     }
     is_chat = isinstance(body, OllamaChatBody)
-    return make_chat(given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt")
+    return make_chat(given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt", "tools[{}]".format)
 
 
 async def answer(context: Context, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:

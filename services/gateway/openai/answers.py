@@ -4,9 +4,12 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 from services.gateway.parsing.answer import AnswerParser, Parsing
 from services.gateway.parsing.pieces import Piece, merged
 
+INPUT = "input"  # the argument of a custom tool's function
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
@@ -15,6 +18,7 @@ class Call:
     call_id: str
     name: str
     arguments: list[str]
+    is_custom: bool = False
 
 
 class Answer:
@@ -32,6 +36,28 @@ class Answer:
         self._parsing = parsing
         self._name = name
         self._has_reasoning = has_reasoning
+        self._held: list[str] | None = None  # the arguments so far of the call of a custom tool that is being made
+
+    def _with_inputs(self, pieces: list[Piece], *, is_end: bool) -> list[Piece]:
+        """The same with the input of each call of a custom tool, once it is whole, in the place of its arguments, which are held until then."""
+        made: list[Piece] = []
+        for piece in pieces:
+            if piece.kind == "call":
+                made += self._take_input()
+                self._held = [] if piece.text in self._parsing.customs else None
+            if piece.kind == "arguments" and self._held is not None:
+                self._held.append(piece.text)
+            else:
+                made.append(piece)
+        return made + (self._take_input() if is_end else [])
+
+    def _take_input(self) -> list[Piece]:
+        held, self._held = self._held, None
+        return [Piece("arguments", input_of("".join(held)))] if held else []
+
+    @property
+    def is_legacy(self) -> bool:
+        return self._parsing.is_legacy
 
     @property
     def has_called(self) -> bool:
@@ -44,6 +70,8 @@ class Answer:
         self.num_reasoning_tokens += self._parser.is_reasoning or any(piece.kind == "reasoning" for piece in pieces)
         if is_end:
             pieces = merged(pieces + self._parser.finish())
+        if self._parsing.customs:
+            pieces = self._with_inputs(pieces, is_end=is_end)
         self.fresh = [piece for piece in pieces if piece.kind != "reasoning" or self._has_reasoning]
         for piece in self.fresh:
             if piece.kind == "content":
@@ -51,7 +79,7 @@ class Answer:
             elif piece.kind == "reasoning":
                 self.reasoning.append(piece.text)
             elif piece.kind == "call":
-                self.calls.append(Call(self._call_id(len(self.calls)), piece.text, []))
+                self.calls.append(Call(self._call_id(len(self.calls)), piece.text, [], piece.text in self._parsing.customs))
             else:
                 self.calls[-1].arguments.append(piece.text)
 
@@ -61,8 +89,10 @@ class Answer:
         made: dict[str, Any] = {"content": content if content or not (self.calls or reasoning) else None}
         if self.is_reasoning_model and self._has_reasoning:
             made |= {"reasoning_content": reasoning or None, "reasoning": reasoning or None}
-        if self.calls:
-            made["tool_calls"] = [function_call(call, "".join(call.arguments)) for call in self.calls]
+        if self.calls and self.is_legacy:
+            made["function_call"] = {"name": self.calls[0].name, "arguments": "".join(self.calls[0].arguments)}
+        elif self.calls:
+            made["tool_calls"] = [call_entry(call, "".join(call.arguments)) for call in self.calls]
         return made
 
     def _call_id(self, number: int) -> str:
@@ -73,8 +103,21 @@ class Answer:
         return letters if self._parsing.tool_calls == "mistral" else f"call_{letters}"
 
 
-def function_call(call: Call, arguments: str) -> dict[str, Any]:
+def call_entry(call: Call, arguments: str) -> dict[str, Any]:
+    """Of tool_calls."""
+    if call.is_custom:
+        return {"id": call.call_id, "type": "custom", "custom": {"name": call.name, "input": arguments}}
     return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def input_of(arguments: str) -> str:
+    """A custom tool's input: the one argument that its function has; what a model broke off, or made otherwise, is given as it wrote it."""
+    try:
+        value = orjson.loads(arguments)
+    except orjson.JSONDecodeError:
+        return arguments
+    text = value.get(INPUT) if isinstance(value, dict) else None
+    return text if isinstance(text, str) else arguments
 
 
 def delta_of(answer: Answer) -> dict[str, Any]:
@@ -89,10 +132,13 @@ def delta_of(answer: Answer) -> dict[str, Any]:
             delta |= {"reasoning_content": thought, "reasoning": thought}
         elif piece.kind == "call":
             number += 1
-            delta.setdefault("tool_calls", []).append({"index": number, **function_call(answer.calls[number], "")})
+            delta.setdefault("tool_calls", []).append({"index": number, **call_entry(answer.calls[number], "")})
         else:
+            kind, field = ("custom", "input") if answer.calls[number].is_custom else ("function", "arguments")
             entries = delta.setdefault("tool_calls", [])
             if not entries or entries[-1]["index"] != number:
-                entries.append({"index": number, "function": {"arguments": ""}})
-            entries[-1]["function"]["arguments"] += piece.text
+                entries.append({"index": number, kind: {field: ""}})
+            entries[-1][kind][field] += piece.text
+    if answer.is_legacy and "tool_calls" in delta:
+        delta["function_call"] = delta.pop("tool_calls")[0]["function"]
     return delta

@@ -55,7 +55,7 @@ async def search_prompt(
         messages=request.messages, prompt=request.prompt, prompt_token_ids=request.prompt_token_ids, chat=request.chat,
     ))  # fmt: skip
     prompt, room = np.array(tokens["tokens"], np.int32), tokens["max_model_len"] - tokens["count"]
-    max_tokens = room if params.max_tokens is None else params.max_tokens
+    max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
     search = BeamSearch(width, max_tokens, () if params.ignore_eos else tuple(tokens["eos_token_ids"]), length_penalty, early_stopping)
     check_size(search, len(prompt), room, "messages" if request.messages is not None else "prompt")
     while not search.is_over:
@@ -74,9 +74,9 @@ def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str
     """Raises Invalid for a search that takes too much."""
     if not num_prompt_tokens:
         raise Invalid("the prompt is empty: it has no tokens", param=field)
-    if not 0 < search.max_tokens <= room:
-        reason = f"the prompt has {num_prompt_tokens} tokens and max_tokens is {search.max_tokens}; this model takes {num_prompt_tokens + room} in all"
-        raise Invalid(f"{reason}: shorten one of them", param=field, code="context_length_exceeded")
+    if room < 1:
+        reason = f"the prompt has {num_prompt_tokens} tokens; this model takes {num_prompt_tokens + room} in all"
+        raise Invalid(f"{reason}: shorten it", param=field, code="context_length_exceeded")
     if search.num_candidates > MAX_LOGPROBS:
         raise Invalid(f"beams and the model's {len(search.eos_token_ids)} end tokens must be at most {MAX_LOGPROBS} together", param="n")
     if search.width * search.max_tokens > MAX_STEPS:

@@ -54,9 +54,12 @@ class Body(BaseModel):
             value = getattr(self, name)
             if isinstance(value, Body):
                 yield from value._all_passed_over(f"{path}{name}.")
-            elif isinstance(value, list) and value and isinstance(value[0], Body):
+            elif isinstance(value, list):
                 for index, each in enumerate(value):
-                    yield from each._all_passed_over(f"{path}{name}[{index}].")
+                    if not isinstance(each, BaseModel):
+                        break  # a list of texts or numbers, which may be long
+                    if isinstance(each, Body):
+                        yield from each._all_passed_over(f"{path}{name}[{index}].")
 
 
 def _refused(key: str) -> InitErrorDetails:

@@ -51,7 +51,7 @@ class Choice:
         if self.answer is not None:
             self.answer.add(event.text, is_end=event.finish_reason is not None)
             if self.answer.has_called and event.finish_reason == "stop":
-                self.finish_reason = "tool_calls"
+                self.finish_reason = "function_call" if self.answer.is_legacy else "tool_calls"
 
 
 class Format(Protocol):

@@ -1,11 +1,13 @@
 """The messages of a conversation, as clients send them and as they got them from us."""
 
+import json
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from services.gateway.openai.answers import INPUT
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import CONTENT_SCHEMA, at_most, join_parts, kind_of
 from services.gateway.openai.neutral import OF_CALLS, OF_MESSAGES
@@ -31,11 +33,30 @@ class FunctionCall(Body):
     arguments: Annotated[str, PlainValidator(read_arguments), WithJsonSchema({"type": "string"})] = "{}"
 
 
+class CustomCall(Body):
+    name: str = Field(max_length=MAX_NAME)
+    input: str
+
+
 class ToolCallBody(Body):
     id: str = Field("", max_length=MAX_NAME)
-    type: Literal["function"] = "function"
-    function: FunctionCall
+    type: Literal["function", "custom"] = "function"
+    function: FunctionCall | None = None
+    custom: CustomCall | None = None
     index: int | None = Field(None, description="of a call that was put together from a stream")
+
+    @model_validator(mode="after")
+    def _has_its_own(self) -> "ToolCallBody":
+        if (self.function if self.type == "function" else self.custom) is None:
+            raise PydanticCustomError("missing", "Field required", {"at": f".{self.type}"})
+        return self
+
+    def to_wire(self) -> ToolCall:
+        """For the model a custom tool is a function with one argument."""
+        if self.type == "custom" and self.custom is not None:
+            return ToolCall(self.id, self.custom.name, json.dumps({INPUT: self.custom.input}, ensure_ascii=False))
+        assert self.function is not None
+        return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
 class Message(Body):
@@ -45,6 +66,7 @@ class Message(Body):
     content: Annotated[str | None, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)] = None
     name: str | None = Field(None, max_length=MAX_NAME)
     tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = None
+    function_call: FunctionCall | None = Field(None, description="the older form of one tool call; its answer is a message of the role function")
     tool_call_id: str | None = Field(None, max_length=MAX_NAME)
     reasoning_content: str | None = None
     reasoning: str | None = Field(None, description="the same by another name")
@@ -54,11 +76,16 @@ class Message(Body):
     def _has_something_to_say(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
             raise PydanticCustomError("at", "{reason}", {"at": ".tool_calls", "reason": f"only an assistant calls functions, not the role {self.role}"})
-        if self.content is None and not (self.tool_calls or self.refusal is not None or self.reasoning_content or self.reasoning):
+        if self.content is None and not (self.tool_calls or self.function_call or self.refusal is not None or self.reasoning_content or self.reasoning):
             raise PydanticCustomError("missing", "Field required", {"at": ".content"})
         return self
 
     def to_wire(self) -> ChatMessage:
-        calls = tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in self.tool_calls or ())
+        calls = tuple(call.to_wire() for call in self.tool_calls or ())
+        if self.function_call is not None:
+            calls += (ToolCall(f"call_{self.function_call.name}"[:MAX_NAME], self.function_call.name, self.function_call.arguments),)
         content = self.content if self.content is not None else self.refusal or ""
-        return ChatMessage(self.role, content, self.name, calls, self.tool_call_id, self.reasoning_content or self.reasoning)
+        role, call_id = self.role, self.tool_call_id
+        if role == "function":
+            role, call_id = "tool", f"call_{self.name}"[:MAX_NAME]  # as the call above
+        return ChatMessage(role, content, self.name, calls, call_id, self.reasoning_content or self.reasoning)

@@ -34,7 +34,7 @@ BODIES: dict[str, type[Body]] = {
     "ollama_model": OllamaModelBody,
 }
 MAX_NAMED = 16  # of the wrong fields of a body
-BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed")  # of a union, which pydantic puts between the parts of a path
+BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed", "own", "free", "hosted")  # of a union, which pydantic puts between the parts of a path
 B = TypeVar("B", bound=Body)
 
 

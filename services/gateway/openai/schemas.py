@@ -4,18 +4,19 @@ What may be long is checked by fields.py: a body of any shape takes time linear 
 """
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 import orjson
-from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.gateway.openai.body import Body
 from services.gateway.openai.constrain import StructuredOutputs, constraint_of
-from services.gateway.openai.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at_most, read_prompt
+from services.gateway.openai.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt
 from services.gateway.openai.messages import MAX_NAME, Message
 from services.gateway.openai.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS
-from services.gateway.openai.tools import Calling, ToolChoice, Tools, check_depth, resolve_calling
+from services.gateway.openai.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
 from shared.constraint import Constraint
 from shared.errors import Invalid
 from shared.messages import ChatOptions, EmbeddingParams, EncodingParams, SchedulingParams
@@ -120,7 +121,7 @@ class GenerateBody(Body):
         if logprobs is None and self.num_sequences > self.n:
             logprobs = 0  # the best are chosen by them
         given = {
-            "max_tokens": max_tokens,
+            "max_tokens": min(max_tokens, MAX_TOKENS) if max_tokens is not None else None,  # what is too much is cut: see the tokenizer
             "min_tokens": self.min_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -239,6 +240,15 @@ def make_params(given: dict[str, Any]) -> SamplingParams:
         raise Invalid("; ".join(found), param=first.param, code=first.code) from None
 
 
+def read_function_call(value: Any) -> Any:
+    """As a tool_choice."""
+    if value in (None, "none", "auto"):
+        return value
+    if isinstance(value, dict) and isinstance(value.get("name"), str):
+        return NamedTool(type="function", function=FunctionName(name=value["name"]))
+    raise at("", "expected none, auto, or an object with the name of a function")
+
+
 class ChatCompletionBody(GenerateBody):
     neutral = OF_CHATS
 
@@ -249,6 +259,8 @@ class ChatCompletionBody(GenerateBody):
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
+    functions: Annotated[list[Function] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(None, description="the older name of tools")
+    function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(None, description="the older name of tool_choice")
     include_reasoning: bool = Field(True, description="false: what the model thinks is left out of the answer")
     reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="for the template; none also sets enable_thinking to false")
     verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="for the template")
@@ -260,7 +272,14 @@ class ChatCompletionBody(GenerateBody):
 
     def calling(self) -> Calling:
         """Raises Invalid."""
-        return resolve_calling(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if not self.functions:
+            if isinstance(self.function_call, NamedTool):
+                raise Invalid("function_call is for functions: there are none", param="function_call")
+            return resolve_calling(self.tools, self.tool_choice, self.parallel_tool_calls)
+        if self.tools or self.tool_choice is not None:
+            raise Invalid("functions is the older name of tools: give one of them", param="functions")
+        tools = [Tool(type="function", function=function) for function in self.functions]
+        return replace(resolve_calling(tools, self.function_call, False), is_legacy=True)
 
     @property
     def may_think(self) -> bool:

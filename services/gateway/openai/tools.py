@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import BeforeValidator, Field, Tag
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
 from pydantic.types import Discriminator
 
+from services.gateway.ignored import pass_over
+from services.gateway.openai.answers import INPUT
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import at, at_most, kind_of
 from services.gateway.parsing.answer import XML, Parsing
@@ -20,6 +22,8 @@ MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
 # Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
+TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}  # a custom tool's function
 COMPOSED = {"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties", "allOf", "anyOf", "oneOf", "not", "$ref", "if"}
 NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
@@ -35,7 +39,7 @@ def check_depth(value: Any) -> Any:
 
 
 class Function(Body):
-    name: str = Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")
+    name: str = Field(pattern=NAME_PATTERN)
     description: str | None = None
     parameters: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="a JSON schema; by default no parameters")
     strict: bool | None = Field(None, description="arguments that are constrained match the schema exactly, and what of it can't be enforced is an error")
@@ -46,13 +50,61 @@ class Tool(Body):
     function: Function
 
 
+class Grammar(Body):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class Format(Body):
+    """Of a custom tool's input."""
+
+    type: Literal["text", "grammar"]
+    grammar: Grammar | None = None
+
+
+class Custom(Body):
+    name: str = Field(pattern=NAME_PATTERN)
+    description: str | None = None
+    format: Format | None = Field(None, description="the model is told of a grammar; it is not held to it")
+
+
+class CustomTool(Body):
+    """A tool that takes a text as it is: for the model, a function with one argument."""
+
+    type: Literal["custom"]
+    custom: Custom
+
+    @property
+    def function(self) -> Function:
+        grammar = self.custom.format.grammar if self.custom.format is not None else None
+        told = f"The input must match this {grammar.syntax} grammar:\n{grammar.definition}" if grammar is not None else None
+        description = "\n\n".join(text for text in (self.custom.description, told) if text) or None
+        return Function(name=self.custom.name, description=description, parameters=TAKES_TEXT)
+
+
+class HostedTool(BaseModel):
+    """A tool that OpenAI's servers run, and none here: web_search and the like. The model is not told of it, and the answer's header names it."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    type: str
+
+
 class FunctionName(Body):
     name: str = Field(max_length=256)
 
 
 class NamedTool(Body):
-    type: Literal["function"]
+    type: Literal["function", "custom"]
     function: FunctionName
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_one_name(cls, value: Any) -> Any:
+        """A custom tool is named in a field of its own."""
+        if isinstance(value, dict) and value.get("type") == "custom" and "custom" in value:
+            return {"function": value["custom"], **{key: each for key, each in value.items() if key != "custom"}}
+        return value
 
 
 class AllowedTools(Body):
@@ -75,17 +127,26 @@ ToolChoice = Annotated[
     Annotated[Literal["none", "auto", "required"], Tag("word")] | Annotated[NamedTool, Tag("named")] | Annotated[AllowedChoice, Tag("allowed")],
     Discriminator(kind_of_choice, custom_error_type="invalid_choice", custom_error_message="expected none, auto, required, or an object that names a function"),
 ]
-Tools = Annotated[list[Tool], BeforeValidator(at_most(MAX_TOOLS))]
+
+
+def kind_of_tool(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return "hosted" if isinstance(kind, str) and kind not in ("function", "custom") else "free" if kind == "custom" else "own"
+
+
+AnyTool = Annotated[Annotated[Tool, Tag("own")] | Annotated[CustomTool, Tag("free")] | Annotated[HostedTool, Tag("hosted")], Discriminator(kind_of_tool)]
+Tools = Annotated[list[AnyTool], BeforeValidator(at_most(MAX_TOOLS))]
 
 
 @dataclass(frozen=True, slots=True)
 class Calling:
     """What a request says about calls, resolved."""
 
-    tools: tuple[Tool, ...] = ()  # that the model is told of
+    tools: tuple[Tool | CustomTool, ...] = ()  # that the model is told of
     mode: Literal["none", "auto", "required", "named"] = "none"
-    callable: tuple[Tool, ...] = ()  # those that it may call
+    callable: tuple[Tool | CustomTool, ...] = ()  # those that it may call
     is_parallel: bool = True
+    is_legacy: bool = False  # asked for by functions, the older name of tools
 
     @property
     def is_forced(self) -> bool:
@@ -96,18 +157,20 @@ class Calling:
         """For the template."""
         if not self.tools:
             return ""
-        return orjson.dumps([tool.model_dump(exclude_none=True) for tool in self.tools]).decode()
+        return orjson.dumps([{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in self.tools]).decode()
 
     def parsing(self, tool_calls: str, reasoning: str, *, may_think: bool = True) -> Parsing:
         """How an answer is read, by the names of the model's parsers; empty: it has none."""
         names = [tool.function.name for tool in self.callable]
         if self.mode == "none":
             return Parsing(reasoning)
+        customs = [tool.function.name for tool in self.callable if isinstance(tool, CustomTool)]
         max_calls = 0 if self.is_parallel else 1
         if self.is_forced:  # what is not a thought is calls, from its first character on
-            return Parsing(reasoning if may_think else "", "calls" if self.mode == "required" else "arguments", names, max_calls)
+            form = "calls" if self.mode == "required" else "arguments"
+            return Parsing(reasoning if may_think else "", form, names, max_calls, customs=customs, is_legacy=self.is_legacy)
         texts = text_parameters(self.callable) if tool_calls == XML else ()
-        return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts)
+        return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts, customs, self.is_legacy)
 
     def offered(self, tool_calls: str) -> Constraint | None:
         """What the calls in an answer must match that may call, in the form of that name: something if any of the functions is strict. Raises Invalid."""
@@ -123,7 +186,7 @@ class Calling:
         return Constraint("lark", calls_grammar(self.callable, is_parallel=self.is_parallel), "tools") if self.mode == "required" else None
 
 
-def schema_of(tool: Tool) -> dict[str, Any]:
+def schema_of(tool: Tool | CustomTool) -> dict[str, Any]:
     """Of its arguments, which are an object whatever else the schema says."""
     schema = closed({"type": "object", **tool.function.parameters}) if tool.function.parameters is not None else NO_ARGUMENTS
     return {**schema, "x-guidance": {**SPACING, "lenient": not tool.function.strict}}
@@ -143,7 +206,7 @@ def closed(schema: dict[str, Any], levels: int = MAX_DEPTH) -> dict[str, Any]:
     return made
 
 
-def calls_grammar(tools: Sequence[Tool], *, is_parallel: bool) -> str:
+def calls_grammar(tools: Sequence[Tool | CustomTool], *, is_parallel: bool) -> str:
     """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. Each schema is a root of its own, so that what it refers to in itself is found."""
     lines = [
         'start: "[" call (", " call)* "]"' if is_parallel else 'start: "[" call "]"',
@@ -155,41 +218,41 @@ def calls_grammar(tools: Sequence[Tool], *, is_parallel: bool) -> str:
     return "\n".join(lines)
 
 
-def tagged(tool: Tool, begin: str, end: str) -> dict[str, Any]:
+def tagged(tool: Tool | CustomTool, begin: str, end: str) -> dict[str, Any]:
     """A call between two texts."""
     return {"type": "tag", "begin": begin, "content": {"type": "json_schema", "json_schema": schema_of(tool)}, "end": end}
 
 
-def json_head(tool: Tool) -> str:
+def json_head(tool: Tool | CustomTool) -> str:
     return f'{{"name": {json.dumps(tool.function.name)}, "arguments": '
 
 
-def hermes_tags(tools: Sequence[Tool]) -> dict[str, Any]:
+def hermes_tags(tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
     tags = [tagged(tool, f"<tool_call>\n{json_head(tool)}", "}\n</tool_call>") for tool in tools]
     return {"type": "triggered_tags", "triggers": ["<tool_call>"], "tags": tags}
 
 
-def list_tags(marker: str, tools: Sequence[Tool]) -> dict[str, Any]:
+def list_tags(marker: str, tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
     """A list of calls behind a marker."""
     calls = {"type": "tags_with_separator", "tags": [tagged(tool, json_head(tool), "}") for tool in tools], "separator": ", ", "at_least_one": True}
     return {"type": "tag", "begin": f"{marker}[", "content": calls, "end": "]"}
 
 
-def granite_tags(tools: Sequence[Tool]) -> dict[str, Any]:
+def granite_tags(tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
     return {"type": "triggered_tags", "triggers": ["<|tool_call|>"], "tags": [list_tags("<|tool_call|>", tools)]}
 
 
-def mistral_tags(tools: Sequence[Tool]) -> dict[str, Any]:
+def mistral_tags(tools: Sequence[Tool | CustomTool]) -> dict[str, Any]:
     """In both of its forms: a list, or the name before the arguments."""
     named = [tagged(tool, f"[TOOL_CALLS]{tool.function.name}[ARGS]", "") for tool in tools]
     return {"type": "triggered_tags", "triggers": ["[TOOL_CALLS]"], "tags": [list_tags("[TOOL_CALLS]", tools), *named]}
 
 
 # By the name of the form, of those in which a marker says that a call begins, and JSON follows
-TAGS: dict[str, Callable[[Sequence[Tool]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
+TAGS: dict[str, Callable[[Sequence[Tool | CustomTool]], dict[str, Any]]] = {"hermes": hermes_tags, "granite": granite_tags, "mistral": mistral_tags}
 
 
-def text_parameters(tools: Sequence[Tool]) -> list[str]:
+def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:
     """The parameters whose values are texts as they stand, as function.parameter."""
     found = []
     for tool in tools:
@@ -200,9 +263,15 @@ def text_parameters(tools: Sequence[Tool]) -> list[str]:
     return found
 
 
-def resolve_calling(tools: Sequence[Tool] | None, choice: Any, is_parallel: bool | None) -> Calling:
+def without_hosted(tools: Sequence[Tool | CustomTool | HostedTool]) -> tuple[Tool | CustomTool, ...]:
+    """Those that the client runs. Raises Invalid for the others with --strict-fields."""
+    pass_over(*(f"tools[{number}]" for number, tool in enumerate(tools) if isinstance(tool, HostedTool)))
+    return tuple(tool for tool in tools if not isinstance(tool, HostedTool))
+
+
+def resolve_calling(given: Sequence[Tool | CustomTool | HostedTool] | None, choice: Any, is_parallel: bool | None) -> Calling:
     """Raises Invalid."""
-    tools = tuple(tools or ())
+    tools = without_hosted(given or ())
     by_name = {tool.function.name: tool for tool in tools}
     if len(by_name) < len(tools):
         doubled = next(tool.function.name for number, tool in enumerate(tools) if tool in tools[:number] or by_name[tool.function.name] is not tool)
@@ -210,7 +279,7 @@ def resolve_calling(tools: Sequence[Tool] | None, choice: Any, is_parallel: bool
     if not tools:
         if choice in (None, "none", "auto"):
             return Calling()
-        raise Invalid("tool_choice is for tools: there are none", param="tool_choice")
+        raise Invalid("tool_choice is for tools: there are none that the client runs, and this server runs none", param="tool_choice")
     parallel = is_parallel is not False
     if choice == "none":
         return Calling()
@@ -227,7 +296,7 @@ def resolve_calling(tools: Sequence[Tool] | None, choice: Any, is_parallel: bool
     return Calling(tools, choice.allowed_tools.mode, allowed, parallel)
 
 
-def find(by_name: dict[str, Tool], named: NamedTool) -> Tool:
+def find(by_name: dict[str, Tool | CustomTool], named: NamedTool) -> Tool | CustomTool:
     if named.function.name not in by_name:
         raise Invalid(f"tool_choice names the function {named.function.name}, which is not among the tools", param="tool_choice")
     return by_name[named.function.name]

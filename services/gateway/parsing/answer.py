@@ -38,6 +38,8 @@ class Parsing:
     names: Sequence[str] = ()  # of the functions
     max_calls: int = 0  # those beyond are dropped; 0: none is
     texts: Sequence[str] = ()  # the parameters, as function.parameter, whose values are texts as they stand; for XML
+    customs: Sequence[str] = ()  # of the names, those of custom tools: the one argument is a text, which the client gets as it is
+    is_legacy: bool = False  # the client knows one function_call, and no tool_calls
 
     @property
     def needs_special_tokens(self) -> bool:

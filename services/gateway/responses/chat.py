@@ -3,6 +3,7 @@
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.responses.items import Json, messages_of
 from services.gateway.responses.schemas import ResponseBody
+from services.gateway.responses.tools import chat_choice, chat_tools
 from services.gateway.translate import make_chat
 from shared.errors import Invalid
 
@@ -15,7 +16,8 @@ SAME = (
 NAME_HERE = {
     "max_completion_tokens": "max_output_tokens", "max_tokens": "max_output_tokens", "response_format": "text.format",
     "response_format.json_schema": "text.format", "verbosity": "text.verbosity", "reasoning_effort": "reasoning.effort", "logprobs": "top_logprobs",
-    "messages": "input", "tools[].function": "tools[]", "tool_choice.function": "tool_choice", "tool_choice.allowed_tools": "tool_choice",
+    "messages": "input", "tools[].function": "tools[]", "tools[].custom": "tools[]", "tools[].custom.format.grammar": "tools[].format",
+    "tool_choice.function": "tool_choice", "tool_choice.allowed_tools": "tool_choice",
     "tool_choice.allowed_tools.tools[].function": "tool_choice.tools[]",
 }  # fmt: skip
 
@@ -25,6 +27,7 @@ def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> 
     if body.background and not body.store:
         raise Invalid("a background response is read later, so it must be stored: background needs store", param="store")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    tools = chat_tools(body.tools or [])
     messages, begins = messages_of([*before, *body.input][num_dropped:])
     given: Json = {name: getattr(body, name) for name in SAME}
     given |= {
@@ -33,14 +36,14 @@ def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> 
         "max_completion_tokens": body.max_output_tokens,
         "logprobs": body.has_logprobs,
         "top_logprobs": body.top_logprobs if body.has_logprobs else None,
-        "tools": [_chat_tool(tool, f"tools[{number}].type") for number, tool in enumerate(body.tools or ())],
-        "tool_choice": _chat_tool_choice(body.tool_choice),
+        "tools": tools.tools,
+        "tool_choice": chat_choice(body.tool_choice),
         "response_format": _chat_format(body.text.format) if body.text else None,
         "verbosity": body.text.verbosity if body.text else None,
         "reasoning_effort": body.reasoning.effort if body.reasoning else None,
     }
     own = [number + num_dropped - len(before) for number in begins]
-    return make_chat(given, NAME_HERE, lambda number: _place_of(number, own, len(system)))
+    return make_chat(given, NAME_HERE, lambda number: _place_of(number, own, len(system)), tools.places.__getitem__)
 
 
 def _place_of(number: int, begins: list[int], num_system: int) -> str:
@@ -51,26 +54,9 @@ def _place_of(number: int, begins: list[int], num_system: int) -> str:
     return f"input[{item}]" if item >= 0 else "previous_response_id"
 
 
-def _chat_tool(tool: Json, field: str) -> Json:
-    """Functions lie flat here."""
-    if tool.get("type") != "function":
-        raise Invalid(f"{field}: tools that the server would run are not supported, only functions", param=field)
-    return _nested(tool, "function")
-
-
 def _nested(value: Json, field: str) -> Json:
     """In a chat, what lies beside the type here lies in a field of the type's name."""
     return {"type": value.get("type"), field: {key: each for key, each in value.items() if key != "type" and each is not None}}
-
-
-def _chat_tool_choice(choice: str | Json | None) -> str | Json | None:
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        named = [_nested(tool, "function") if isinstance(tool, dict) else tool for tool in tools] if isinstance(tools, list) else tools
-        return _nested(choice | {"tools": named}, "allowed_tools")
-    return _nested(choice, "function")
 
 
 def _chat_format(form: Json | None) -> Json | None:

@@ -68,7 +68,7 @@ def without_logprobs(item: Json) -> Json:
     """An item of the output as one of an input."""
     if item["type"] != "message":
         return item
-    return item | {"content": [{key: value for key, value in part.items() if key != "logprobs"} for part in item["content"]]}
+    return item | {"content": [part | {"logprobs": []} if "logprobs" in part else part for part in item["content"]]}
 
 
 async def num_too_many(context: Context, body: ResponseBody, before: list[Json]) -> int:
@@ -97,4 +97,5 @@ async def _fits(context: Context, body: ResponseBody, before: list[Json], num_dr
     with own_terms(NAME_HERE):
         _, [request] = await prepare_chat(context, chat, "response", body.model, context.stage.replica_id)
     found = await ask_tokenizer(context, request.model, "tokenize", replace(request, params=replace(request.params, max_tokens=0)))
-    return bool(found["count"] + (body.max_output_tokens or 1) <= found["max_model_len"])
+    longest, wanted = found["max_model_len"], body.max_output_tokens or 1
+    return bool(found["count"] + (wanted if wanted < longest else 1) <= longest)  # more than the model's length is cut to what is left

@@ -11,11 +11,19 @@ import orjson
 from services.gateway.errors import CLIENT_CLOSED
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.chat import NAME_HERE
+from services.gateway.responses.tools import Named, names_of
 from services.gateway.sse import PING
 from services.gateway.translate import name_of, told_of
 from shared.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
+
+
+# Of each kind of call in the chat: the beginning of its item's id, the item, the field that grows, and the events that tell of that
+CALLS = {
+    "function": ("fc", "function_call", "arguments", "function_call_arguments"),
+    "custom": ("ctc", "custom_tool_call", "input", "custom_tool_call_input"),
+}
 
 
 class ResponseEvents:
@@ -35,6 +43,7 @@ class ResponseEvents:
         self.error: Json | None = None
         self.reason: str | None = None  # why it is incomplete
         self.usage: Json | None = None
+        self._names = names_of(asked.get("tools") or [])
         self._key = record.response_id.rpartition("_")[2]
         self._number = 0
         self._open: Json | None = None  # the last item of output, while it grows
@@ -148,24 +157,20 @@ class ResponseEvents:
         return [*events, self._event(name, {**self._place(), "delta": text} | ({"logprobs": logprobs} if kind == "message" else {}))]
 
     def _call(self, call: Json) -> list[Json]:
-        """A delta of a function call: the first of each has its id and name."""
+        """A delta of a call: the first of each has its id and name."""
         events: list[Json] = []
-        function = call.get("function") or {}
+        kind = "custom" if "custom" in call else "function"
+        prefix, item_type, field, event = CALLS[kind]
+        made = call.get(kind) or {}
         if "id" in call:
             events += self._close_item("completed")
-            item = {
-                "id": self._item_id("fc"),
-                "type": "function_call",
-                "status": "in_progress",
-                "call_id": call["id"],
-                "name": function["name"],
-                "arguments": "",
-            }
-            events.append(self._open_item(item))
-        if function.get("arguments"):
-            self._text.append(function["arguments"])
+            named = self._names.get(made["name"], Named(made["name"], None))
+            item = {"id": self._item_id(prefix), "type": item_type, "status": "in_progress", "call_id": call["id"], "name": named.name, field: ""}
+            events.append(self._open_item(item | ({"namespace": named.namespace} if named.namespace else {})))
+        if made.get(field):
+            self._text.append(made[field])
             place = {key: value for key, value in self._place().items() if key != "content_index"}
-            events.append(self._event("response.function_call_arguments.delta", {**place, "delta": function["arguments"]}))
+            events.append(self._event(f"response.{event}.delta", {**place, "delta": made[field]}))
         return events
 
     def _open_item(self, item: Json) -> Json:
@@ -179,10 +184,12 @@ class ResponseEvents:
             return []
         text, place = "".join(self._text), self._place()
         item["status"] = status
-        if item["type"] == "function_call":
+        if item["type"] in ("function_call", "custom_tool_call"):
             del place["content_index"]
-            item["arguments"] = text
-            events = [self._event("response.function_call_arguments.done", {**place, "name": item["name"], "arguments": text})]
+            _, _, field, event = CALLS["function" if item["type"] == "function_call" else "custom"]
+            item[field] = text
+            named = {"name": item["name"]} if item["type"] == "function_call" else {}
+            events = [self._event(f"response.{event}.done", {**place, **named, field: text})]
         else:
             is_message = item["type"] == "message"
             item["content"] = [part := self._part(text, self._logprobs)]

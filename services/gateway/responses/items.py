@@ -4,10 +4,14 @@ An item is kept as a client may send it and read it again: a message with parts,
 linear in its length, and the first that is wrong is named.
 """
 
+from collections.abc import Callable
 from typing import Any
 
-from services.gateway.ignored import tell_others
+import orjson
+
+from services.gateway.ignored import tell, tell_others
 from services.gateway.openai.fields import MAX_PARTS, at, kind_of, shortened
+from services.gateway.responses.tools import chat_name
 
 Json = dict[str, Any]
 
@@ -18,9 +22,24 @@ TEXT_PARTS = ("input_text", "output_text", "text", "refusal")
 # Of what we send in items, the fields that say nothing to the model
 MESSAGE_FIELDS = {"type", "id", "role", "content", "status", "phase"}
 CALL_FIELDS = {"type", "id", "call_id", "name", "arguments", "status", "namespace", "caller", "async", "parsed_arguments"}
+CUSTOM_FIELDS = {"type", "id", "call_id", "name", "input", "status", "namespace", "caller", "async"}
+SHELL_FIELDS = {"type", "id", "call_id", "action", "status"}
 OUTPUT_FIELDS = {"type", "id", "call_id", "output", "status", "name"}
 REASONING_FIELDS = {"type", "id", "summary", "content", "encrypted_content", "status"}
+OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
+CALLS = ("function_call", "custom_tool_call", "local_shell_call")
+# Of tools that others' servers run, and what others' clients keep: there is nothing for the model in them
+FOREIGN = {
+    "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "context_compaction", "file_search_call", "ghost_snapshot",
+    "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output",
+    "web_search_call",
+}  # fmt: skip
 REFERENCE_FIELDS = {"type", "id"}
+
+PREFIXES = {
+    "message": "msg", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc", "custom_tool_call_output": "ctco", "reasoning": "rs",
+    "local_shell_call": "lsh", "local_shell_call_output": "lsho",
+}  # fmt: skip
 
 INPUT_SCHEMA = {
     "description": "a text, or items: messages, function calls, their outputs, reasoning, references to items of stored responses",
@@ -46,26 +65,39 @@ def read_item(value: Any, path: str) -> Json:
         raise at(path, f"expected an item, got {kind_of(value)}")
     value = {key: each for key, each in value.items() if each is not None}
     kind = value.get("type", "message")
-    if kind == "message":
-        tell_others(value, MESSAGE_FIELDS, f"input{path}")
-        return _read_message(value, path)
-    if kind == "function_call":
-        tell_others(value, CALL_FIELDS, f"input{path}")
-        return {key: _text(value, key, path) for key in ("type", "call_id", "name", "arguments")} | _ids(value, path)
-    if kind == "function_call_output":
-        tell_others(value, OUTPUT_FIELDS, f"input{path}")
-        output = value.get("output")
-        text = (
-            "".join(part["text"] for part in _read_parts(output, "input_text", f"{path}.output")) if isinstance(output, list) else _text(value, "output", path)
-        )
-        return {"type": kind, "call_id": _text(value, "call_id", path), "output": text} | _ids(value, path)
-    if kind == "reasoning":
-        tell_others(value, REASONING_FIELDS, f"input{path}")
-        return _read_reasoning(value, path)
-    if kind == "item_reference":
-        tell_others(value, REFERENCE_FIELDS, f"input{path}")
-        return {"type": kind, "id": _text(value, "id", path)}
-    raise at(f"{path}.type", f"only message, function_call, function_call_output, reasoning and item_reference are understood, got {shortened(kind)}")
+    if kind in FOREIGN:
+        tell(f"input{path}")
+        return dict(value)
+    if kind not in READERS:
+        raise at(f"{path}.type", f"only {', '.join(READERS)} are understood, got {shortened(kind)}")
+    fields, read = READERS[kind]
+    tell_others(value, fields, f"input{path}")
+    return read(value, path)
+
+
+def _read_call(value: Json, path: str) -> Json:
+    field = "arguments" if value["type"] == "function_call" else "input"
+    return {key: _text(value, key, path) for key in ("type", "call_id", "name", field)} | _optional(value, ("id", "namespace"), path)
+
+
+def _read_shell_call(value: Json, path: str) -> Json:
+    """Whose id is the call's, in OpenAI's older form."""
+    if not isinstance(value.get("action"), dict):
+        raise at(f"{path}.action", f"expected an object, got {kind_of(value.get('action'))}")
+    call_id = _text(value, "call_id" if "call_id" in value else "id", path)
+    return {"type": value["type"], "call_id": call_id, "action": value["action"]} | _optional(value, ("id",), path)
+
+
+def _read_reference(value: Json, path: str) -> Json:
+    return {"type": value["type"], "id": _text(value, "id", path)}
+
+
+def _read_output(value: Json, path: str) -> Json:
+    """What a tool has answered, as a text."""
+    output = value.get("output")
+    text = "".join(part["text"] for part in _read_parts(output, "input_text", f"{path}.output")) if isinstance(output, list) else _text(value, "output", path)
+    named = "id" if value["type"] == "local_shell_call_output" and "call_id" not in value else "call_id"
+    return {"type": value["type"], "call_id": _text(value, named, path), "output": text} | _optional(value, ("id",), path)
 
 
 def _read_message(value: Json, path: str) -> Json:
@@ -75,8 +107,8 @@ def _read_message(value: Json, path: str) -> Json:
     content = value.get("content")
     parts = [{"type": PART_OF[role], "text": content}] if isinstance(content, str) else _read_parts(content, PART_OF[role], f"{path}.content")
     if role == "assistant":
-        parts = [part if part["type"] == "refusal" else part | {"annotations": []} for part in parts]
-    return {"type": "message", "role": role, "content": parts} | _ids(value, path)
+        parts = [part if part["type"] == "refusal" else part | {"annotations": [], "logprobs": []} for part in parts]
+    return {"type": "message", "role": role, "content": parts} | _optional(value, ("id",), path)
 
 
 def _read_parts(value: Any, kind: str, path: str) -> list[Json]:
@@ -102,11 +134,11 @@ def _read_reasoning(value: Json, path: str) -> Json:
     if not isinstance(content, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
         raise at(f"{path}.content", "expected a list of parts of type reasoning_text")
     item = {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": part["text"]} for part in content]}
-    return item | _ids(value, path)
+    return item | _optional(value, ("id",), path)
 
 
-def _ids(value: Json, path: str) -> Json:
-    return {"id": _text(value, "id", path)} if "id" in value else {}
+def _optional(value: Json, keys: tuple[str, ...], path: str) -> Json:
+    return {key: _text(value, key, path) for key in keys if key in value}
 
 
 def _text(value: Json, key: str, path: str) -> str:
@@ -116,11 +148,21 @@ def _text(value: Json, key: str, path: str) -> str:
     return text
 
 
+READERS: dict[str, tuple[set[str], Callable[[Json, str], Json]]] = {
+    "message": (MESSAGE_FIELDS, _read_message),
+    "function_call": (CALL_FIELDS, _read_call),
+    "custom_tool_call": (CUSTOM_FIELDS, _read_call),
+    "local_shell_call": (SHELL_FIELDS, _read_shell_call),
+    **dict.fromkeys(OUTPUTS, (OUTPUT_FIELDS, _read_output)),
+    "reasoning": (REASONING_FIELDS, _read_reasoning),
+    "item_reference": (REFERENCE_FIELDS, _read_reference),
+}
+
+
 def with_ids(items: list[Json], response_id: str) -> list[Json]:
     """The items of a response's own input, each with an id."""
     key = response_id.rpartition("_")[2]
-    prefixes = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
-    return [{"id": f"{prefixes[item['type']]}_{key}_in{index}", "status": "completed", **item} for index, item in enumerate(items)]
+    return [{"id": f"{PREFIXES.get(item['type'], 'item')}_{key}_in{index}", "status": "completed", **item} for index, item in enumerate(items)]
 
 
 def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
@@ -131,9 +173,9 @@ def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
     messages: list[Json] = []
     begins: list[int] = []
     for number, item in enumerate(items):
-        if item["type"] == "reasoning" and not item["content"]:
+        if item["type"] in FOREIGN or (item["type"] == "reasoning" and not item["content"]):
             continue
-        if item["type"] == "function_call_output":
+        if item["type"] in OUTPUTS:
             message = {"role": "tool", "content": item["output"], "tool_call_id": item["call_id"]}
         elif item["type"] == "message" and item["role"] != "assistant":
             message = {"role": item["role"], "content": text_of(item)}
@@ -150,19 +192,28 @@ def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
 
 def _has(item: Json, message: Json) -> bool:
     """Whether an assistant's message must end before this item of the assistant's: it thinks anew, or says more."""
-    if item["type"] == "function_call":
+    if item["type"] in CALLS:
         return False
     return bool(message["content"] or "tool_calls" in message or (item["type"] == "reasoning" and "reasoning_content" in message))
 
 
 def _extend(message: Json, item: Json) -> None:
-    if item["type"] == "function_call":
-        call = {"id": item["call_id"], "type": "function", "function": {"name": item["name"], "arguments": item["arguments"]}}
-        message.setdefault("tool_calls", []).append(call)
+    if item["type"] in CALLS:
+        message.setdefault("tool_calls", []).append({"id": item["call_id"], **_called(item)})
     elif item["type"] == "reasoning":
         message["reasoning_content"] = "".join(part["text"] for part in item["content"])
     else:
         message["content"] = text_of(item)
+
+
+def _called(item: Json) -> Json:
+    """A call as one of the chat's."""
+    if item["type"] == "local_shell_call":
+        return {"type": "function", "function": {"name": "local_shell", "arguments": orjson.dumps(item["action"]).decode()}}
+    name = chat_name(item["name"], item.get("namespace"))
+    if item["type"] == "custom_tool_call":
+        return {"type": "custom", "custom": {"name": name, "input": item["input"]}}
+    return {"type": "function", "function": {"name": name, "arguments": item["arguments"]}}
 
 
 def text_of(item: Json) -> str:

@@ -2,17 +2,29 @@
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
+from services.gateway.ignored import tell
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import at_most
 from services.gateway.openai.messages import MAX_NAME
+from services.gateway.openai.neutral import OF_OTHER_SERVERS, REFUSED, Table
 from services.gateway.openai.schemas import MAX_USER
 from services.gateway.responses.items import INPUT_SCHEMA, Json, read_input
 
 MAX_METADATA = 16
 MAX_TOOLS = 128
 MAX_ID = 128
+
+
+LOGPROBS = "message.output_text.logprobs"
+INCLUDED = (LOGPROBS, "reasoning.encrypted_content")  # of the second, clients send back what they get: the reasoning is in the item as it is
+MAX_INCLUDED = 64
+
+
+def read_include(value: list[str] | None) -> list[str] | None:
+    tell(*(f"include[{number}]" for number, each in enumerate(value or ()) if each not in INCLUDED))
+    return value
 
 
 class ResponseStreamOptions(Body):
@@ -26,12 +38,12 @@ class TextOptions(Body):
 
 class ReasoningOptions(Body):
     effort: str | None = None
-    summary: Literal["auto", "concise", "detailed"] | None = Field(None, description="accepted; a model's reasoning is given whole, never summarized")
-    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    summary: str | None = Field(None, max_length=16, description="accepted; a model's reasoning is given whole, never summarized")
+    generate_summary: str | None = Field(None, max_length=16)
 
 
 class ResponseBody(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"context_management": ([],)}
+    neutral: ClassVar[Table] = OF_OTHER_SERVERS | {"conversation": REFUSED, "modalities": (["text"],), "prompt": REFUSED}
 
     model: str = Field(max_length=MAX_NAME)
     input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)]
@@ -40,7 +52,7 @@ class ResponseBody(Body):
     temperature: Any = None
     top_p: Any = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[str] | None, BeforeValidator(at_most(MAX_INCLUDED)), AfterValidator(read_include)] = None
     metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(MAX_METADATA))] = None
     store: bool = True
     background: bool = False
@@ -74,7 +86,7 @@ class ResponseBody(Body):
 
     @property
     def has_logprobs(self) -> bool:
-        return "message.output_text.logprobs" in (self.include or ()) or bool(self.top_logprobs)
+        return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
     def asked(self) -> Json:
         """The fields of the response's object that repeat the request."""
