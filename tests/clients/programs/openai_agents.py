@@ -28,7 +28,11 @@ async def check(model: Any) -> None:
     assert asked[-2:] == ["Paris", "Paris"], asked
 
 
-if __name__ == "__main__":
-    names = names_of("openai-agents", sys.argv[1], MODEL)
+async def main(url: str) -> None:
+    names = names_of("openai-agents", url, MODEL)
     for model in (names["model"], OpenAIResponsesModel(model=MODEL, openai_client=names["client"])):
-        asyncio.run(check(model))
+        await check(model)
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1]))
