@@ -41,12 +41,13 @@ class Deployment:
     redis_url: str
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    programs: dict[str, str] = field(default_factory=dict)  # by stage: a test's own in place of the stage's
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     clients: "list[openai.OpenAI | redis.Redis]" = field(default_factory=list)
 
-    def start(self, stage: str, replica_id: str | None = None, *, module: str | None = None, **settings: Any) -> str:
-        """Start a replica; returns its id without waiting for it. module: a program of a test's in place of the stage's own."""
+    def start(self, stage: str, replica_id: str | None = None, **settings: Any) -> str:
+        """Start a replica; returns its id without waiting for it."""
         replica_id = replica_id or f"{stage}-{len(self.processes) + 1}"
         own = {f"PENSTOCK_{name.upper()}": str(value) for name, value in settings.items()}
         if stage == "gateway":
@@ -63,7 +64,7 @@ class Deployment:
             **own,
         }
         with (self.folder / f"{replica_id}.log").open("ab") as log:
-            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", module or f"services.{stage}"], env=environment, stdout=log, stderr=log)
+            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", self.programs.get(stage, f"services.{stage}")], env=environment, stdout=log, stderr=log)
         return replica_id
 
     def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any) -> "Deployment":

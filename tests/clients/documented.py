@@ -11,7 +11,15 @@ from tests.clients.install import ROOT
 
 PAGE = ROOT / "docs" / "clients.md"
 URL, MODEL = "http://127.0.0.1:8000", "my-model"  # on the page
-FOREIGN = ("XDG_", "ANTHROPIC_", "OPENAI_", "CLAUDE_CODE_", "CODEX_", "OPENCODE_", "QWEN_")  # variables that agents read: those of whoever runs this are not theirs
+FOREIGN = (
+    "XDG_",
+    "ANTHROPIC_",
+    "OPENAI_",
+    "CLAUDE_CODE_",
+    "CODEX_",
+    "OPENCODE_",
+    "QWEN_",
+)  # variables that agents read: those of whoever runs this are not theirs
 
 
 def block(client: str, language: str, url: str, model: str) -> str:

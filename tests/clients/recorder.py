@@ -16,7 +16,9 @@ TIMEOUT_S = 300.0
 # Words of a protocol: names, types, models. Anything longer, or with a space, is content; so is what looks like an id
 WORD = re.compile(r"(?![0-9a-f-]*\d[0-9a-f-]*$)[A-Za-z$_][A-Za-z0-9_.:-]{0,47}")
 RANDOM = re.compile(r"[0-9a-f]{8,}|[A-Za-z0-9]{20,}")
-CONTENT = frozenset(("text", "content", "instructions", "system", "description", "output", "input", "user", "user_id", "title", "prompt", "thinking", "signature"))
+CONTENT = frozenset(
+    ("text", "content", "instructions", "system", "description", "output", "input", "user", "user_id", "title", "prompt", "thinking", "signature")
+)
 EXACT = frozenset(("$schema", "$ref", "pattern", "format"))  # of a JSON schema
 NAMES = frozenset(("type", "name", "enum", "required"))  # never ids
 

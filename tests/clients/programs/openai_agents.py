@@ -23,7 +23,9 @@ async def check(model: Any) -> None:
     agent = Agent(name="weather", instructions="You know the weather.", tools=[get_weather], model=model)
     assert (await Runner.run(agent, QUESTION)).final_output == REPORT
     running = Runner.run_streamed(agent, QUESTION)
-    deltas = [event.data.delta async for event in running.stream_events() if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"]
+    deltas = [
+        event.data.delta async for event in running.stream_events() if event.type == "raw_response_event" and event.data.type == "response.output_text.delta"
+    ]
     assert running.final_output == REPORT and len(deltas) > 1 and "".join(deltas) == REPORT, deltas
     assert asked[-2:] == ["Paris", "Paris"], asked
 

@@ -65,10 +65,10 @@ class ScriptedModel:
         self.backend = TorchBackend(torch.float32, torch.device("cpu"))  # float32 holds every token id
         self.next_token = next_token
 
-    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
+    def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
         return num_logits * self.config.vocab_size * 4
 
-    def plan(self, batch: ForwardBatch, block_size: int) -> int:
+    def plan(self, batch: ForwardBatch, block_size: int) -> int:  # noqa: ARG002
         return block_size
 
     def forward(self, batch: ForwardBatch, plan: int, kv_layers: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -96,8 +96,9 @@ class ScriptedModel:
 
 def follow(script: Script, tokenizer: Tokenizer) -> Callable[[np.ndarray], int]:
     """What follows a conversation's tokens: the next token of the script's answer to it, or the end."""
-    role_by_token_id = {tokenizer.token_to_id(f"<|{role}|>"): role for role in ("system", "user", "assistant")}
-    end = tokenizer.token_to_id("<|end|>")
+    special = {token.content: token_id for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+    role_by_token_id = {special[f"<|{role}|>"]: role for role in ("system", "user", "assistant")}
+    end = special["<|end|>"]
 
     @lru_cache(maxsize=64)
     def answer(prompt: bytes) -> list[int]:

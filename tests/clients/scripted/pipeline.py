@@ -4,7 +4,6 @@ from pathlib import Path
 
 from tests.clients.scripted.model import make_model
 from tests.deployment import Deployment
-from tests.waiting import wait_until
 
 MODEL = "scripted"
 
@@ -12,13 +11,9 @@ MODEL = "scripted"
 def start_scripted(redis_url: str, folder: Path, script: Path) -> Deployment:
     """Start it, and wait until it is ready. folder: for the model, logs and files."""
     make_model(folder / MODEL)
-    settings = {"model": folder / MODEL, "dtype": "float32", "kv_cache_memory": "64MiB", "max_batched_tokens": 8192}
-    deployment = Deployment(redis_url, folder, environment={"SCRIPT": str(script)})
+    deployment = Deployment(redis_url, folder, environment={"SCRIPT": str(script)}, programs={"compute": "tests.clients.scripted.compute"})
     try:
-        replicas = [deployment.start(stage, **settings) for stage in ("gateway", "tokenizer", "sampler")]
-        deployment.wait_live(*replicas, deployment.start("compute", module="tests.clients.scripted.compute", **settings))
-        wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway is ready")
+        return deployment.start_all(model=folder / MODEL, dtype="float32", kv_cache_memory="64MiB", max_batched_tokens=8192)
     except BaseException:
         deployment.stop()
         raise
-    return deployment

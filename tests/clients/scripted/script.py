@@ -1,7 +1,8 @@
 """What the scripted model says: the next turn of the script whose phrase is in the conversation.
 
 A script is a JSON file:
-{"tasks": [{"phrase": "a phrase of the user's", "turns": [{"call": "write", "arguments": {...}}, {"say": "It holds {found}."}], "find": "a regex"}], "otherwise": "..."}
+{"tasks": [{"phrase": "a phrase of the user's", "turns": [{"call": "read", "arguments": {...}}, {"say": "It holds {found}."}], "find": "a regex"}],
+ "otherwise": "..."}
 """
 
 import json
