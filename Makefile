@@ -2,10 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-COMPUTING := tests/architecture tests/grammars tests/kernels tests/unit tests/wire
-LONGEST := tests/pipeline tests/stages
-SERVING := $(LONGEST) $(filter-out $(COMPUTING) $(LONGEST),$(sort $(patsubst %/,%,$(dir $(wildcard tests/*/test_*.py)))))
-.PHONY: up test check chaos batch-chaos browser clients compose-test redis-test proxy-test telemetry cuda-kernels hostile audit lm-eval bench
+.PHONY: up test check explore chaos batch-chaos browser clients compose-test redis-test proxy-test telemetry cuda-kernels hostile audit lm-eval bench
 
 # --no-compile: Python compiles what it imports when it first does so, seconds of what a whole installation takes.
 $(BIN)/penstock: pyproject.toml
@@ -21,15 +18,13 @@ $(VENV)/dev: pyproject.toml
 up: $(BIN)/penstock
 	$(BIN)/penstock up $(ARGS)
 
-# What computes runs in one process a core; what starts processes of its own and waits for them, in three, a file at a time and in this order: by default
-# files of few tests, which are the long ones, would come last. With ARGS, those tests only.
+# With ARGS, those tests only.
 test: $(VENV)/dev
-ifdef ARGS
-	$(BIN)/python -m pytest $(ARGS)
-else
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto $(COMPUTING)
-	$(BIN)/python -m pytest --numprocesses 3 --dist loadfile --no-loadscope-reorder $(SERVING)
-endif
+	$(BIN)/python -m $(if $(ARGS),pytest $(ARGS),tests)
+
+# New examples for every property test, for some minutes: ARGS="--minutes 60".
+explore: $(VENV)/dev
+	$(BIN)/python -m tests.explore $(ARGS)
 
 check: $(VENV)/dev
 	$(BIN)/ruff format --check .

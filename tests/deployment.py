@@ -63,8 +63,9 @@ class Deployment:
             **self.environment,
             **own,
         }
+        program = self.programs.get(stage, f"services.{stage}")
         with (self.folder / f"{replica_id}.log").open("ab") as log:
-            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", self.programs.get(stage, f"services.{stage}")], env=environment, stdout=log, stderr=log)
+            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", program], env=environment, stdout=log, stderr=log)
         return replica_id
 
     def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any) -> "Deployment":

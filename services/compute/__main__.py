@@ -1,6 +1,7 @@
 """`python -m services.compute`: settings, objects, run."""
 
-from services.compute.engine import build_engine, fingerprint
+from services.compute.engine import build_engine
+from services.compute.fingerprint import fingerprint
 from services.compute.service import ComputeService
 from shared.model_files import open_model
 from shared.settings import ComputeSettings, load_settings
@@ -13,7 +14,7 @@ def main() -> None:
     files = open_model(settings.model, settings.served_model_name, weights=True)
     engine = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
-    stage.fingerprint = fingerprint(settings, files, engine)
+    stage.fingerprint = fingerprint(settings, files, engine.runner.model.backend)
     stage.is_encoder = engine.is_encoder
     ComputeService(stage, settings, engine).run()
 

@@ -1,12 +1,9 @@
 """Engine: a model, its cache and its scheduler, as settings and a checkpoint make them."""
 
-import hashlib
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import version
 from typing import Literal
 
 import torch
@@ -32,7 +29,6 @@ from shared.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
 CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0  # beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow cores
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
@@ -94,24 +90,6 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     if is_encoder(files.config, files.folder):
         return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
     return load_transformers_model(files.folder, TorchBackend(backend.dtype, backend.device), max_model_len)
-
-
-def fingerprint(settings: ComputeSettings, files: ModelFiles, engine: Engine) -> str:
-    """A name that changes with whatever may change a token: the version, the model's files, and how they are computed. It ends in BATCH_VARIANT where the same
-    request may get other bits in another batch."""
-    names = (
-        "device", "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "quantize_lm_head",
-        "kv_cache_dtype", "kv_cache_group",
-    )  # fmt: skip
-    weights = [files.weights] if files.weights.is_file() else sorted(files.weights.glob("*.safetensors"))
-    backend = engine.runner.model.backend
-    said = {
-        "version": version("penstock"), "config": files.config, "weights": [(file.name, file.stat().st_size) for file in weights],
-        "settings": {name: getattr(settings, name) for name in names}, "backend": type(backend).__name__,
-        "gpu": (torch.cuda.get_device_capability(backend.device), torch.__version__, version("triton")) if backend.device.type == "cuda" else None,
-    }  # fmt: skip
-    digest = hashlib.blake2b(json.dumps(said, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
-    return f"fp_{digest}{BATCH_VARIANT if settings.allow_batch_variance else ''}"
 
 
 def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:

@@ -44,7 +44,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
         stage.load = metrics.load() | {"running": subscriptions.num_sequences}
 
     stage.on_heartbeat = announce_load
-    bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory)
+    bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes)
     store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
     watch = Watch(stage, client, subscriptions, can_kill=settings.chaos_demo)
     return Context(

@@ -12,6 +12,7 @@ from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
 from services.gateway.admission import STAGES
+from services.gateway.anthropic.batches import router as anthropic_batches
 from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.auth import Auth
 from services.gateway.batches.routes import router as batches
@@ -21,7 +22,7 @@ from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
 from services.gateway.ignored import HEADER, Ignored
 from services.gateway.live.routes import router as live
-from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId
+from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId, Slash
 from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
@@ -64,6 +65,7 @@ def build_app(context: Context) -> FastAPI:
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN
     app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context
+    app.router.redirect_slashes = False
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
     app.add_middleware(BodyLimit, max_bytes=context.settings.max_body_bytes, max_file_bytes=context.settings.max_file_bytes)
@@ -71,6 +73,7 @@ def build_app(context: Context) -> FastAPI:
     app.add_middleware(Ignored, is_strict=context.settings.strict_fields)
     app.add_middleware(Auth, keys=context.keys)
     app.add_middleware(OneHost)
+    app.add_middleware(Slash)
     app.add_middleware(RequestId)
     app.add_middleware(Observed, metrics=context.metrics, tracer=context.stage.tracer)
     if context.settings.allow_origin:
@@ -84,6 +87,7 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(files)
     app.include_router(batches)
     app.include_router(anthropic)
+    app.include_router(anthropic_batches)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
     app.include_router(live)

@@ -5,6 +5,7 @@ import asyncio
 from fastapi import Request
 
 from services.gateway.body_worker import KINDS
+from services.gateway.encodings import decoder_for
 from services.gateway.helper import Helper, HelperFailed
 from services.gateway.ignored import pass_over
 from services.gateway.openai.body import Body
@@ -16,23 +17,27 @@ PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s
 
 
 class BodyReader:
-    def __init__(self, timeout_s: float, max_bytes: int) -> None:
-        """max_bytes: of all bodies that are here at once."""
+    def __init__(self, timeout_s: float, max_bytes: int, max_body_bytes: int) -> None:
+        """max_bytes: of all bodies that are here at once; max_body_bytes: of one that came compressed, once it is plain."""
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
+        self.max_body_bytes = max_body_bytes
         self.helper = Helper("services.gateway.body_worker")
         self._held = 0
 
     async def read(self, request: Request, kind: str) -> Body:
-        """The request's body, checked. Raises Invalid (400, or 408 for one that takes too long to come), Rejected (503) while others take all memory."""
-        data = bytearray()
+        """The request's body, checked. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503) while others take all memory."""
+        decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):
-                async for chunk in request.stream():
+                async for received in request.stream():
+                    chunk = received if decoder is None else await asyncio.to_thread(decoder.feed, received)
                     data += chunk
                     self._held += len(chunk)
                     if self._held > self.max_bytes:
                         raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
+            if decoder is not None:
+                decoder.finish()
             body = parse(kind, bytes(data)) if len(data) <= INLINE_BYTES else await self._parse_long(kind, bytes(data))
         except TimeoutError:
             raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None

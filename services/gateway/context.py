@@ -20,8 +20,10 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.limits import Caller
 from services.gateway.live.watch import Watch
 from services.gateway.metrics import Metrics
+from services.gateway.openai.body import Body
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
+from shared.errors import Invalid
 from shared.messages import Replica
 from shared.settings import GatewaySettings, RequestSettings
 from shared.stage import Stage
@@ -67,6 +69,21 @@ class Context(RequestContext):
     def served_names(self) -> dict[str, Replica]:
         """Every name that the caller may use, and a replica of its model: compute's, if one is alive."""
         return served_names(self.stage.registry, self.tenant)
+
+    async def read(self, request: Request, kind: str) -> Body:
+        """The request's body, which names a model: the only one, if the client left it out. Raises Invalid, Rejected."""
+        body = await self.bodies.read(request, kind)
+        if getattr(body, "model", None) == "" and not getattr(body, "name", ""):
+            return body.model_copy(update={"model": self.only_model()})
+        return body
+
+    def only_model(self) -> str:
+        """The name of the model that is served, if it is one. Raises Invalid, Rejected (503) while there is none."""
+        names = {replica.model: None for replica in self.served_names().values() if replica.model is not None}
+        if len(names) > 1:
+            reason = f"missing required parameter: model; several are served, name one: {', '.join(sorted(names))}"
+            raise Invalid(reason, param="model", code="missing_required_parameter")
+        return next(iter(names), None) or self.resolve("")
 
     def served(self, name: str) -> Replica:
         """A live compute replica of the model that the caller calls so. Raises Rejected (503) while it has none, Invalid (404)."""

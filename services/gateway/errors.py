@@ -13,6 +13,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from services.gateway.anthropic.errors import error_of
+from services.gateway.encodings import TAKEN
 from shared.errors import Invalid, Recoverable, Rejected
 from shared.line import reason_of, without_command
 from shared.messages import RequestError
@@ -30,6 +31,7 @@ TYPE_BY_STATUS = {
     408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
+    415: "invalid_request_error",
     429: "rate_limit_error",
     503: "unavailable_error",
     504: "timeout_error",
@@ -77,7 +79,7 @@ def say_refused(request: Request, status: int, code: str | None) -> None:
 async def on_invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, Invalid)
     say_refused(request, error.status, error.code)
-    headers = {"Connection": "close"} if error.status == 408 else None  # the rest of the body may still come
+    headers = {408: {"Connection": "close"}, 415: {"Accept-Encoding": ", ".join(TAKEN)}}.get(error.status)  # 408: the rest of the body may still come
     return error_response(request.scope, error.status, str(error), error.param, error.code, headers=headers)
 
 

@@ -54,6 +54,18 @@ class OneHost:
         await self.app(scope, receive, send)
 
 
+class Slash:
+    """A slash at the end of a path says nothing: no redirect, which behind a proxy would lead to http:// and lose the body. The playground's are files."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].startswith("/playground"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self.app(scope, receive, send)
+
+
 class Head:
     """HEAD is GET without the body, which the server leaves out: load balancers ask so. Not for a stream, whose reader it would become."""
 

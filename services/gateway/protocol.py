@@ -9,6 +9,7 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.errors import error_body
@@ -44,6 +45,7 @@ class PatientProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.app = Unchunked(self.app, self)
         self._is_one_too_many = False
         self._num_head_bytes = 0  # received since a head or a piece of a body was whole
         self._header_timer = Timer(self.loop, lambda: self.cut("its headers did not come"))
@@ -117,6 +119,32 @@ class PatientProtocol(HttpToolsProtocol):
         """Close without waiting for what is still to be written: nobody reads it."""
         log.info("connection cut", client=self.client, reason=reason)
         self.transport.abort()
+
+
+class Unchunked:
+    """HTTP/1.0 knows no chunks, and some proxies speak it by default: a stream is its bytes, and ends with the connection, as uvicorn ends it anyway."""
+
+    def __init__(self, app: Any, protocol: PatientProtocol) -> None:
+        self.app = app
+        self.protocol = protocol
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["http_version"] != "1.0":
+            await self.app(scope, receive, send)
+            return
+        cycle, is_endless = self.protocol.cycle, False
+
+        async def send_plain(message: Message) -> None:
+            nonlocal is_endless
+            if message["type"] == "http.response.start":
+                is_endless = all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+                cycle.chunked_encoding = False if is_endless else None
+                cycle.keep_alive = cycle.keep_alive and not is_endless
+            elif is_endless:
+                cycle.expected_content_length = len(message.get("body", b""))  # of each piece: there is no length of all
+            await send(message)
+
+        await self.app(scope, receive, send_plain)
 
 
 class Timer:

@@ -10,6 +10,10 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from services.gateway.admission import estimate_output, estimate_prompt
+from services.gateway.anthropic.chat import NAME_HERE as MESSAGE_NAMES
+from services.gateway.anthropic.chat import chat_of as message_chat
+from services.gateway.anthropic.events import MessageEvents
+from services.gateway.anthropic.schemas import MessagesBody
 from services.gateway.batches.store import BatchRecord, Totals
 from services.gateway.context import RequestContext
 from services.gateway.errors import RequestFailed
@@ -21,12 +25,11 @@ from services.gateway.openai.respond import check, whole_body
 from services.gateway.openai.routes import prepare_chat, prepare_completion
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
 from services.gateway.record import ResponseRecord
-from services.gateway.responses.chat import NAME_HERE
 from services.gateway.responses.conversation import with_conversation
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.routes import prepare_response
 from services.gateway.responses.schemas import ResponseBody
-from services.gateway.translate import Fold, in_own_terms
+from services.gateway.translate import Fold, Translation, in_own_terms, own_terms
 from services.jobs.input import Line
 from shared.errors import Invalid
 from shared.messages import GenerateRequest, TokenEvent
@@ -110,18 +113,32 @@ async def ask_response(context: RequestContext, value: Json, key: str, seed: int
     record, requests, stored = await prepare_response(context, body, before, None, key=key, is_background=True)
 
     def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-        events = ResponseEvents(record, body.asked() | {"background": False})
-        folded = Fold(record, events)
-        events.opening(None)
-        for event in logs[0]:
-            try:
-                check(event)
-            except RequestFailed as failed:
-                raise RequestFailed(in_own_terms(failed.error, NAME_HERE)) from None
-            folded.add(event)
-        return events.whole(), count(usage([folded.choice], 1))
+        return fold_translation(record, logs, ResponseEvents(record, body.asked() | {"background": False}))
 
     return Asked(record, requests, stored, fold)
+
+
+async def ask_message(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+    body = parse.take(MessagesBody, value)
+    if body.stream:
+        raise Invalid("stream is not available in a batch", param="stream")
+    chat = message_chat(body if body.seed is not None else body.model_copy(update={"seed": seed}))
+    with own_terms(MESSAGE_NAMES):
+        record, requests = await prepare_chat(context, chat, "message", body.model, None, key=key, is_background=True)
+    return Asked(record, requests, b"", lambda record, logs: fold_translation(record, logs, MessageEvents(record)))
+
+
+def fold_translation(record: ResponseRecord, logs: Logs, translation: Translation) -> tuple[Any, Totals]:
+    """The answer of another API. Raises RequestFailed, in its terms."""
+    folded = Fold(record, translation)
+    translation.opening(None)
+    for event in logs[0]:
+        try:
+            check(event)
+        except RequestFailed as failed:
+            raise RequestFailed(in_own_terms(failed.error, translation.names)) from None
+        folded.add(event)
+    return translation.whole(), count(usage([folded.choice], 1))
 
 
 ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]]] = {
@@ -129,6 +146,7 @@ ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]
     "/v1/completions": ask_completion,
     "/v1/embeddings": ask_embeddings,
     "/v1/responses": ask_response,
+    "/v1/messages": ask_message,
 }
 
 

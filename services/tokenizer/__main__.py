@@ -35,6 +35,7 @@ def main() -> None:
     encoder.chat_template.start()
     stage = Stage("tokenizer", settings, model=files.name, aliases=files.aliases)
     stage.parsers = encoder.parsers
+    stage.sampling = files.sampling
     TokenizerService(stage, settings, encoder, files.max_model_len).run()
 
 

@@ -17,7 +17,7 @@ from shared.gguf.config import make_config, make_generation_config
 from shared.gguf.reader import read_head
 from shared.gguf.tokenizer import make_tokenizer, make_tokenizer_config
 
-FORMAT = 2  # of what is written: counted up whenever the same file would give other JSON
+FORMAT = 3  # of what is written: counted up whenever the same file would give other JSON
 
 
 def unpack_metadata(path: Path) -> Path:

@@ -29,6 +29,10 @@ class Family:
     extra: Callable[[GgufHead, str], dict[str, Any]]  # of (head, prefix of the metadata's keys)
 
 
+# Of generation_config.json, what a GGUF file calls the same
+SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "repetition_penalty": "penalty_repeat"}
+
+
 def make_config(head: GgufHead) -> dict[str, Any]:
     """The file's config.json. Raises StartupError for an architecture that is not supported and for metadata that is missing or wrong."""
     name = head.text("general.architecture")
@@ -71,12 +75,13 @@ def make_config(head: GgufHead) -> dict[str, Any]:
 
 
 def make_generation_config(head: GgufHead) -> dict[str, Any]:
-    """The file's generation_config.json: every token that ends an answer."""
+    """The file's generation_config.json: every token that ends an answer, and how its makers say that it is to be sampled."""
     named = [_token_id(head, kind) for kind in ("eos", "eot", "eom")]
     tokens = head.items("tokenizer.ggml.tokens", str)
     kinds = head.items("tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in head.metadata else []
     by_text = [number for number, (token, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == CONTROL and token in END_TOKENS]
-    return {"eos_token_id": sorted({each for each in [*named, *by_text] if each is not None})}
+    sampling = {name: head.metadata[f"general.sampling.{key}"] for name, key in SAMPLING.items() if f"general.sampling.{key}" in head.metadata}
+    return {"eos_token_id": sorted({each for each in [*named, *by_text] if each is not None})} | sampling
 
 
 def read_floats(head: GgufHead, name: str) -> list[float]:

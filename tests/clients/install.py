@@ -27,7 +27,7 @@ class Here:
 
     package: str
 
-    def install(self, *, upgrade: bool) -> str:
+    def install(self, *, upgrade: bool) -> str:  # noqa: ARG002
         """Returns the version. Raises NotInstalledError."""
         try:
             return metadata.version(self.package)

@@ -133,8 +133,8 @@ def test_what_is_not_here_is_said_in_each_api_s_shape(gateways: Deployment) -> N
     assert (absent.status_code, absent.json()["error"]["code"]) == (404, "unknown_url") and "no GET /v1/assistants" in absent.json()["error"]["message"]
     other = gateways.post("/v1/responses/compact", {})
     assert (other.status_code, other.json()["error"]["code"]) == (405, "method_not_supported") and other.headers["Allow"]
-    assert "no POST /api/pull" in gateways.post("/api/pull", {"model": "x"}).json()["error"]
-    assert gateways.get("/v1/messages/batches").json()["error"]["type"] == "not_found_error"
+    assert "no POST /api/push" in gateways.post("/api/push", {"model": "x"}).json()["error"]
+    assert gateways.get("/v1/messages/absent").json()["error"]["type"] == "not_found_error"
 
 
 def test_the_docs_list_the_bodies_fields(gateways: Deployment) -> None:

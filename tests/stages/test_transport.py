@@ -305,7 +305,7 @@ def test_what_does_not_decode_is_a_dead_letter_and_its_neighbours_are_read(value
     assert num_pending(client) == 0 and client.xlen(STREAM.key) == 0
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(at=st.integers(0, 400), noise=st.binary(min_size=1, max_size=4))
 def test_a_damaged_message_is_read_or_a_dead_letter_never_an_exception(at: int, noise: bytes, client: "redis.Redis", transport: Transport) -> None:
     whole = encode(ask("r.1", "prompt", stop=("x",), logit_bias={5: 1.0}))

@@ -40,7 +40,7 @@ def test_null_is_no_value() -> None:
     nothing = dict.fromkeys(("n", "stream", "stream_options", "ignore_eos", "priority", "cache_salt", "user", "whatever"))
     assert read("chat", CHAT | nothing) == read("chat", CHAT)
     assert read("completion", COMPLETION | nothing | {"echo": None}) == read("completion", COMPLETION)
-    for field, body in (("model", CHAT), ("messages", CHAT), ("prompt", COMPLETION)):
+    for field, body in (("messages", CHAT), ("prompt", COMPLETION)):
         with pytest.raises(Invalid, match=field):
             read("chat" if body is CHAT else "completion", body | {field: None})
     with pytest.raises(Invalid, match=r"messages\[0\].content"):

@@ -213,6 +213,11 @@ class Backend(Protocol):
     def device(self) -> torch.device: ...
 
     @property
+    def arithmetic(self) -> str:
+        """The hardware and the libraries that a result's bits depend on. Equal on two machines: equal bits."""
+        ...
+
+    @property
     def buffers(self) -> Buffers: ...
 
     @property

@@ -47,9 +47,12 @@ class SafetensorsSource:
                 names = self._indexed(json.loads(index.read_text(encoding="utf-8")))
             else:
                 names = {}
-                for file in sorted(self.folder.glob("*.safetensors")):
+                files = sorted(self.folder.glob("*.safetensors"))
+                for file in files:
                     with safe_open(file, framework="pt") as tensors:
                         names.update(dict.fromkeys(tensors.keys(), file))
+                if files and not names:
+                    raise ValueError(f"{files[0].name} holds no tensor")
         except (SafetensorError, OSError, ValueError, KeyError, RecursionError) as error:
             raise StartupError(f"{self.folder}: the weights can't be read: {error}") from None
         if not names:

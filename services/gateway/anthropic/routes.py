@@ -19,7 +19,7 @@ router = APIRouter(prefix="/v1/messages")
 async def messages(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await context.bodies.read(request, "message")
+    body = await context.read(request, "message")
     assert isinstance(body, MessagesBody)
     chat = chat_of(body)
     measured = Measured(context.metrics)
@@ -35,6 +35,6 @@ async def messages(request: Request) -> Response:
 async def count(request: Request) -> Response:
     """How many tokens a conversation has, by the model's own template and tokenizer."""
     context = context_of(request)
-    body = await context.bodies.read(request, "count")
+    body = await context.read(request, "count")
     assert isinstance(body, CountTokensBody)
     return await count_tokens(context, request, chat_of(body), "message", NAME_HERE, lambda number: {"input_tokens": number})

@@ -13,6 +13,7 @@ from services.gateway.openai.schemas import MAX_USER
 from shared.sampling_params import MAX_STOP_STRINGS
 
 MAX_TOOLS = 128
+MAX_REQUESTS = 50_000  # of a batch
 
 
 class Metadata(Body):
@@ -34,7 +35,7 @@ class CountTokensBody(Body):
         "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ANYTHING, "speed": ("standard",), "metadata": ANYTHING,
     }  # fmt: skip
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     messages: Annotated[list[tuple[int, Json]], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)]
     system: Annotated[str | None, PlainValidator(read_system), WithJsonSchema(SYSTEM_SCHEMA)] = None
     tools: Annotated[list[Json] | None, BeforeValidator(at_most(MAX_TOOLS))] = None
@@ -52,3 +53,12 @@ class MessagesBody(CountTokensBody):
     top_k: Any = None
     seed: Any = Field(None, description="Penstock's own, as of a chat")
     metadata: Metadata | None = None
+
+
+class BatchRequest(Body):
+    custom_id: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
+    params: Json = Field(description="the body of a POST /v1/messages; it is looked at when its turn comes")
+
+
+class MessageBatchBody(Body):
+    requests: Annotated[list[BatchRequest], Field(min_length=1), BeforeValidator(at_most(MAX_REQUESTS))]

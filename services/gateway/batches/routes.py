@@ -26,7 +26,7 @@ router = APIRouter(prefix="/v1/batches")
 async def create(request: Request) -> JSONResponse:
     """Have the requests of a file answered."""
     context = context_of(request)
-    body = await context.bodies.read(request, "batch")
+    body = await context.read(request, "batch")
     assert isinstance(body, BatchBody)
     owner, now, window_s = context.tenant.tenant_id, int(time.time()), body.window_s
     try:

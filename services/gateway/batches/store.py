@@ -217,6 +217,14 @@ class BatchStore:
         )
         return found.decode() if found is not None else None
 
+    async def delete(self, record: BatchRecord) -> None:
+        """Forget one that has ended."""
+        with away():
+            async with self.client.pipeline(transaction=True) as pipe:
+                pipe.delete(batch_key(record.batch_id))
+                pipe.zrem(batches_key(record.owner), record.batch_id)
+                await pipe.execute()
+
 
 def read_batch(values: dict[bytes, bytes]) -> Batch | None:
     """A batch's hash; None where there is none."""

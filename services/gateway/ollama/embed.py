@@ -42,7 +42,7 @@ class OneEmbedding(EmbeddingResponder):
 async def embed(request: Request) -> Response:
     """A vector of each input."""
     context = context_of(request)
-    body = await context.bodies.read(request, "ollama_embed")
+    body = await context.read(request, "ollama_embed")
     assert isinstance(body, OllamaEmbedBody)
     began_ns = time.monotonic_ns()
     if not all(isinstance(each, str) for each in body.input):
@@ -60,7 +60,7 @@ async def embed(request: Request) -> Response:
 async def embeddings(request: Request) -> Response:
     """One vector."""
     context = context_of(request)
-    body = await context.bodies.read(request, "ollama_embeddings")
+    body = await context.read(request, "ollama_embeddings")
     assert isinstance(body, OllamaEmbeddingsBody)
     asked = EmbeddingBody.model_construct(model=name_here(context, body.model), input=[body.prompt], normalize=False, truncate_prompt_tokens=-1)
     return await (await submit_embeddings(context, asked, request, OneEmbedding)).whole(request)

@@ -5,13 +5,14 @@ from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import JSONResponse
 
 from services.gateway.context import Context, context_of
 from services.gateway.measured import Measured
 from services.gateway.ollama.lines import OllamaLines, now_text
-from services.gateway.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody
+from services.gateway.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
 from services.gateway.openai.docs import takes
 from services.gateway.openai.routes import parsers_of, prepare_chat
 from services.gateway.openai.schemas import ChatCompletionBody
@@ -19,6 +20,7 @@ from services.gateway.translate import TranslatedResponder, make_chat, own_terms
 from shared.messages import ChatOptions, Replica
 
 STAYS_UNTIL = "9999-12-31T23:59:59Z"
+OLLAMA_LEVEL = "0.14.0"  # of Ollama's API, as clients ask for it: the release whose fields and answers are spoken here
 LATEST = ":latest"  # what Ollama's clients take for said where no tag is
 
 router = APIRouter(prefix="/api")
@@ -28,7 +30,7 @@ router = APIRouter(prefix="/api")
 async def chat(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await context.bodies.read(request, "ollama_chat")
+    body = await context.read(request, "ollama_chat")
     assert isinstance(body, OllamaChatBody)
     if not body.messages:
         return loaded(context, body, {"message": {"role": "assistant", "content": ""}})
@@ -39,7 +41,7 @@ async def chat(request: Request) -> Response:
 async def generate(request: Request) -> Response:
     """Answer a prompt, or continue it as it is."""
     context = context_of(request)
-    body = await context.bodies.read(request, "ollama_generate")
+    body = await context.read(request, "ollama_generate")
     assert isinstance(body, OllamaGenerateBody)
     if not body.prompt:
         return loaded(context, body, {"response": ""})
@@ -79,9 +81,9 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
 
 
 def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
-    """Nothing was asked: Ollama would load the model. It is there, or the error says so."""
+    """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there and stays, or the error says so."""
     context.resolve(name_here(context, body.model))
-    return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "load", **nothing})
+    return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "unload" if body.unloads else "load", **nothing})
 
 
 @router.get("/tags")
@@ -101,7 +103,7 @@ async def running(request: Request) -> dict[str, Any]:
 async def show(request: Request) -> dict[str, Any]:
     """What is known of a model here: its length, and what it can do."""
     context = context_of(request)
-    body = await context.bodies.read(request, "ollama_model")
+    body = await context.read(request, "ollama_model")
     assert isinstance(body, OllamaModelBody)
     name = name_here(context, body.wanted)
     replica = context.served(name)
@@ -111,7 +113,13 @@ async def show(request: Request) -> dict[str, Any]:
         "parameters": "",
         "template": "",
         "details": described["details"],
-        "model_info": {"general.architecture": "penstock", "penstock.context_length": replica.max_model_len},
+        "model_info": {
+            "general.architecture": "penstock",
+            "general.basename": replica.model or name,
+            "general.name": name,
+            "general.type": "model",
+            "penstock.context_length": replica.max_model_len,
+        },
         "capabilities": capabilities(context, name, replica),
         "modified_at": described["modified_at"],
     }
@@ -127,7 +135,24 @@ def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
 
 @router.get("/version")
 async def show_version() -> dict[str, str]:
-    return {"version": version("penstock")}
+    """The level of Ollama's API, which clients compare with what they need, and what speaks it."""
+    return {"version": OLLAMA_LEVEL, "penstock": version("penstock")}
+
+
+@router.post("/pull", openapi_extra=takes("ollama_pull"))
+async def pull(request: Request) -> Response:
+    """A model that is served is there already; others are not fetched."""
+    context = context_of(request)
+    body = await context.read(request, "ollama_pull")
+    assert isinstance(body, OllamaPullBody)
+    name = name_here(context, body.wanted)
+    if name not in context.served_names():
+        context.resolve(name)
+    success = {"status": "success"}
+    if not body.stream:
+        return JSONResponse(success)
+    lines = ({"status": "pulling manifest"}, {"status": "verifying sha256 digest"}, success)
+    return Response(b"".join(orjson.dumps(line) + b"\n" for line in lines), media_type=OllamaLines.media_type)
 
 
 def name_here(context: Context, name: str) -> str:

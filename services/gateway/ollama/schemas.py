@@ -4,13 +4,13 @@ from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import orjson
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
 from services.gateway.ignored import tell_others
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt
 from services.gateway.openai.messages import MAX_NAME
-from services.gateway.openai.neutral import ANYTHING
+from services.gateway.openai.neutral import ANYTHING, REFUSED, Table
 from services.gateway.openai.schemas import MAX_INPUTS, MAX_MESSAGES
 from shared.errors import Invalid
 
@@ -81,18 +81,24 @@ def _read_call(value: Any, path: str) -> Json:
 class OllamaBody(Body):
     """The fields that both endpoints share."""
 
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"keep_alive": ANYTHING, "suffix": ("",), "template": ("",), "context": ([],), "images": ([],)}
+    neutral: ClassVar[Table] = {"template": REFUSED}
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     stream: bool = True
     options: Json | None = Field(None, description="sampling; what says how Ollama runs a model is passed over")
     format: Json | str | None = Field(None, description="json, or a JSON schema")
     think: bool | str | None = None
+    keep_alive: Any = Field(None, description="passed over: models stay. 0, with nothing asked, is answered as Ollama does")
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    @property
+    def unloads(self) -> bool:
+        return isinstance(self.keep_alive, int | float | str) and str(self.keep_alive) in ("0", "0.0", "0s", "0m", "0h")
+
     def sampling(self) -> Json:
         """The options, as fields of a chat."""
+        tell_others(self.options or {}, OPTIONS, "options")
         given = {name: value for name, value in (self.options or {}).items() if name in OPTIONS and value is not None}
         asked = {OPTIONS[name]: value for name, value in given.items() if name not in ASK_NOTHING or value not in ASK_NOTHING[name]}
         return DEFAULTS | asked | {"logprobs": self.logprobs, "top_logprobs": self.top_logprobs if self.logprobs else None}
@@ -112,30 +118,44 @@ class OllamaChatBody(OllamaBody):
     tools: list[Json] | None = None
 
 
+def refuse_suffix(value: Any) -> Any:
+    if value:
+        raise at("", "no model here fills in what stands between a prompt and a suffix")
+    return value
+
+
+def refuse_images(value: Any) -> Any:
+    if value:
+        raise at("", "this server's models read text only: images can't be understood")
+    return value
+
+
 class OllamaGenerateBody(OllamaBody):
     prompt: str = ""
+    suffix: Annotated[Any, AfterValidator(refuse_suffix)] = Field(None, description="refused, unless it is empty")
+    images: Annotated[Any, AfterValidator(refuse_images)] = Field(None, description="refused, unless it is empty")
     system: str | None = None
     raw: bool = Field(False, description="the prompt as it is, without the model's template")
 
 
 class OllamaEmbedBody(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"keep_alive": ANYTHING, "options": ANYTHING}
+    neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
     dimensions: int | None = Field(None, ge=1)
     truncate: bool | None = Field(None, description="cut off what the model can't read; false: refuse it")
 
 
 class OllamaEmbeddingsBody(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"keep_alive": ANYTHING, "options": ANYTHING}
+    neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     prompt: str
 
 
 class OllamaModelBody(Body):
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"verbose": ANYTHING, "system": ANYTHING, "template": ANYTHING, "options": ANYTHING}
+    neutral: ClassVar[Table] = {"verbose": ANYTHING, "system": ANYTHING, "template": ANYTHING, "options": ANYTHING}
 
     model: str = Field("", max_length=MAX_NAME)
     name: str = Field("", max_length=MAX_NAME, description="the older name of model")
@@ -146,3 +166,9 @@ class OllamaModelBody(Body):
         if not (wanted := self.model or self.name):
             raise Invalid("missing required parameter: model", param="model", code="missing_required_parameter")
         return wanted
+
+
+class OllamaPullBody(OllamaModelBody):
+    neutral: ClassVar[Table] = {"insecure": ANYTHING, "username": ANYTHING, "password": ANYTHING}
+
+    stream: bool = True

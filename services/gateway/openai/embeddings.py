@@ -53,7 +53,7 @@ R = TypeVar("R", bound=EmbeddingResponder)
 async def embeddings(request: Request) -> Response:
     """A vector of each input, given as texts or as token ids."""
     context = context_of(request)
-    body = await context.bodies.read(request, "embedding")
+    body = await context.read(request, "embedding")
     assert isinstance(body, EmbeddingBody)
     responder = await submit_embeddings(context, body, request, EmbeddingResponder)
     responder.is_base64 = body.encoding_format == "base64"

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from services.gateway.openai.answers import Answer, delta_of
 from services.gateway.openai.prompt_logprobs import EchoedLogprobs, by_token_id, echoed, finite, likeliest
+from services.gateway.parsing.answer import FORCED
 from services.gateway.record import ResponseRecord
 from shared.messages import Float32Array, Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
 
@@ -106,7 +107,10 @@ class ChatFormat:
         self.record = record
 
     def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk([{"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}], None)
+        parsing = self.record.parsing
+        begins_with_call = parsing is not None and parsing.tool_calls in FORCED and not parsing.reasoning
+        delta = {"role": "assistant", "content": None if begins_with_call else ""}
+        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], None)
 
     def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
         made = []

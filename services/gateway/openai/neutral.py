@@ -20,7 +20,7 @@ OF_OTHER_SERVERS: Table = dict.fromkeys(
     (
         "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "json_schema", "logits_processors", "lora", "lora_path",
         "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex", "repetition_penalty_range", "samplers", "smoothing_factor", "structural_tag",
-        "tfs", "top_a",
+        "tfs", "thinking_token_budget", "top_a",
     ),
     REFUSED,
 ) | {"custom_token_bans": REFUSED, "mirostat": (0,), "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "tfs_z": (1,)}  # fmt: skip

@@ -1,15 +1,16 @@
 """A body's bytes to a body, checked. Pure, and in time linear in its size: it runs in the gateway or, for long bodies, in its helper process."""
 
+import codecs
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
 
-from services.gateway.anthropic.schemas import CountTokensBody, MessagesBody
+from services.gateway.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
 from services.gateway.batches.schemas import BatchBody
 from services.gateway.ignored import pass_over
-from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody
+from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
@@ -27,11 +28,13 @@ BODIES: dict[str, type[Body]] = {
     "batch": BatchBody,
     "message": MessagesBody,
     "count": CountTokensBody,
+    "message_batch": MessageBatchBody,
     "ollama_chat": OllamaChatBody,
     "ollama_generate": OllamaGenerateBody,
     "ollama_embed": OllamaEmbedBody,
     "ollama_embeddings": OllamaEmbeddingsBody,
     "ollama_model": OllamaModelBody,
+    "ollama_pull": OllamaPullBody,
 }
 MAX_NAMED = 16  # of the wrong fields of a body
 BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed", "own", "free", "hosted")  # of a union, which pydantic puts between the parts of a path
@@ -41,7 +44,7 @@ B = TypeVar("B", bound=Body)
 def parse(kind: str, data: bytes) -> Body:
     """Raises Invalid (400), naming the fields that are wrong."""
     try:
-        value = orjson.loads(data)
+        value = orjson.loads(data.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise Invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):

@@ -36,7 +36,7 @@ LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_sto
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await context.bodies.read(request, "chat")
+    body = await context.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
     record, requests = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
     return await respond(context, body, record, requests, request)
@@ -46,7 +46,7 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, given as text or as token ids."""
     context = context_of(request)
-    body = await context.bodies.read(request, "completion")
+    body = await context.read(request, "completion")
     assert isinstance(body, CompletionBody)
     record, requests = await prepare_completion(context, body, context.stage.replica_id)
     return await respond(context, body, record, requests, request)
@@ -57,6 +57,7 @@ async def prepare_completion(
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
     """What goes into the pipeline for a completion: as `prepare_chat` for a chat."""
     params, prompts, constraint, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
+    params = with_model_defaults(context, body, params, model)
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
@@ -133,6 +134,7 @@ async def prepare_chat(
     fields of the record.
     """
     calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
+    params = with_model_defaults(context, body, params, model)
     tool_calls, reasoning = parsers_of(context, model)
     parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
     constraint = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
@@ -168,14 +170,28 @@ def after_thought(constraint: Constraint, reasoning: str) -> Constraint:
 
 
 def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
-    """Of its calls and of its reasoning; empty: it has none."""
-    parsers = next((replica.parsers for replica in context.stage.registry.of("tokenizer", model)), {})
+    """The names of the parsers of its calls and of its reasoning; empty: it has none."""
+    replica = newest(context, "tokenizer", model)
+    parsers = replica.parsers if replica is not None else {}
     tool_calls, reasoning = parsers.get("tool_calls", ""), parsers.get("reasoning", "")
     return tool_calls if tool_calls in TOOL_CALLS else "", reasoning if reasoning in REASONING else ""
 
 
+def with_model_defaults(context: RequestContext, body: GenerateBody, params: SamplingParams, model: str) -> SamplingParams:
+    """The params with what the model's makers say in the place of what the request does not. A beam search draws nothing."""
+    said = next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
+    missing: dict[str, Any] = {name: value for name, value in said.items() if getattr(body, name, None) is None}
+    return replace(params, **missing) if missing and not body.use_beam_search else params
+
+
 def fingerprint_of(context: RequestContext, model: str) -> str:
-    return next((replica.fingerprint for replica in context.stage.registry.of("compute", model)), "")
+    replica = newest(context, "compute", model)
+    return replica.fingerprint if replica is not None else ""
+
+
+def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
+    """The replica that started last. While replicas with other settings take over, all gateways choose the same one."""
+    return max(context.stage.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None)
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:

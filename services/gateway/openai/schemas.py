@@ -58,7 +58,7 @@ class StreamOptions(Body):
 class GenerateBody(Body):
     """The fields that both endpoints share."""
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     n: int = Field(1, ge=1, le=MAX_SEQUENCES)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -335,7 +335,7 @@ def checked_truncation(num_tokens: int | None) -> int | None:
 class EmbeddingBody(Body):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")

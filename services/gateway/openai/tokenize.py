@@ -24,7 +24,7 @@ def read_tokens(value: Any) -> TokenIds | list[int]:
 class TokenizeBody(Body):
     """A text, or a conversation."""
 
-    model: str | None = Field(None, max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     prompt: str | None = None
     messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)] = None
     tools: Tools | None = None
@@ -56,5 +56,5 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    model: str | None = Field(None, max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME)
     tokens: Annotated[Any, PlainValidator(read_tokens), WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})]

@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 from fastapi import APIRouter, Request
 
-from services.gateway.context import Context, context_of
+from services.gateway.context import context_of
 from services.gateway.openai.ask import ask_tokenizer, question
 from services.gateway.openai.docs import takes
 from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
-from shared.errors import Invalid
 from shared.sampling_params import SamplingParams
 
 router = APIRouter()
@@ -20,13 +19,13 @@ router = APIRouter()
 async def tokenize(request: Request) -> dict[str, Any]:
     """The tokens of a text or of a conversation, and how many they are."""
     context = context_of(request)
-    body = await context.bodies.read(request, "tokenize")
+    body = await context.read(request, "tokenize")
     assert isinstance(body, TokenizeBody)
     body.check()
     chat = body.as_chat()
     options = chat.chat_options(chat.calling(), may_bring_template=context.settings.trust_request_chat_template)
     messages = tuple(each.to_wire() for each in body.messages) if body.messages is not None else None
-    model = resolve(context, body.model)
+    model = context.resolve(body.model)
     asked = question(context, model, encoding=body.encoding(), messages=messages, prompt=body.prompt, chat=options)
     found = await ask_tokenizer(context, model, "tokenize", asked)
     return {name: found[name] for name in ("count", "max_model_len", "tokens", "token_strs")}
@@ -36,9 +35,9 @@ async def tokenize(request: Request) -> dict[str, Any]:
 async def detokenize(request: Request) -> dict[str, Any]:
     """The text of tokens, special ones spelt out."""
     context = context_of(request)
-    body = await context.bodies.read(request, "detokenize")
+    body = await context.read(request, "detokenize")
     assert isinstance(body, DetokenizeBody)
-    model = resolve(context, body.model)
+    model = context.resolve(body.model)
     params = SamplingParams(skip_special_tokens=False)
     return await ask_tokenizer(context, model, "detokenize", question(context, model, params, prompt_token_ids=np.array(body.tokens, np.int32)))
 
@@ -47,7 +46,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
 async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
     """What the model's tokenizer is: its class, its special tokens, its chat template."""
     context = context_of(request)
-    name = resolve(context, model)
+    name = context.resolve(model or context.only_model())
     return await ask_tokenizer(context, name, "describe", question(context, name))
 
 
@@ -55,13 +54,3 @@ async def tokenizer_info(request: Request, model: str | None = None) -> dict[str
 async def show_version() -> dict[str, str]:
     """Of Penstock."""
     return {"version": version("penstock")}
-
-
-def resolve(context: Context, name: str | None) -> str:
-    """The served model of that name; without a name, the one that there is. Raises Invalid, Rejected."""
-    if name is not None:
-        return context.resolve(name)
-    names = {replica.model: None for replica in context.served_names().values() if replica.model is not None}
-    if len(names) > 1:
-        raise Invalid(f"several models are served, name one: {', '.join(sorted(names))}", param="model")
-    return context.resolve(next(iter(names), ""))

@@ -29,7 +29,7 @@ router = APIRouter(prefix="/v1/responses")
 async def create(request: Request) -> Response:
     """Answer an input, given as a text or as items, upon a conversation that is stored or on its own."""
     context = context_of(request)
-    body = await context.bodies.read(request, "response")
+    body = await context.read(request, "response")
     assert isinstance(body, ResponseBody)
     body, before = await with_conversation(context, body)
     num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
@@ -72,7 +72,7 @@ async def prepare_response(
 async def input_tokens(request: Request) -> Response:
     """How many tokens the model would be given, by its own template and tokenizer."""
     context = context_of(request)
-    body = await context.bodies.read(request, "response")
+    body = await context.read(request, "response")
     assert isinstance(body, ResponseBody)
     body, before = await with_conversation(context, body)
     return await count_tokens(

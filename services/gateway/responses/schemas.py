@@ -45,7 +45,7 @@ class ReasoningOptions(Body):
 class ResponseBody(Body):
     neutral: ClassVar[Table] = OF_OTHER_SERVERS | {"conversation": REFUSED, "modalities": (["text"],), "prompt": REFUSED}
 
-    model: str = Field(max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
     input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)]
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1)

@@ -8,7 +8,7 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear
 from services.compute.backends.matrix import Dense
-from services.compute.engine import BATCH_VARIANT, build_engine, fingerprint
+from services.compute.fingerprint import BATCH_VARIANT, fingerprint
 from shared.errors import StartupError
 from shared.model_files import open_model
 from shared.settings import ComputeSettings
@@ -54,7 +54,7 @@ def test_on_a_cpu_there_is_nothing_to_allow() -> None:
 
 
 def test_the_fingerprint_says_that_bits_are_not_promised() -> None:
-    settings, files = ComputeSettings(model="demo", kv_cache_memory="16MiB", num_threads=1), open_model("demo")
-    engine = build_engine(settings, files)
-    strict, variant = (fingerprint(each, files, engine) for each in (settings, settings.model_copy(update={"allow_batch_variance": True})))
+    settings, files = ComputeSettings(model="demo"), open_model("demo")
+    backend = CudaBackend(BFLOAT16, CPU)
+    strict, variant = (fingerprint(each, files, backend) for each in (settings, settings.model_copy(update={"allow_batch_variance": True})))
     assert variant == strict + BATCH_VARIANT and not strict.endswith(BATCH_VARIANT)

@@ -31,6 +31,10 @@ class CpuBackend:
         self.row_math = NativeRowMath(context)
         self.row_search = NativeRowSearch(context)
 
+    @property
+    def arithmetic(self) -> str:
+        return f"native {self.context.instruction_set}, {self.torch.arithmetic}"
+
     def is_kept(self, matrix: Matrix) -> bool:
         return is_packable(matrix)
 

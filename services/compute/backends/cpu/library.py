@@ -147,6 +147,7 @@ class Context:
             found.argtypes, found.restype = [Pointer, *arguments], result
             return partial(found, handle)
 
+        self.instruction_set: str = library.penstock_instruction_set(handle).decode()
         weight = ctypes.POINTER(Weight)
         self.workspace_bytes = function("workspace_bytes", result=Int)
         self.reserve = function("reserve", weight, Int)
@@ -188,8 +189,9 @@ def open_context() -> Context | None:
     if handle is None:
         log.warning("this processor has none of AVX2, AVX-512 and AMX, torch computes instead")
         return None
-    log.info("native kernels", instruction_set=library.penstock_instruction_set(handle).decode())
-    return Context(library, handle)
+    context = Context(library, handle)
+    log.info("native kernels", instruction_set=context.instruction_set)
+    return context
 
 
 def is_of_these_sources(library: ctypes.CDLL) -> bool:

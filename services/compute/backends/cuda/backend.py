@@ -1,6 +1,7 @@
 """CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the same on a CPU, slowly: so it is tested without a GPU."""
 
 from collections.abc import Sequence
+from importlib.metadata import version
 
 import numpy as np
 import torch
@@ -38,6 +39,10 @@ class CudaBackend:
         self.row_math = CudaRowMath()
         self.row_search = CudaRowSearch()
         self.make_recorder = cuda_recorder if device.type == "cuda" else lambda: run_again
+
+    @property
+    def arithmetic(self) -> str:
+        return f"cuda {version_of(self.capability)}, triton {version('triton')}, torch {torch.__version__}"
 
     def is_kept(self, matrix: Matrix) -> bool:
         has_products = self.has_float8 or not isinstance(matrix, Float8)

@@ -33,6 +33,7 @@ def cuda_recorder() -> Record:
     pool = torch.cuda.graph_pool_handle()
 
     def record(forward: Forward) -> Forward:
+        torch.cuda.synchronize()  # a recording that is dropped after this one is made no longer runs
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             result = forward()

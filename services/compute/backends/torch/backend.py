@@ -26,6 +26,11 @@ class TorchBackend:
         self.row_math = TorchRowMath()
         self.row_search = TorchRowSearch()
 
+    @property
+    def arithmetic(self) -> str:
+        where = torch.backends.cpu.get_cpu_capability() if self.device.type == "cpu" else self.device.type
+        return f"torch {torch.__version__} {where}"
+
     def is_kept(self, matrix: Matrix) -> bool:
         return isinstance(matrix, Dense)
 

@@ -1,0 +1,94 @@
+"""The fingerprint of a replica: equal where the same request gives the same bytes.
+
+The contents of the model's files are hashed, so two fine-tunes of one base differ. That reads the
+whole checkpoint, so the hashes are kept beside the model and used again while the file system says
+that a file is the same.
+"""
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from services.compute.backends.backend import Backend
+from shared.model_files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles
+from shared.settings import ComputeSettings
+from shared.telemetry import get_logger
+
+log = get_logger("penstock.compute")
+
+BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
+HASHES = ".penstock-hashes"  # in the model's folder: a JSON object of file name: [stamp, SHA-256]
+SETTINGS = (
+    "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "quantize_lm_head", "kv_cache_dtype", "kv_cache_group",
+)  # fmt: skip
+
+
+def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) -> str:
+    """A name that changes with whatever may change a token: Penstock's version, the contents of the
+    model's files, and how they are computed. It ends in BATCH_VARIANT where the same request may get
+    other bits in another batch."""
+    facts = {
+        "version": version("penstock"),
+        "config": files.config,
+        "files": content_hashes(files),
+        "settings": {name: getattr(settings, name) for name in SETTINGS},
+        "arithmetic": backend.arithmetic,
+    }
+    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
+    return f"fp_{digest}{BATCH_VARIANT if settings.allow_batch_variance else ''}"
+
+
+def content_hashes(files: ModelFiles) -> dict[str, str]:
+    """SHA-256 by name of the weights and the tokenizer's files; of a GGUF model, which holds both, of its file."""
+    if files.weights.is_file():
+        paths = [files.weights]
+    else:
+        paths = sorted({file for pattern in (*WEIGHT_FILES, *TOKENIZER_FILES) for file in files.folder.glob(pattern) if file.is_file()})
+    store = paths[0].parent / HASHES
+    known = _read(store)
+    stamps = {path.name: _stamp(path) for path in paths}
+    missing = [path for path in paths if known.get(path.name, [None])[0] != stamps[path.name]]
+    if missing:
+        started_at = time.monotonic()
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            hashes = dict(zip((path.name for path in missing), pool.map(_hash, missing), strict=True))
+        log.info("model files hashed", files=len(missing), seconds=round(time.monotonic() - started_at, 2))
+        known |= {name: [stamps[name], digest] for name, digest in hashes.items()}
+        _write(store, known)
+    return {path.name: known[path.name][1] for path in paths}
+
+
+def _stamp(path: Path) -> list[int]:
+    """Changes whenever the file is written, replaced, or copied elsewhere."""
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _read(store: Path) -> dict[str, list[Any]]:
+    """Whatever the file holds that is a hash; a broken file holds none."""
+    try:
+        found = json.loads(store.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    items = found.items() if isinstance(found, dict) else ()
+    return {name: entry for name, entry in items if isinstance(entry, list) and len(entry) == 2 and isinstance(entry[1], str)}
+
+
+def _write(store: Path, hashes: dict[str, list[Any]]) -> None:
+    """Replaces the file in one go. In a folder that is read-only the files are hashed again at the next start."""
+    with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=store.parent, prefix=HASHES, delete=False) as file:
+        json.dump(hashes, file)
+        file.flush()
+        Path(file.name).replace(store)
