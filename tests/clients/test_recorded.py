@@ -1,15 +1,14 @@
 """What clients of today send is taken: the forms of their requests as `make clients ARGS=--record` kept them, with other content."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.clients.scripted.pipeline import MODEL, start_scripted
-from tests.conftest import running_redis
+from tests.clients.scripted.pipeline import MODEL
+from tests.deployment import Deployment
 
 RECORDED = sorted((Path(__file__).parent / "recorded").glob("*.json"))
 CALLS = [
@@ -19,22 +18,10 @@ CALLS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def gateway(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[str]:
-    """In front of a model with a window that agents' requests fit in."""
-    folder = tmp_path_factory.mktemp("scripted")
-    script = folder / "script.json"
-    script.write_text(json.dumps({"tasks": [], "otherwise": "Understood."}))
-    with running_redis(folder / "redis", redis_binary) as url:
-        deployment = start_scripted(url, folder, script)
-        yield deployment.url()
-        deployment.stop()
-
-
 @pytest.mark.parametrize("call", CALLS)
-def test_what_a_client_sends_is_taken(gateway: str, call: dict[str, Any]) -> None:
-    body = call["body"] if call["body"] is None else call["body"] | ({"model": MODEL} if "model" in call["body"] else {})
-    answer = httpx.request(call["method"], gateway + call["path"], json=body, timeout=120, trust_env=False)
+def test_what_a_client_sends_is_taken(scripted: Deployment, call: dict[str, Any]) -> None:
+    body = call["body"] | {"model": MODEL} if "model" in (call["body"] or {}) else call["body"]
+    answer = httpx.request(call["method"], scripted.url() + call["path"], json=body, timeout=120, trust_env=False)
     assert answer.status_code == 200, answer.text
-    if call["method"] == "POST":
-        assert "Understood." in answer.text or "error" not in answer.text, answer.text
+    events = [json.loads(line.removeprefix("data: ")) for line in answer.text.splitlines() if line.startswith("data: {")]
+    assert all(each.get("type") not in ("error", "response.failed") and not each.get("error") for each in events), answer.text
