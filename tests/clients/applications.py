@@ -16,13 +16,15 @@ from tests.clients.server import free_port
 
 START_TIMEOUT_S = 300.0
 NUM_REQUESTS = 10
-OFFLINE = "export OFFLINE_MODE=true HF_HUB_OFFLINE=1 BYPASS_EMBEDDING_AND_RETRIEVAL=true DO_NOT_TRACK=true ANONYMIZED_TELEMETRY=false"
+OFFLINE = (
+    "export OFFLINE_MODE=true HF_HUB_OFFLINE=1 BYPASS_EMBEDDING_AND_RETRIEVAL=true RAG_EMBEDDING_ENGINE=ollama DO_NOT_TRACK=true ANONYMIZED_TELEMETRY=false"
+)
 
 
 def open_webui(url: str) -> None:
     """Its server, as a user of its API sees it: both connections list the model, and a chat comes through each, whole and streamed."""
     port = free_port()
-    settings = f"{block('Open WebUI', 'sh', url, MODEL)}{OFFLINE} WEBUI_SECRET_KEY=none DATA_DIR='{Path('data').absolute()}'"
+    settings = f"{block('Open WebUI', 'sh', url, MODEL)}{OFFLINE} WEBUI_SECRET_KEY=a-secret-that-is-32-bytes-long-or-more DATA_DIR='{Path('data').absolute()}'"
     program = environment("open-webui") / "bin" / "open-webui"
     with open("log", "wb") as log:
         shell = ["bash", "-euc", f'{settings}\nexec "$@"', "bash", str(program), "serve", "--host", "127.0.0.1", "--port", str(port)]
@@ -54,19 +56,21 @@ def chat_by(client: httpx.Client) -> None:
     account = {"name": "Somebody", "email": "somebody@example.org", "password": "A-password-1"}
     token = client.post("/api/v1/auths/signup", json=account).raise_for_status().json()["token"]
     client.headers["Authorization"] = f"Bearer {token}"
-    assert [each["id"] for each in client.get("/openai/models").raise_for_status().json()["data"]] == [MODEL]
-    assert [each["model"] for each in client.get("/ollama/api/tags").raise_for_status().json()["models"]] == [f"{MODEL}:latest"]
-    listed = {each["id"]: each["owned_by"] for each in client.get("/api/models").raise_for_status().json()["data"]}
-    assert {MODEL, f"{MODEL}:latest"} <= set(listed), listed
-    for model in (MODEL, f"{MODEL}:latest"):
-        body: dict[str, Any] = {"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
-        whole = client.post("/api/chat/completions", json=body | {"stream": False}).raise_for_status().json()
+    by_openai = [each["id"] for each in client.get("/openai/models").raise_for_status().json()["data"]]
+    by_ollama = [each["model"] for each in client.get("/ollama/api/tags").raise_for_status().json()["models"]]
+    listed = {each["id"] for each in client.get("/api/models").raise_for_status().json()["data"]}
+    assert by_openai == [MODEL] and by_ollama in ([MODEL], [f"{MODEL}:latest"]) and {*by_openai, *by_ollama} <= listed, (by_openai, by_ollama, listed)
+    body: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": QUESTION}]}
+    for path in ("/api/chat/completions", "/ollama/v1/chat/completions"):
+        whole = client.post(path, json=body | {"temperature": 0, "stream": False}).raise_for_status().json()
         assert whole["choices"][0]["message"]["content"].startswith(ANSWER), whole
-        with client.stream("POST", "/api/chat/completions", json=body | {"stream": True}) as reply:
+        with client.stream("POST", path, json=body | {"temperature": 0, "stream": True}) as reply:
             lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line.startswith("data: {")]
         chunks = [json.loads(line) for line in lines]
         said = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks if chunk.get("choices"))
         assert said.startswith(ANSWER) and len(chunks) > 5, lines
+    whole = client.post("/ollama/api/chat", json=body | {"options": {"temperature": 0}, "stream": False}).raise_for_status().json()
+    assert whole["message"]["content"].startswith(ANSWER), whole
 
 
 def guidellm(url: str) -> None:

@@ -3,6 +3,7 @@
 import http.client
 import json
 import re
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,7 +20,7 @@ RANDOM = re.compile(r"[0-9a-f]{8,}|[A-Za-z0-9]{20,}")
 CONTENT = frozenset(
     ("text", "content", "instructions", "system", "description", "output", "input", "user", "user_id", "title", "prompt", "thinking", "signature")
 )
-EXACT = frozenset(("$schema", "$ref", "pattern", "format"))  # of a JSON schema
+EXACT = frozenset(("$schema", "$ref", "pattern", "format", "grammar", "guided_grammar", "regex", "guided_regex"))  # schemas and grammars
 NAMES = frozenset(("type", "name", "enum", "required"))  # never ids
 
 
@@ -95,6 +96,15 @@ def form_of(said: dict[str, Any]) -> str:
     return " ".join((said["method"], said["path"], *sorted(set(walk(said["body"], "")))))
 
 
+class Proxy(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up says nothing about the server; what else is wrong is printed."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
+
+
 @contextmanager
 def recording(gateway: str) -> Iterator[tuple[str, Recorder]]:
     """Yields the proxy's URL and its recorder."""
@@ -139,8 +149,7 @@ def recording(gateway: str) -> Iterator[tuple[str, Recorder]]:
         def log_message(self, format: str, *args: Any) -> None:
             """Quietly."""
 
-    proxy = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    proxy.daemon_threads = True
+    proxy = Proxy(("127.0.0.1", 0), Handler)
     threading.Thread(target=proxy.serve_forever, daemon=True).start()
     try:
         yield f"http://127.0.0.1:{proxy.server_address[1]}", recorder

@@ -48,8 +48,9 @@ def constraint_of(response_format: dict[str, Any] | None, structured_outputs: St
         *(_of_guided(name, value) for name, value in guided.items() if value is not None),
     ]
     given = [constraint for constraint in found if constraint is not None]
-    if len(given) > 1:
-        raise Invalid(f"{given[0].param} and {given[1].param} both say what the answer must match: give one", param=given[1].param)
+    for other in given[1:]:
+        if (other.kind, other.text) != (given[0].kind, given[0].text):  # some clients say one thing under two names, for servers of either kind
+            raise Invalid(f"{given[0].param} and {other.param} say different things of what the answer must match: give one", param=other.param)
     return given[0] if given else None
 
 

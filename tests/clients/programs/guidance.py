@@ -13,7 +13,7 @@ from tests.clients.documented import names_of
 
 class Forecast(BaseModel):
     place: Literal["Paris", "Rome"]
-    days: int
+    days: Literal[1, 2, 3]  # guidance reads the answer by a call a byte, and Python bounds those: no long numbers
 
 
 if __name__ == "__main__":
