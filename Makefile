@@ -44,7 +44,8 @@ $(VENV)-clients/clients: pyproject.toml
 	$(VENV)-clients/bin/python -m pip install --quiet --disable-pip-version-check --group clients
 	touch $@
 
-# Some clients hold older versions of what we use: they have an environment of their own.
+# Some clients need older versions of what we use: they have an environment of their own. Those of npm, and those that are to be the newest, are in .clients,
+# which takes 5 GB. ARGS="--only codex": that one; --upgrade: newest releases of what is there; --weekly: vLLM's benchmark, too, which takes 10 GB more.
 clients: $(VENV)/dev $(VENV)-clients/clients
 	$(VENV)-clients/bin/python -m tests.clients $(BIN)/python $(ARGS)
 

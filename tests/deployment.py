@@ -41,6 +41,7 @@ class Deployment:
     redis_url: str
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
+    programs: dict[str, str] = field(default_factory=dict)  # by stage: a test's own in place of the stage's
     processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     clients: "list[openai.OpenAI | redis.Redis]" = field(default_factory=list)
@@ -62,8 +63,9 @@ class Deployment:
             **self.environment,
             **own,
         }
+        program = self.programs.get(stage, f"services.{stage}")
         with (self.folder / f"{replica_id}.log").open("ab") as log:
-            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", f"services.{stage}"], env=environment, stdout=log, stderr=log)
+            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", program], env=environment, stdout=log, stderr=log)
         return replica_id
 
     def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any) -> "Deployment":

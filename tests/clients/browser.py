@@ -1,6 +1,7 @@
 """A page in headless Chromium: of the origin that may call the API, and of one that may not; and the API's own pages."""
 
 import http.server
+import os
 import shutil
 import threading
 import time
@@ -25,10 +26,11 @@ PAGE = """<!doctype html><title>waiting</title><script>
 </script>"""
 
 
-def browser(url: str, port: int) -> None:
+def browser(url: str) -> None:
     """A page of the origin that may, and the same page of one that may not."""
     from selenium import webdriver
 
+    port = int(os.environ["PAGE_PORT"])  # the origin's, which the server was told
     page = (PAGE % {"url": url, "model": MODEL, "question": QUESTION}).encode()
 
     class Handler(http.server.BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The server that the clients call: the demo model, started with the interpreter that is given."""
+"""The servers that the clients call: the demo model, and the scripted one, started with the interpreter that is given."""
 
 import socket
 import subprocess
@@ -47,6 +47,22 @@ def server(python: str, origin: str) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
         finally:
             process.terminate()
+            process.wait()
+
+
+@contextmanager
+def scripted_server(python: str, script: Path) -> Iterator[str]:
+    """The model that says what the script says; yields its URL."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [python, "-m", "tests.clients.scripted", folder, str(script)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            if not (url := process.stdout.readline().strip()):
+                raise SystemExit("the scripted model's server did not start")
+            yield url
+        finally:
+            process.stdin.close()
             process.wait()
 
 
