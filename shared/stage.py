@@ -54,6 +54,8 @@ class Stage:
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
         self.fingerprint = ""  # compute's, the same
         self.is_encoder = False  # the same
+        self.labels: tuple[str, ...] = ()  # the same
+        self.is_multi_label = False  # the same
         self._started_at = time.time()
         self._turned_at = time.monotonic()
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
@@ -94,6 +96,8 @@ class Stage:
             parsers=self.parsers,
             fingerprint=self.fingerprint,
             is_encoder=self.is_encoder,
+            labels=self.labels,
+            is_multi_label=self.is_multi_label,
         )
 
     def catch_signals(self) -> None:

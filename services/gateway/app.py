@@ -20,6 +20,7 @@ from services.gateway.context import Context
 from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
 from services.gateway.live.routes import router as live
+from services.gateway.llamacpp.routes import router as llamacpp
 from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId
 from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
@@ -29,6 +30,7 @@ from services.gateway.openai.embeddings import router as embeddings
 from services.gateway.openai.routes import router
 from services.gateway.openai.tokens import router as tokens_router
 from services.gateway.pages import add_playground
+from services.gateway.pooling.routes import router as pooling
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
@@ -78,12 +80,14 @@ def build_app(context: Context) -> FastAPI:
         )  # fmt: skip
     app.include_router(router)
     app.include_router(embeddings)
+    app.include_router(pooling)
     app.include_router(responses)
     app.include_router(files)
     app.include_router(batches)
     app.include_router(anthropic)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
+    app.include_router(llamacpp)
     app.include_router(live)
     add_playground(app)
     app.include_router(tokens_router)

@@ -6,10 +6,12 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
 from fastapi import Request, Response
 
 from services.gateway.context import Context
 from services.gateway.errors import CLIENT_CLOSED, RequestFailed
+from services.gateway.openai.fields import TokenIds
 from services.gateway.openai.respond import check, until_disconnect
 from services.gateway.record import make_record
 from services.gateway.subscription import ResponseFailed
@@ -42,6 +44,13 @@ async def ask_tokenizer(context: Context, model: str, task: Task, request: Gener
     [[event]] = await ask_all(context, model, [replace(request, task=task)])
     found: dict[str, Any] = json.loads(event.text)
     return found
+
+
+async def token_ids_of(context: Context, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
+    """The tokens of each text, encoded as the one of the same number in `encodings` says. Raises as above."""
+    asked = [replace(question(context, model, encoding=encoding, prompt=text), task="tokenize") for text, encoding in zip(texts, encodings, strict=True)]
+    answers = await ask_all(context, model, asked)
+    return [np.array(json.loads(event.text)["tokens"], np.int32) for [event] in answers]
 
 
 def question(context: Context, model: str, params: SamplingParams | None = None, encoding: EncodingParams | None = None, **prompt: Any) -> GenerateRequest:
