@@ -106,7 +106,7 @@ def test_embeddings_and_the_lists_without_v1(demo: Deployment) -> None:
         ("/completion", {"prompt": ["a", 1.5]}, 400, "prompt[1]"),
         ("/completion", {"prompt": {"prompt_string": "a", "multimodal_data": ["x"]}}, 400, "prompt.multimodal_data"),
         ("/completion", {"prompt": "a", "logit_bias": [[1, "x"]]}, 400, "logit_bias[0][1]"),
-        ("/completion", {"prompt": "a", "grammar": "root ::="}, 400, "grammar"),
+        ("/completion", {"prompt": "a", "grammar": 'root ::= ("yes"'}, 400, "grammar"),
         ("/completion", {"prompt": "a", "repeat_penalty": -1}, 400, "repeat_penalty"),
         ("/completion", {"prompt": "a", "mirostat": 2}, 400, "mirostat"),
         ("/completion", {"prompt": "a", "model": "other"}, 404, "model"),

@@ -57,6 +57,12 @@ async def show_version() -> dict[str, str]:
     return {"version": version("penstock")}
 
 
+@router.get("/load")
+async def show_load(request: Request) -> dict[str, int]:
+    """How many sequences this gateway is answering, for load balancers."""
+    return {"server_load": len(context_of(request).pipeline.subscriptions)}
+
+
 def resolve(context: Context, name: str | None) -> str:
     """The served model of that name; without a name, the one that there is. Raises Invalid, Rejected."""
     if name is not None:
