@@ -27,7 +27,7 @@ Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
 UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-Task = Literal["generate", "tokenize", "detokenize", "describe"]
+Task = Literal["generate", "tokenize", "detokenize", "describe", "render"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +119,7 @@ class GenerateRequest:
     task: Task = "generate"  # the others end with the tokenizer's answer, JSON in the text of their one event
     embedding: EmbeddingParams | None = None  # set: the prompt's embedding is wanted, and no token
     traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
+    pair: str | None = None  # of an embedding: a second text, which the model reads after the prompt, as its tokenizer joins the two
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,6 +344,8 @@ class Replica:
     fingerprint: str = ""  # of compute: changes with whatever may change its tokens
     is_encoder: bool = False  # of compute: the model makes embeddings, and no text
     sampling: dict[str, float] = field(default_factory=dict)  # of a tokenizer: what the model's makers say for requests that do not say it
+    labels: tuple[str, ...] = ()  # of compute: what the model tells texts apart by; empty: it has no classification head
+    is_multi_label: bool = False  # several of them may be true of one text
 
 
 TAGS: dict[type, tuple[str, int]] = {

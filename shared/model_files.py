@@ -15,6 +15,7 @@ TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
 OTHER_FORMS = ["*/*", "consolidated*.safetensors"]  # in a hub's repository, of the same model, with names of their makers' own
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+CLASSIFIER = "ForSequenceClassification"  # how the architecture of a model with a classification head ends
 DTYPES = frozenset(("auto", "float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
 COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # whatever else a config.json has
 LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
@@ -77,6 +78,22 @@ class ModelFiles:
             "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls",
         }  # fmt: skip
         return next((pooling for name, pooling in names.items() if said.get(name) is True), "")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names that a classification head tells texts apart by, in the order of its outputs; empty: the model has no such head."""
+        if not any(str(name).endswith(CLASSIFIER) for name in self.config.get("architectures") or []):
+            return ()
+        names = self.config.get("id2label")
+        if not isinstance(names, dict) or not names:
+            count = self.config.get("num_labels", 2)
+            return tuple(f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2))
+        return tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names)))
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether several labels may be true of one text."""
+        return self.config.get("problem_type") == "multi_label_classification"
 
     def can_shorten(self, dimensions: int) -> bool:
         """Whether the first so many dimensions of an embedding are one, too: of models that were trained for it (Kusupati et al. 2022), and say so."""

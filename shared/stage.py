@@ -55,6 +55,8 @@ class Stage:
         self.sampling: dict[str, float] = {}  # the same
         self.fingerprint = ""  # compute's, the same
         self.is_encoder = False  # the same
+        self.labels: tuple[str, ...] = ()  # the same
+        self.is_multi_label = False  # the same
         self._started_at = time.time()
         self._turned_at = self._served_at = time.monotonic()  # when the loop came round last; the same, with no trouble with Redis
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
@@ -108,6 +110,8 @@ class Stage:
             fingerprint=self.fingerprint,
             is_encoder=self.is_encoder,
             sampling=self.sampling,
+            labels=self.labels,
+            is_multi_label=self.is_multi_label,
         )
 
     def catch_signals(self) -> None:

@@ -16,6 +16,7 @@ def main() -> None:
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
     stage.fingerprint = fingerprint(settings, files, engine.runner.model.backend)
     stage.is_encoder = engine.is_encoder
+    stage.labels, stage.is_multi_label = files.labels, files.is_multi_label
     ComputeService(stage, settings, engine).run()
 
 

@@ -83,10 +83,12 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     if files.weights.is_file():
         raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only (--model-impl), which does not have this architecture")
     try:
-        from services.compute.models.encoder_model import is_encoder, load_encoder  # seconds that a native model need not wait
+        from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder  # seconds that a native model need not wait
         from services.compute.models.transformers_model import load_transformers_model
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
+    if files.labels:
+        return load_classifier(files.folder, TorchBackend(backend.dtype, backend.device))
     if is_encoder(files.config, files.folder):
         return load_encoder(files.folder, TorchBackend(backend.dtype, backend.device))
     return load_transformers_model(files.folder, TorchBackend(backend.dtype, backend.device), max_model_len)

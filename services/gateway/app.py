@@ -22,6 +22,7 @@ from services.gateway.errors import HANDLERS
 from services.gateway.files.routes import router as files
 from services.gateway.ignored import HEADER, Ignored
 from services.gateway.live.routes import router as live
+from services.gateway.llamacpp.routes import router as llamacpp
 from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId, SameOrigin, Slash
 from services.gateway.observed import Observed
 from services.gateway.ollama.embed import router as ollama_embeddings
@@ -31,6 +32,7 @@ from services.gateway.openai.embeddings import router as embeddings
 from services.gateway.openai.routes import router
 from services.gateway.openai.tokens import router as tokens_router
 from services.gateway.pages import add_playground
+from services.gateway.pooling.routes import router as pooling
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
@@ -92,6 +94,7 @@ def build_app(context: Context) -> FastAPI:
         )  # fmt: skip
     app.include_router(router)
     app.include_router(embeddings)
+    app.include_router(pooling)
     app.include_router(responses)
     app.include_router(files)
     app.include_router(batches)
@@ -99,6 +102,7 @@ def build_app(context: Context) -> FastAPI:
     app.include_router(anthropic_batches)
     app.include_router(ollama)
     app.include_router(ollama_embeddings)
+    app.include_router(llamacpp)
     app.include_router(live)
     add_playground(app)
     app.include_router(tokens_router)

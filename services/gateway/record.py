@@ -24,9 +24,14 @@ PREFIXES = {  # of the ids, by kind
     "chat.completion": "chatcmpl-",
     "text_completion": "cmpl-",
     "embedding": "embd-",
+    "score": "score-",
+    "rerank": "rerank-",
+    "pooling": "pool-",
+    "classification": "classify-",
     "response": "resp_",
     "message": "msg_",
     "ollama": "ollama-",
+    "llama": "llama-",
     "internal": "internal-",  # what the gateway asks for itself
 }
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds

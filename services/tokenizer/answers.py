@@ -24,7 +24,12 @@ def tokenized(token_ids: list[int], token_strs: list[str] | None, max_model_len:
 
 
 def detokenized(text: str) -> Answer:
-    return Answer(json.dumps({"prompt": text}))
+    """`content` is llama.cpp's name for it."""
+    return Answer(json.dumps({"prompt": text, "content": text}))
+
+
+def rendered_prompt(prompt: str) -> Answer:
+    return Answer(json.dumps({"prompt": prompt}))
 
 
 def describe(tokenizer: Any, model: str, max_model_len: int, eos_token_ids: tuple[int, ...]) -> Answer:

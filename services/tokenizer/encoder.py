@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
-from services.tokenizer.answers import Answer, describe, detokenized, tokenized
+from services.tokenizer.answers import Answer, describe, detokenized, rendered_prompt, tokenized
 from services.tokenizer.breakers import BreakerTable
 from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
@@ -60,7 +60,7 @@ class Encoder:
     ) -> list[TokenizedRequest | Answer | Invalid]:
         """The same, of requests whose texts are there: what `texts` returned of them."""
         texts = [self._bounded(request, text, max_model_len) for request, text in zip(requests, rendered, strict=True)]
-        token_ids = self._encode_texts(requests, texts)
+        token_ids = self._encode_texts(requests, texts, max_model_len)
         return [
             text if isinstance(text, Invalid) else ids if isinstance(ids, Invalid) else self._finish(request, text, ids, max_model_len)
             for request, text, ids in zip(requests, texts, token_ids, strict=True)
@@ -127,7 +127,7 @@ class Encoder:
         reason = f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted}. Please reduce it."
         return Invalid(reason, param=field_of(request), code="context_length_exceeded")
 
-    def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid]) -> list[np.ndarray[Any, Any] | Invalid]:
+    def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid], max_model_len: int) -> list[np.ndarray[Any, Any] | Invalid]:
         """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""
         token_ids: list[np.ndarray[Any, Any] | Invalid] = [
             np.zeros(0, np.int32) if request.prompt_token_ids is None else request.prompt_token_ids for request in requests
@@ -140,14 +140,28 @@ class Encoder:
 
         for (is_chat, adds), group in groupby(sorted((row for row, text in enumerate(texts) if isinstance(text, str)), key=kind), key=kind):
             rows, param = list(group), "messages" if is_chat else "prompt"
-            plain = [row for row in rows if not isinstance(texts[row], MarkedText)]
+            pairs = [row for row in rows if requests[row].pair is not None]
+            plain = [row for row in rows if not isinstance(texts[row], MarkedText) and row not in pairs]
             if plain:
                 for row, ids in zip(plain, self._encode_batch([str(texts[row]) for row in plain], param, add_special_tokens=adds), strict=True):
                     token_ids[row] = ids
+            for row in pairs:
+                token_ids[row] = self._encode_pair(requests[row], str(texts[row]), max_model_len, adds_special_tokens=adds)
             for row in rows:
                 if isinstance(text := texts[row], MarkedText):
                     token_ids[row] = self._encode_marked(text, param, add_special_tokens=adds)
         return token_ids
+
+    def _encode_pair(self, request: GenerateRequest, text: str, max_model_len: int, *, adds_special_tokens: bool) -> np.ndarray[Any, Any] | Invalid:
+        """Both texts as the tokenizer joins them. Of a pair that is too long the longer one is cut, if the request wants that."""
+        most = request.encoding.truncate_prompt_tokens
+        cut = {"truncation": "longest_first", "max_length": most if most > 0 else max_model_len} if most is not None else {}
+        try:
+            return np.asarray(self.tokenizer(text, request.pair, add_special_tokens=adds_special_tokens, verbose=False, **cut)["input_ids"], np.int32)
+        except Exception as error:  # a tokenizer raises what it likes
+            return Invalid(f"the texts can't be encoded: {error}", param="input")
+        finally:
+            self.tokenizer.backend_tokenizer.no_truncation()  # else it cuts what others encode next
 
     def _encode_marked(self, text: MarkedText, param: str, *, add_special_tokens: bool) -> np.ndarray[Any, Any] | Invalid:
         try:
@@ -169,7 +183,7 @@ class Encoder:
         try:
             opening = self._opening(request, text)
             if request.task != "generate":
-                return self._answer(request, token_ids, max_model_len, opening)
+                return self._answer(request, text, token_ids, max_model_len, opening)
             kept = self._truncated(request, token_ids, max_model_len)
             if len(kept) < len(token_ids) or isinstance(text, MarkedText):
                 text, token_ids = None, kept
@@ -213,8 +227,10 @@ class Encoder:
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 
-    def _answer(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int, opening: str | None) -> Answer:
+    def _answer(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int, opening: str | None) -> Answer:
         """What a request other than for a generation asks. Raises Invalid."""
+        if request.task == "render":
+            return rendered_prompt((text or "").replace(MARK, ""))
         if request.task == "tokenize":
             kept = self._truncated(request, token_ids, max_model_len).tolist()
             strs = self.tokenizer.convert_ids_to_tokens(kept) if request.encoding.return_token_strs else None

@@ -115,11 +115,11 @@ def encoder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def save_word_tokenizer(folder: Path) -> None:
-    """One that knows a few dozen words, and puts [CLS] before a text and [SEP] after it."""
+    """One that knows a few dozen words. [CLS] stands before a text, [SEP] after it and between two texts."""
     vocab = {word: number for number, word in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"w{number}" for number in range(60))])}
     tokenizer = Tokenizer(models.WordLevel(vocab, "[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]").save_pretrained(folder)
 
 

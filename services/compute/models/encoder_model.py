@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from services.compute.backends.torch.backend import TorchBackend
@@ -46,7 +46,7 @@ class EncoderModel:
         """As its positions go: some models leave out those up to the padding token's id."""
         config = self.model.config
         length = getattr(config, "max_position_embeddings", None)
-        embeddings = getattr(self.model, "embeddings", None)
+        embeddings = getattr(self.model.base_model, "embeddings", None)
         is_offset = hasattr(embeddings, "create_position_ids_from_input_ids") or hasattr(embeddings, "create_position_ids_from_inputs_embeds")
         offset = config.pad_token_id + 1 if is_offset and config.pad_token_id is not None else 0
         return None if length is None else int(length) - offset
@@ -85,17 +85,58 @@ def is_encoder(config: dict[str, Any], folder: Path) -> bool:
     return type(found) in AutoModelForMaskedLM._model_mapping and not found.is_encoder_decoder
 
 
+class ClassifierModel(EncoderModel):
+    """An AutoModelForSequenceClassification as an executor: the state of each of a text's tokens is the head's output for the text."""
+
+    implementation = "transformers (classifier)"
+
+    def __init__(self, model: Any, backend: TorchBackend, separator: int | None) -> None:
+        """separator: the token that ends the first text of a pair, where the model tells the two apart by types of tokens."""
+        super().__init__(model, backend)
+        self.separator = separator
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch, plan: list[int], kv_layers: Sequence[Tensor]) -> Tensor:  # noqa: ARG002
+        """Returns the head's output for its text, once for each token, [T, labels]."""
+        return torch.cat([self._classify(text[None]).expand(len(text), -1) for text in torch.split(batch.input_ids, plan)])
+
+    def _classify(self, input_ids: Tensor) -> Tensor:
+        """input_ids: [1, T]. Returns [1, labels]."""
+        logits: Tensor = self.model(input_ids=input_ids, **self._types(input_ids)).logits
+        return logits
+
+    def _types(self, input_ids: Tensor) -> dict[str, Tensor]:
+        """0 for tokens up to the first separator, 1 for those behind it, of models that know two types."""
+        if self.separator is None or getattr(self.model.config, "type_vocab_size", 0) < 2:
+            return {}
+        ends = (input_ids == self.separator).long()
+        return {"token_type_ids": (ends.cumsum(1) - ends).clamp(max=1)}
+
+
+def load_classifier(folder: Path, backend: TorchBackend) -> ClassifierModel:
+    """Raises StartupError, naming a tensor that is missing."""
+    model = _load(AutoModelForSequenceClassification, folder, backend)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = model.config.vocab_size  # a decoder's head reads the last token that is no padding: all are
+    return ClassifierModel(model, backend, AutoTokenizer.from_pretrained(folder, local_files_only=True).sep_token_id)
+
+
 def load_encoder(folder: Path, backend: TorchBackend) -> EncoderModel:
     """Raises StartupError, naming a tensor that is missing."""
+    return EncoderModel(_load(AutoModel, folder, backend), backend)
+
+
+def _load(kind: Any, folder: Path, backend: TorchBackend) -> Any:
     logging.set_verbosity_error()
     try:
-        model, info = AutoModel.from_pretrained(
+        model, info = kind.from_pretrained(
             folder, dtype=backend.dtype, attn_implementation="eager", use_safetensors=True, trust_remote_code=False, local_files_only=True,
             low_cpu_mem_usage=True, output_loading_info=True,
         )  # fmt: skip
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
         words = str(error).strip().splitlines()
         raise StartupError(f"{folder}: transformers can't load the model: {words[0] if words else type(error).__name__}") from None
-    if missing := sorted(name for name in info["missing_keys"] if not name.startswith("pooler.")):  # of its own first token's, which nothing here asks for
+    of_bare = (name for name in info["missing_keys"] if kind is not AutoModel or not name.startswith("pooler."))  # a vector that nothing here asks for
+    if missing := sorted(of_bare):
         raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
-    return EncoderModel(model.eval().to(backend.device), backend)
+    return model.eval().to(backend.device)

@@ -4,8 +4,11 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from services.gateway.context import Context
 from services.gateway.errors import RequestFailed
+from services.gateway.openai.fields import TokenIds
 from services.gateway.openai.respond import check
 from services.gateway.record import make_record
 from services.gateway.subscription import ResponseFailed
@@ -36,6 +39,13 @@ async def ask_tokenizer(context: Context, model: str, task: Task, request: Gener
     [[event]] = await ask_all(context, model, [replace(request, task=task)])
     found: dict[str, Any] = json.loads(event.text)
     return found
+
+
+async def token_ids_of(context: Context, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
+    """The tokens of each text, encoded as the one of the same number in `encodings` says. Raises as above."""
+    asked = [replace(question(context, model, encoding=encoding, prompt=text), task="tokenize") for text, encoding in zip(texts, encodings, strict=True)]
+    answers = await ask_all(context, model, asked)
+    return [np.array(json.loads(event.text)["tokens"], np.int32) for [event] in answers]
 
 
 def question(context: Context, model: str, params: SamplingParams | None = None, encoding: EncodingParams | None = None, **prompt: Any) -> GenerateRequest:

@@ -2,6 +2,7 @@
 
 import base64
 import time
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
@@ -60,29 +61,31 @@ async def embeddings(request: Request) -> Response:
     return await responder.whole(request)
 
 
-async def submit_embeddings(context: Context, body: EmbeddingBody, request: Request, make: type[R]) -> R:
-    """Hand the inputs over, all or none. Returns what answers."""
-    record, requests = prepare_embeddings(context, body, context.stage.replica_id)
+async def submit_embeddings(context: Context, body: EmbeddingBody, request: Request, make: Callable[..., R], kind: str = "embedding") -> R:
+    """Hand the inputs over, all or none. Returns what answers, which `make` makes of a generation. kind: of record.PREFIXES."""
+    record, requests = prepare_embeddings(context, body, context.stage.replica_id, kind)
     measured = Measured(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
     return make(generation, measured, context.settings.ping_interval_s)
 
 
-def prepare_embeddings(context: RequestContext, body: EmbeddingBody, gateway_id: str | None, **others: Any) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a list of inputs: as `prepare_chat` for a chat."""
+def prepare_embeddings(
+    context: RequestContext, body: EmbeddingBody, gateway_id: str | None, kind: str = "embedding", **others: Any
+) -> tuple[ResponseRecord, list[GenerateRequest]]:
+    """What goes into the pipeline for a list of inputs: as `prepare_chat` for a chat. kind: of record.PREFIXES."""
     model = check(context, body)
-    if len(body.input) > (most := context.settings.max_requests):
-        raise Invalid(f"at most {most} inputs in one request here, got {len(body.input)}", param="input")
-    record = make_record("embedding", body.model, model, num_prompts=len(body.input), **others)
+    prompts = body.prompts(may_bring_template=context.settings.trust_request_chat_template)
+    if len(prompts) > (most := context.settings.max_requests):
+        raise Invalid(f"at most {most} inputs in one request here, got {len(prompts)}", param="input")
+    record = make_record(kind, body.model, model, num_prompts=len(prompts), **others)
     now = time.time()
     scheduling = SchedulingParams(body.priority, now + body.deadline_s if body.deadline_s is not None else 0.0, "", body.cache_salt)
     requests = [
         GenerateRequest(
             request_id, gateway_id, model, SamplingParams(max_tokens=0),
-            prompt=prompt if isinstance(prompt, str) else None, prompt_token_ids=None if isinstance(prompt, str) else prompt,
-            created_at=now, scheduling=scheduling, embedding=body.embedding, encoding=body.encoding(),
+            created_at=now, scheduling=scheduling, embedding=body.embedding, encoding=body.encoding(), **prompt,
         )
-        for request_id, prompt in zip(record.request_ids, body.input, strict=True)
+        for request_id, prompt in zip(record.request_ids, prompts, strict=True)
     ]  # fmt: skip
     return record, requests

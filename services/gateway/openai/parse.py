@@ -10,11 +10,13 @@ from pydantic import ValidationError
 from services.gateway.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
 from services.gateway.batches.schemas import BatchBody
 from services.gateway.ignored import pass_over
+from services.gateway.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
 from services.gateway.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import kind_of
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
 from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
+from services.gateway.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody
 from services.gateway.responses.schemas import ResponseBody
 from shared.errors import Invalid
 
@@ -24,6 +26,13 @@ BODIES: dict[str, type[Body]] = {
     "tokenize": TokenizeBody,
     "detokenize": DetokenizeBody,
     "embedding": EmbeddingBody,
+    "pooling": PoolingBody,
+    "score": ScoreBody,
+    "rerank": RerankBody,
+    "classification": ClassificationBody,
+    "llama_completion": LlamaCompletionBody,
+    "llama_infill": InfillBody,
+    "llama_embedding": LlamaEmbeddingBody,
     "response": ResponseBody,
     "batch": BatchBody,
     "message": MessagesBody,

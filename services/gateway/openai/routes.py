@@ -55,16 +55,16 @@ async def completions(request: Request) -> Response:
 
 
 async def prepare_completion(
-    context: RequestContext, body: CompletionBody, gateway_id: str | None, **others: Any
+    context: RequestContext, body: CompletionBody, gateway_id: str | None, kind: str = "text_completion", **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a completion: as `prepare_chat` for a chat."""
+    """What goes into the pipeline for a completion: as `prepare_chat` for a chat. kind: of record.PREFIXES."""
     params, prompts, prepared, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
     params = with_model_defaults(context, body, params, model)
     constraint = prepared.constraint if prepared is not None else None
     if (count := len(prompts) * (body.num_beams or body.num_sequences)) > MAX_SEQUENCES:
         raise Invalid(f"at most {MAX_SEQUENCES} prompts times n (or best_of) in one request, got {count}", param="n")
     record = make_record(
-        "text_completion", body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
+        kind, body.model, model, num_prompts=len(prompts), has_usage=body.has_usage, num_echo_logprobs=body.num_echo_logprobs,
         num_prompt_logprobs=body.prompt_logprobs, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         checks=checks_of(prepared), **(each_choice(body, has_logprobs=body.logprobs is not None) | others),
     )  # fmt: skip

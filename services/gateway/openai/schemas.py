@@ -333,10 +333,17 @@ def checked_truncation(num_tokens: int | None) -> int | None:
 
 
 class EmbeddingBody(Body):
+    """Texts, or one conversation, which the model's chat template makes a text."""
+
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
 
     model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
+    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = None
+    messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="instead of input")] = None
+    add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
+    continue_final_message: bool = False
+    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
     pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
@@ -354,6 +361,20 @@ class EmbeddingBody(Body):
     def encoding(self) -> EncodingParams:
         """How an input is to be encoded."""
         return EncodingParams(truncate_prompt_tokens=checked_truncation(self.truncate_prompt_tokens), keeps_beginning=True)
+
+    def prompts(self, *, may_bring_template: bool) -> list[dict[str, Any]]:
+        """For each vector the fields of GenerateRequest that say what it is of. Raises Invalid."""
+        if (self.input is None) == (self.messages is None):
+            raise Invalid("give input or messages, one of them", param="input")
+        if self.input is not None:
+            return [{"prompt": each} if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]
+        assert self.messages is not None
+        chat = ChatCompletionBody.model_construct(
+            model=self.model, messages=self.messages, add_generation_prompt=self.add_generation_prompt, continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,
+        )  # fmt: skip
+        options = chat.chat_options(chat.calling(), may_bring_template=may_bring_template)
+        return [{"messages": tuple(message.to_wire() for message in self.messages), "chat": options}]
 
 
 class CompletionBody(GenerateBody):

@@ -54,3 +54,9 @@ async def tokenizer_info(request: Request, model: str | None = None) -> dict[str
 async def show_version() -> dict[str, str]:
     """Of Penstock."""
     return {"version": version("penstock")}
+
+
+@router.get("/load")
+async def show_load(request: Request) -> dict[str, int]:
+    """How many sequences this gateway is answering, for load balancers."""
+    return {"server_load": context_of(request).pipeline.subscriptions.num_sequences}
