@@ -73,9 +73,3 @@ def test_a_batch_that_is_cancelled_says_so_of_what_was_not_answered(client: anth
     assert counts.canceled > 0 and counts.canceled + counts.succeeded + counts.errored == 300
     kinds = [each.result.type for each in client.messages.batches.results(made.id)]
     assert kinds.count("canceled") == counts.canceled and len(kinds) == 300
-
-
-def test_what_no_worker_could_read_is_refused_at_once(client: anthropic.Anthropic) -> None:
-    for requests, word in (([], "requests"), ([asked("no space")], "custom_id"), ([asked("one"), asked("one")], "has been there before")):
-        with pytest.raises(anthropic.BadRequestError, match=word):
-            client.messages.batches.create(requests=requests)
