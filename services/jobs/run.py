@@ -27,6 +27,7 @@ from services.jobs import output
 from services.jobs.asking import Asked, ask, key_of
 from services.jobs.blocks import MAX_OPEN, Block, OpenBlocks
 from services.jobs.input import Line, folder_of
+from services.jobs.lease import Lease, LeaseLost
 from services.jobs.office import Office
 from services.jobs.output import Answer, answered, not_answered
 from services.jobs.patience import persist
@@ -36,13 +37,12 @@ from shared.errors import Invalid, Lost, Recoverable, Rejected
 from shared.line import without_command
 from shared.messages import RequestError
 from shared.sampling_params import SEEDS
-from shared.streams import batch_key, batch_lease_key, upkeep_key
+from shared.streams import batch_key, upkeep_key
 from shared.telemetry import get_logger
 
 log = get_logger("penstock.jobs")
 
 SLICE_S = 60.0  # then other batches have their turn
-LEASE_S = 15.0
 WATCH_EVERY_S = 1.0
 MAX_ATTEMPTS = 5  # at a line whose log Redis loses
 MAX_BEGUN = 10  # runs in a row that end with their worker, or by a mistake of ours, and have answered nothing
@@ -53,26 +53,15 @@ CLOSED = {
 }
 LOST = RequestError("Redis has lost this request again and again", code="request_lost")
 
-# ARGV: lease key, this run's token, ms. Renews or gives up (ms 0) a lease that is still this run's; returns whether it was.
-RENEW = """
-if redis.call('GET', ARGV[1]) ~= ARGV[2] then return 0 end
-if ARGV[3] == '0' then redis.call('DEL', ARGV[1]) else redis.call('PEXPIRE', ARGV[1], ARGV[3]) end
-return 1
-"""
-
 # ARGV: batch key, how often it was begun in vain. Makes no batch of one that is gone.
 BEGUN = "if redis.call('EXISTS', ARGV[1]) == 1 then redis.call('HSET', ARGV[1], 'num_begun', ARGV[2]) end"
-
-
-class LeaseLost(Exception):
-    """Another worker has the batch: this one was silent for too long."""
 
 
 class BatchRun:
     def __init__(self, office: Office, batch_id: str) -> None:
         self.office = office
         self.batch_id = batch_id
-        self.token = f"{office.stage.replica_id}/{uuid.uuid4().hex}"
+        self.lease = Lease(office.client, batch_id, f"{office.stage.replica_id}/{uuid.uuid4().hex}")
         self.began_at = time.monotonic()
         self.ends_at = self.began_at + SLICE_S
         self.closing = ""  # why no more lines are executed: of CLOSED
@@ -86,7 +75,7 @@ class BatchRun:
 
     async def run(self) -> bool:
         """Returns whether there is more to do, for another run."""
-        if not await persist(lambda: self.office.client.set(batch_lease_key(self.batch_id), self.token, nx=True, px=int(LEASE_S * 1000))):
+        if not await persist(self.lease.take):
             return False
         self.office.num_running += 1
         started_at, is_over = time.time(), False
@@ -109,7 +98,7 @@ class BatchRun:
             await asyncio.gather(working, watching, return_exceptions=True)
             self.office.num_running -= 1
             self._tell(started_at, is_over=is_over)
-            await persist(partial(self._lease, 0))
+            await persist(self.lease.give_up)
 
     def _tell(self, started_at: float, *, is_over: bool) -> None:
         """Say what this run has done."""
@@ -129,7 +118,7 @@ class BatchRun:
         """Renew the lease, say how far the batch is, and see whether it is to end. Returns True when this run is over. Raises LeaseLost."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
-            if not await persist(partial(self._lease, int(LEASE_S * 1000))):
+            if not await persist(self.lease.renew):
                 raise LeaseLost
             if (batch := await self._load()) is None:
                 raise LeaseLost
@@ -142,9 +131,6 @@ class BatchRun:
     async def _begun(self, num_begun: int) -> None:
         """Note how often in a row the batch was begun in vain: this run counts as such until it has answered a line, or ends."""
         await persist(lambda: self.office.client.eval(BEGUN, 0, batch_key(self.batch_id), num_begun))
-
-    async def _lease(self, ms: int) -> bool:
-        return bool(await self.office.client.eval(RENEW, 0, batch_lease_key(self.batch_id), self.token, ms))
 
     async def _load(self) -> Batch | None:
         """The batch as it is, told what is counted so far; and whether Redis is full."""

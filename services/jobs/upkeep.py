@@ -16,8 +16,8 @@ from services.gateway.batches.store import Batch, read_batch
 from services.gateway.files.store import CONTENTS
 from services.jobs.closing import close_soon
 from services.jobs.input import FOLDERS, folder_of
+from services.jobs.lease import LEASE_S, RENEW
 from services.jobs.office import Office
-from services.jobs.run import LEASE_S, RENEW
 from shared.job_queue import QUEUED_S
 from shared.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
 from shared.registry import look

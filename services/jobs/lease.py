@@ -1,0 +1,38 @@
+"""The lease of a batch: one worker at a time runs it, and another may when that one has been silent for a while."""
+
+import redis.asyncio
+
+from shared.streams import batch_lease_key
+
+LEASE_S = 15.0
+
+# ARGV: lease key, token, ms. Renews or gives up (ms 0) a lease that is still this token's; returns whether it was.
+RENEW = """
+if redis.call('GET', ARGV[1]) ~= ARGV[2] then return 0 end
+if ARGV[3] == '0' then redis.call('DEL', ARGV[1]) else redis.call('PEXPIRE', ARGV[1], ARGV[3]) end
+return 1
+"""
+
+
+class LeaseLost(Exception):
+    """Another worker has the batch: this one was silent for too long."""
+
+
+class Lease:
+    """One run's. token: names the run; no other has the same."""
+
+    def __init__(self, client: "redis.asyncio.Redis", batch_id: str, token: str) -> None:
+        self.client = client
+        self.key = batch_lease_key(batch_id)
+        self.token = token
+
+    async def take(self) -> bool:
+        """Returns whether nobody else had it."""
+        return bool(await self.client.set(self.key, self.token, nx=True, px=int(LEASE_S * 1000)))
+
+    async def renew(self) -> bool:
+        """Returns whether it was still this run's."""
+        return bool(await self.client.eval(RENEW, 0, self.key, self.token, int(LEASE_S * 1000)))
+
+    async def give_up(self) -> None:
+        await self.client.eval(RENEW, 0, self.key, self.token, 0)
