@@ -3,7 +3,7 @@
 import re
 
 _FILE_ID = re.compile(r"file-[0-9A-Za-z_-]{1,64}")
-_BATCH_ID = re.compile(r"batch_[0-9A-Za-z_-]{1,64}")
+_BATCH_ID = re.compile(r"(msg)?batch_[0-9A-Za-z_-]{1,64}")  # OpenAI's and Anthropic's
 
 
 def is_file_id(value: object) -> bool:

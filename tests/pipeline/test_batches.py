@@ -82,7 +82,7 @@ def texts_of(url: str, body: Json, *, is_expected: bool = False) -> Any:
 @pytest.mark.parametrize("url", BODIES)
 def test_a_batch_answers_as_its_endpoint_does(url: str, served: Deployment, client: openai.OpenAI) -> None:
     lines = [line(number, url, **BODIES[url]) for number in (3, 1, 2)]
-    wrong = line(0, url, **BODIES[url], model_kwargs={})
+    wrong = line(0, url, **BODIES[url] | {"priority": "soon"})
     batch = ended(client, start(client, url, [*lines, wrong]).id)
     assert batch.status == "completed" and batch.request_counts is not None and batch.usage is not None
     assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (4, 3, 1)

@@ -30,6 +30,7 @@ class Line:
 
     def texts(self, on_first: str = "") -> tuple[str, float]:
         """A streamed answer's text, and its longest pause in s. The stage `on_first` loses replies from the first token on, a tokenizer before it."""
+        wait_until(lambda: self.deployment.get("/ready").status_code == 200, description="every stage is alive")
         proxy = self.proxies.get(on_first)
         if on_first == "tokenizer":
             lose(proxy)

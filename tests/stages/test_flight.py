@@ -2,6 +2,7 @@
 
 import random
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -82,20 +83,33 @@ def test_logs_are_the_same_with_a_step_in_flight(line: LineOfStages, expected: d
 def test_rows_that_sit_out_get_the_same_bytes(
     line: LineOfStages, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_slow: bool, is_in_flight: bool
 ) -> None:
-    """Nobody waits for a mask; is_slow: all are filled before their rows run."""
+    """Nobody waits for a mask, and each takes longer than a step; is_slow: all are filled before their rows run."""
+    fill = matcher.Filling._fill
+
+    def slowly(filling: matcher.Filling, turn: matcher.Turn, row: Any) -> bool:
+        time.sleep(0.02)
+        return fill(filling, turn, row)
+
     monkeypatch.setattr(service, "MASK_BUDGET_S", 0.0)
+    monkeypatch.setattr(matcher.Filling, "_fill", slowly)
     if is_slow:
         monkeypatch.setattr(matcher, "SLOW_S", -1.0)
     found = line.compute.row_search
     line.compute.row_search = DrawingSearch(found, random.Random(1), share_wrong=0.1) if is_in_flight else found
     held: list[int] = []
-    hold_back = line.compute.hold_back
+    hold_back, sitting_out = line.compute.hold_back, line.compute.constraints.sitting_out
 
     def counted(late: list[Sequence]) -> None:
         held.extend(each.handle for each in late)
         hold_back(late)
 
+    def sat_out() -> frozenset[int]:
+        found = sitting_out()
+        held.extend(found)
+        return found
+
     monkeypatch.setattr(line.compute, "hold_back", counted)
+    monkeypatch.setattr(line.compute.constraints, "sitting_out", sat_out)
     line.forget_logs()
     try:
         assert line.answer(*REQUESTS) == expected
