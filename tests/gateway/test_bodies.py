@@ -62,8 +62,8 @@ def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways
         ("logit_bias", {"10": 1, "1_0": 2}, "logit_bias"),
         ("logit_bias", {"": 1}, "logit_bias"),
         ("n", "many", "n"),
-        ("weird", 1, "weird"),
-        ("stream_options", {"weird": 1}, "stream_options.weird"),
+        ("lora", "x", "lora"),
+        ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
     ]
     for field, value, param in cases:
         body = {"model": NAME, "prompt": "x", "user": "x", field: value, "cache_salt": padding[:256]}

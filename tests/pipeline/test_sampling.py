@@ -232,7 +232,7 @@ def test_texts_become_tokens_and_tokens_texts(demo: Deployment) -> None:
     ids = tokenizer().encode("Hé 🙂")
     assert found == {"count": len(ids), "max_model_len": 1024, "tokens": ids, "token_strs": tokenizer().convert_ids_to_tokens(ids)}
     assert demo.post("/detokenize", {"tokens": ids}).json() == {"prompt": "Hé 🙂", "content": "Hé 🙂"}
-    assert demo.post("/detokenize", {"tokens": []}).json() == {"prompt": ""}
+    assert demo.post("/detokenize", {"tokens": []}).json() == {"prompt": "", "content": ""}
     chat = demo.post("/tokenize", {"messages": QUESTION}).json()
     assert chat["tokens"] == tokenizer().apply_chat_template(QUESTION, add_generation_prompt=True, return_dict=False) and chat["token_strs"] is None
     text = demo.post("/detokenize", {"model": MODEL, "tokens": chat["tokens"]}).json()["prompt"]
