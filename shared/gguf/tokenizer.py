@@ -236,12 +236,13 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
         scores = head.items("tokenizer.ggml.scores", (int, float))
     if len(scores) != len(tokens):
         raise StartupError(f"{head.path}: {len(tokens)} tokens, but scores of {len(scores)}")
+    for token, number in number_of.items():
+        if len(token) > MAX_TOKEN:
+            raise StartupError(f"{head.path}: token {number} has {len(token)} characters; at most {MAX_TOKEN} are merged")
     if sum(len(token) ** 2 for token in number_of) > MAX_CUTTING:
         raise StartupError(f"{head.path}: the tokens are too many and too long to find their merges")
     ranked, num_merged = [], 0
     for token, number in number_of.items():
-        if len(token) > MAX_TOKEN:
-            raise StartupError(f"{head.path}: token {number} has {len(token)} characters; at most {MAX_TOKEN} are merged")
         for cut in range(1, len(token)):
             left, right = number_of.get(token[:cut]), number_of.get(token[cut:])
             if left is not None and right is not None:

@@ -163,7 +163,7 @@ NAMED = {"type": "function", "function": {"name": "f", "parameters": 3}}
     [
         ("/v1/responses", {"text": {"format": {"type": "json_schema", "name": "x", "schema": WRONG}}}, "text.format.schema"),
         ("/v1/responses", {"text": {"format": {"type": "yaml"}}}, "text.format.type"),
-        ("/v1/responses", {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
+        ("/v1/responses", {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
         ("/v1/responses", {"tools": [FLAT[1], {"type": "function", "name": "a b"}]}, "tools[1].name"),
         ("/v1/responses", {"tools": FLAT, "tool_choice": {"type": "function", "name": 3}}, "tool_choice.name"),
         ("/v1/responses", {"tools": FLAT, "tool_choice": {"type": "allowed_tools", "mode": "all", "tools": [FLAT[1]]}}, "tool_choice.mode"),
@@ -264,9 +264,9 @@ def test_strict_functions_that_may_be_called_hold_the_call_to_their_schema(think
         constraint = taken[0].constraint
         assert constraint is not None and constraint.kind == "structural_tag" and json.loads(constraint.text)["format"]["triggers"] == ["<tool_call>"]
         impossible: Any = [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"type": "object", "not": {}}}}]
-        with pytest.raises(openai.BadRequestError, match="not") as error:
+        with pytest.raises(openai.BadRequestError, match="the function f") as error:
             client.chat.completions.create(model=NAME, messages=QUESTION, tools=impossible)
-        assert error.value.param == "tools"
+        assert error.value.param == "tools[0].function.parameters"
 
 
 def test_events_have_no_positions(thinking_stage: tuple[Deployment, Backstage]) -> None:

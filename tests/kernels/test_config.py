@@ -50,7 +50,7 @@ FAMILIES = {name: config_of(name) for name in CONFIGS}
         ("llama2", {"rms_norm_eps": None}, "rms_norm_eps is None, not a number"),
         ("llama2", {"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, not a number"),
         ("llama2", {"rms_norm_eps": -1e-6}, "rms_norm_eps is -1e-06, not positive"),
-        ("llama2", {"rope_parameters": {"rope_theta": -1.0}}, "frequencies that are not finite"),
+        ("llama2", {"rope_parameters": {"rope_theta": -1.0}}, "rope_theta of rope must be a positive number, got -1.0"),
         ("mixtral", {"num_experts_per_tok": 100, "num_local_experts": 2}, "num_experts_per_tok is 100, not an integer from 1 to 2"),
         ("qwen2-moe", {"shared_expert_intermediate_size": "x"}, "shared_expert_intermediate_size is 'x'"),
         ("smollm3", {"no_rope_layers": [7, 7, 7]}, "no_rope_layers"),
