@@ -25,7 +25,7 @@ Record = tuple[str, bytes]  # a key, and what is written there
 
 @dataclass(frozen=True, slots=True)
 class Attempts:
-    """What Redis remembers of a request that runs, or was claimed."""
+    """A request that runs, or was claimed, as Redis remembers it."""
 
     num_begun: int = 0  # trials in which a replica died, or may be dying, since its log last grew
     num_logged: int = 0  # tokens in its log then
@@ -111,7 +111,7 @@ class Quarantine:
             self._write(changed)
 
     def told(self, sequences: Iterable[Sequence], *, has_run: bool) -> list[Record]:
-        """What is to be written before something is done with these sequences that may kill, and (has_run False) when it has gone well before any step."""
+        """The records to write before these sequences do something that may kill, and (has_run False) after it went well before any step."""
         return [
             Attempts(0, each.num_decided_tokens - each.num_prompt_tokens, has_run).record(each.request_id)
             for each in sequences
@@ -141,7 +141,7 @@ class Quarantine:
 
 
 def unit_of(sequence: Sequence) -> str | int:
-    """What is tried as one: the choices of a prompt."""
+    """Choices of one prompt are tried together."""
     return sequence.group_id or sequence.handle
 
 

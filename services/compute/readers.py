@@ -13,7 +13,7 @@ class Readers:
     _absent_since: dict[str, float] = field(default_factory=dict)  # by gateway, on the registry's clock
 
     def gone(self, gateway_ids: set[str], registry: Registry) -> set[str]:
-        """Those of the gateways that have been absent for longer than the grace, as of the registry's look."""
+        """The gateways that have been absent for longer than the grace, as of the registry's look."""
         now, absent = registry.looked_at, gateway_ids - registry.ids("gateway")
         self._absent_since = {each: max(self._absent_since.get(each, now), registry.seen_since) for each in absent}
         return {each for each, since in self._absent_since.items() if now - since > self.grace_s}

@@ -193,13 +193,13 @@ class Sequence:
         del self.token_ids[num_tokens:]
 
     def output_counts(self) -> TokenCounts:
-        """Of the tokens of the output."""
+        """Counts the output's tokens."""
         self._output = self._output or TokenCounts(self.num_prompt_tokens)
         self._output.follow(self.token_ids)
         return self._output
 
     def seen_counts(self) -> TokenCounts:
-        """Of the tokens of the prompt and the output."""
+        """Counts the tokens of prompt and output."""
         self._seen = self._seen or TokenCounts(0)
         self._seen.follow(self.token_ids)
         return self._seen

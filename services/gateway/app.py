@@ -123,7 +123,7 @@ def own_problems(context: Context) -> list[str]:
 
 
 async def warnings(context: Context, num_batches: int) -> list[str]:
-    """What an operator is to look at, though it keeps no interactive request from being served: the files, and the workers of batches."""
+    """Warnings for the operator that keep no interactive request from being served: files, and workers of batches."""
     found, workers = [], context.stage.registry.of("jobs")
     if num_batches and not workers:
         found.append(f"batches wait ({num_batches}), and no worker of batches is alive")

@@ -30,7 +30,7 @@ class Decoder:
         self._has_begun = False
 
     def feed(self, data: bytes) -> bytes:
-        """What the next bytes hold. Raises Invalid: 413 beyond the bound, 400 for what is broken."""
+        """Decode the next bytes. Raises Invalid: 413 beyond the bound, 400 for a broken stream."""
         if not self._has_begun and data:
             self._has_begun = True
             if self.name == "deflate" and data[0] & 0x0F != 8:  # no zlib header

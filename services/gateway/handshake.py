@@ -20,7 +20,7 @@ HANDSHAKE_TIMEOUT_S = 5.0
 
 
 class Handshakes:
-    """Those that are under way at this gateway."""
+    """The handshakes under way at this gateway."""
 
     def __init__(self, context: ssl.SSLContext, most: int, timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         self.context = context

@@ -26,7 +26,7 @@ UNSAFE = re.compile(r"[^ -+\--~]")  # what is not printable ASCII, and the comma
 
 @dataclass(slots=True)
 class Names:
-    """What was passed over, in the order in which it was found."""
+    """Names of fields that were passed over, in the order in which they were found."""
 
     is_strict: bool = False
     names: dict[str, None] = field(default_factory=dict)  # one more than are told: there are more
@@ -74,7 +74,7 @@ def refusal(names: Iterable[str]) -> Invalid:
 
 @contextmanager
 def collecting(*, is_strict: bool = False) -> Iterator[Names]:
-    """What is passed over inside."""
+    """Collect the names that are passed over inside."""
     names = Names(is_strict)
     token = COLLECTED.set(names)
     try:
@@ -85,7 +85,7 @@ def collecting(*, is_strict: bool = False) -> Iterator[Names]:
 
 @contextmanager
 def renamed(rename: Callable[[str], str]) -> Iterator[None]:
-    """What is passed over inside goes on under other names. Raises Invalid, as pass_over does."""
+    """Rename what is passed over inside. Raises Invalid, as pass_over does."""
     with collecting() as names:
         yield
     pass_over(*map(rename, names))

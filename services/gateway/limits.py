@@ -99,7 +99,7 @@ class Caller:
         return Rejected(message, status=429, retry_after_s=retry_after_s, code="rate_limit_exceeded")
 
     def request_arguments(self) -> list[str | int]:
-        """Of CHARGE_REQUEST."""
+        """The arguments of CHARGE_REQUEST."""
         limits = (self.tenant.requests_per_minute, self.tenant.tokens_per_minute)
         return [quota_key(self.tenant.tenant_id), *(UNLIMITED if limit is None else limit for limit in limits)]
 
@@ -114,7 +114,7 @@ class Caller:
         self.tell(left)
 
     def tell(self, left: list[int]) -> None:
-        """What is left, as a script returned it, in OpenAI's headers."""
+        """Put what is left, as a script returned it, into OpenAI's headers."""
         limits = (self.tenant.requests_per_minute, self.tenant.tokens_per_minute)
         for unit, limit, rest in zip(("requests", "tokens"), limits, left, strict=False):  # beside them, when that was; without limits nothing
             if limit is not None:

@@ -33,7 +33,7 @@ class HelperPool:
             await helper.stop()
 
     async def ask(self, tenant_id: str, *question: bytes, timeout_s: float) -> object:
-        """What a helper answers. Raises Rejected (429 for a tenant with too many questions, 503 where the wait is too long) and what Helper.ask does."""
+        """Ask a helper. Raises Rejected (429 for a tenant with too many questions, 503 where the wait is too long) and what Helper.ask does."""
         helper = await self._turn(tenant_id)
         try:
             return await helper.ask(*question, timeout_s=timeout_s)

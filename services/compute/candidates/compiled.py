@@ -115,7 +115,7 @@ class GrammarCache:
 
 
 def key_of(constraint: Constraint) -> Constraint:
-    """What the grammar depends on."""
+    """The fields that decide the grammar."""
     return replace(constraint, param="")
 
 

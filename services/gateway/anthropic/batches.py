@@ -133,7 +133,7 @@ async def delete(batch_id: str, request: Request) -> JSONResponse:
 
 @router.get("/{batch_id}/results")
 async def results(batch_id: str, request: Request) -> StreamingResponse:
-    """What became of each request, a line of JSON each, in no order."""
+    """The result of each request, one line of JSON each, in no order."""
     context = context_of(request)
     batch = await load(context, batch_id)
     if batch.is_running:
@@ -151,7 +151,7 @@ async def load(context: Context, batch_id: str) -> Batch:
 
 
 async def files_of(context: Context, batch: Batch, *file_ids: str) -> list[FileRecord]:
-    """Those of the files that are still there."""
+    """The files that still exist."""
     found = {each.file_id: each for each in await context.files.list_of(batch.record.owner)}
     return [found[file_id] for file_id in file_ids if file_id in found]
 

@@ -209,7 +209,7 @@ class BatchStore:
         return [batch for name, value in zip(names, values, strict=True) if (batch := read_batch(name, value)) is not None]
 
     async def running(self) -> list[Batch]:
-        """Those of all owners that have not ended, the newest first."""
+        """The batches of all owners that have not ended, the newest first."""
         with away():
             names: Any = await self.client.smembers(BATCHES_RUNNING)
             async with self.client.pipeline(transaction=False) as pipe:

@@ -21,7 +21,7 @@ class LlamaResponder(Responder):
     """Whole, or as server-sent events without a closing [DONE]: the last one of each choice says stop."""
 
     def describe(self, *, settings: SamplingParams, prompts: Sequence[str | TokenIds], has_tokens: bool) -> None:
-        """What is told back of the request."""
+        """Set the parts of the request that the answer repeats."""
         self.settings = settings
         self.prompts = prompts
         self.has_tokens = has_tokens

@@ -44,7 +44,7 @@ async def find_marks(context: Context, model: str) -> Marks:
 
 
 async def infill_prompt(context: Context, model: str, marks: Marks, body: InfillBody) -> TokenIds:
-    """What stands before, what stands after, and what the answer begins with; other files come first."""
+    """The token ids of the whole prompt: other files, the text before the gap, the text after it, the beginning of the answer."""
     extra = "".join(f"{each.filename}\n{each.text}\n" for each in body.input_extra)
     texts = [extra, body.input_prefix, body.input_suffix, body.prompt]
     files, before, after, begun = await token_ids_of(context, model, texts, [TEXT] * len(texts))

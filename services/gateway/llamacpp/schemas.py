@@ -136,7 +136,7 @@ class LlamaBody(Body):
 
     @property
     def limit(self) -> int | None:
-        """Of tokens; None: as many as fit."""
+        """The most tokens of an answer; None: as many as fit."""
         asked = self.n_predict if self.n_predict is not None else self.max_tokens
         return asked if asked is not None and asked >= 0 else None
 

@@ -119,7 +119,7 @@ async def answer_scores(
 
 
 def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
-    """Of vectors of length 1, each of `firsts` with its own of `seconds`, or the only one with all."""
+    """The vectors have length 1. Pairs each of `firsts` with its own of `seconds`, or the only one with all."""
     return [float(np.dot(first, second)) for first, second in zip(cycle(firsts), seconds, strict=False)]
 
 
@@ -147,7 +147,7 @@ def classified(replica: Replica, record: ResponseRecord, logits: list[Array], *,
 
 
 def probabilities(replica: Replica, logits: Array) -> Array:
-    """Of one label, or of labels that don't exclude each other, each by itself; else they sum to 1."""
+    """Probabilities of labels: each by itself for one label, or where several may be true; else they sum to 1."""
     if len(logits) == 1 or replica.is_multi_label:
         return 1.0 / (1.0 + np.exp(-np.clip(logits, -700.0, 700.0)))
     exponentials = np.exp(logits - logits.max())

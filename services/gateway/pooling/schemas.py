@@ -52,7 +52,7 @@ class PairEmbeddings(EmbeddingBody):
 
 
 class PairsBody(Body):
-    """What scores of pairs of texts have in common."""
+    """The fields that bodies of scores share."""
 
     neutral: ClassVar[Table] = {"service_tier": ("auto", "default"), "metadata": ANYTHING}
 

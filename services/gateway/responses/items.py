@@ -93,7 +93,7 @@ def _read_reference(value: Json, path: str) -> Json:
 
 
 def _read_output(value: Json, path: str) -> Json:
-    """What a tool has answered, as a text."""
+    """A tool's answer as text."""
     output = value.get("output")
     text = "".join(part["text"] for part in _read_parts(output, "input_text", f"{path}.output")) if isinstance(output, list) else _text(value, "output", path)
     named = "id" if value["type"] == "local_shell_call_output" and "call_id" not in value else "call_id"

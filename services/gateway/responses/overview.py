@@ -11,7 +11,7 @@ Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs
 
 
 async def running(context: Context) -> Found:
-    """Those of all tenants that run now."""
+    """The responses of all tenants that run now."""
     models = {replica.model for replica in context.stage.registry.replicas if replica.model is not None}
     with away():
         async with context.client.pipeline(transaction=False) as pipe:
