@@ -1,8 +1,9 @@
-"""While replicas with other settings take over, every gateway asks the same one."""
+"""Replicas with other settings beside each other: every gateway asks the same one, and /health warns of them."""
 
 from itertools import permutations
 from types import SimpleNamespace
 
+from services.gateway.app import unlike_replicas
 from services.gateway.openai.routes import fingerprint_of, parsers_of
 from shared.messages import Replica
 from shared.registry import Registry
@@ -18,3 +19,11 @@ def test_the_newest_replica_speaks_for_its_stage_in_whatever_order_they_are_list
         context = SimpleNamespace(stage=SimpleNamespace(registry=Registry(replicas)))
         assert parsers_of(context, "m") == ("mistral", "")  # type: ignore[arg-type]
         assert fingerprint_of(context, "m") == "fp_new"  # type: ignore[arg-type]
+
+
+def test_health_warns_of_replicas_that_would_answer_differently() -> None:
+    alike = Replica("compute", "c-3", "host", 5, started_at=30.0, model="m", fingerprint="fp_new")
+    alone = Replica("compute", "c-4", "host", 6, started_at=30.0, model="other", fingerprint="fp_other")
+    assert unlike_replicas([NEW_COMPUTE, alike, alone]) == []
+    [warning] = unlike_replicas([NEW_COMPUTE, alike, alone, OLD_COMPUTE])
+    assert warning.startswith("compute replicas of m have different fingerprints") and warning.endswith("fp_new (c-2, c-3), fp_old (c-1)")
