@@ -88,7 +88,7 @@ async def one_piece_each(context: Context, model: str, prompts: list[Pieces]) ->
 
 
 async def biases_of(context: Context, model: str, biases: Biases) -> dict[str, float]:
-    """By token id; the bias of a text goes to each of its tokens."""
+    """The biases by token id. A text gives its bias to each of its tokens."""
     texts = [token for token, _ in biases if isinstance(token, str)]
     encoded = iter(await token_ids_of(context, model, texts, [EncodingParams(add_special_tokens=False)] * len(texts)) if texts else [])
     found: dict[str, float] = {}

@@ -48,7 +48,7 @@ async def find_any(context: Context, response_id: str) -> ResponseRecord | None:
 
 
 def summary(record: ResponseRecord, *, is_running: bool) -> dict[str, Any]:
-    """What it is and whose, without what was asked."""
+    """A response's kind, state and owner, without its input."""
     return {
         "id": record.response_id, "object": "response.summary", "kind": record.kind, "model": record.model, "created_at": record.created,
         "status": "in_progress" if is_running else "ended", "tenant_id": record.tenant_id,
