@@ -22,9 +22,9 @@ from typing import Any
 import httpx
 import redis
 
-from shared.messages import RequestError
-from shared.streams import GATEWAY_ID, REQUEST_ID, requests
-from shared.token_log import end_request
+from shared.wire.messages import RequestError
+from shared.wire.streams import GATEWAY_ID, REQUEST_ID, requests
+from shared.wire.token_log import end_request
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage

@@ -28,8 +28,8 @@ from services.compute.batch import ScheduledBatch
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.loop import run_step
 from services.compute.sequence import Sequence
-from shared.errors import StartupError
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import StartupError
 
 STEPS = 20
 MOST_SEQUENCES, MOST_TOKENS = 64, 1024  # of a step, as bench.model loads an engine

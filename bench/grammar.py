@@ -22,9 +22,9 @@ from services.compute.candidates.reduction import NO_MASKS, reduce
 from services.compute.candidates.row_mask import apply_mask
 from services.compute.engine import Engine
 from services.compute.sequence import Sequence
-from shared.constraint import Constraint
-from shared.grammar import compile_grammar
-from shared.sampling_params import SamplingParams
+from shared.model.constraint import Constraint
+from shared.model.grammar import compile_grammar
+from shared.model.sampling_params import SamplingParams
 
 RECORDS = {
     "type": "array",

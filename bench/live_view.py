@@ -23,10 +23,10 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
 from services.compute.sequence import Sequence
 from services.compute.view import make_view
-from shared.messages import TokenizedRequest, encode
-from shared.sampling_params import SamplingParams
-from shared.streams import WATCHED
-from shared.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import TokenizedRequest, encode
+from shared.wire.streams import WATCHED
+from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 

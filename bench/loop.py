@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from services.launcher import COMPUTE_NICENESS
+from services.operator.launcher import COMPUTE_NICENESS
 
 
 def prompts(streams: int, length: int) -> list[list[int]]:
@@ -63,9 +63,9 @@ def main() -> None:
     from services.compute.engine import build_engine
     from services.compute.scheduling.loop import run_step
     from services.compute.sequence import Sequence
-    from shared.model_files import open_model
-    from shared.sampling_params import SamplingParams
-    from shared.settings import ComputeSettings, load_settings
+    from shared.model.files import open_model
+    from shared.model.sampling_params import SamplingParams
+    from shared.process.settings import ComputeSettings, load_settings
 
     settings = load_settings(ComputeSettings)
     engine = build_engine(settings, open_model(settings.model, weights=True))

@@ -31,9 +31,9 @@ from services.compute.models.decoder import Decoder
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from shared.model_files import open_model
-from shared.sampling_params import SamplingParams
-from shared.settings import ComputeSettings
+from shared.model.files import open_model
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import ComputeSettings
 
 BATCHES, PREFILLS = (1, 4, 8, 16, 32), (512, 1024)
 

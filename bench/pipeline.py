@@ -43,7 +43,7 @@ import redis
 from bench.load import generate
 from bench.loop import Loop, prompts
 from bench.model_folder import model_folder
-from services.redis_server import socket_path
+from services.operator.redis_server import socket_path
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
 PARTS = ("schedule", "forward", "reduce", "publish", "wait")
@@ -63,7 +63,7 @@ class Served:
         self.model = model
         self.port = free_port()
         self.log = folder / "up.log"
-        command = [sys.executable, "-m", "services.cli", "up", *flags, "--data-dir", str(folder / "data"), "--port", str(self.port)]
+        command = [sys.executable, "-m", "services.operator.cli", "up", *flags, "--data-dir", str(folder / "data"), "--port", str(self.port)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(command, env={**os.environ, "PENSTOCK_LOG_LEVEL": "error"}, stdout=log, stderr=log)
         self.launcher, self.children = psutil.Process(self.process.pid), []

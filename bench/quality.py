@@ -33,8 +33,8 @@ from services.compute.tools.calibration.perplexity import next_token_logs
 from services.compute.tools.calibration.simulation import ObservedLinear
 from services.compute.tools.calibration.texts import split
 from services.compute.weights.loader import load_weights, open_source
-from shared.errors import StartupError
-from shared.model_files import ModelFiles, open_model
+from shared.model.files import ModelFiles, open_model
+from shared.process.errors import StartupError
 
 DEFAULT_MODEL = "smollm2-135m"
 WINDOW = 256  # tokens

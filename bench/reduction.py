@@ -23,9 +23,9 @@ from services.compute.candidates.reduction import reduce
 from services.compute.engine import Engine, build_engine
 from services.compute.scheduling.loop import run_step
 from services.compute.sequence import Sequence
-from shared.model_files import open_model
-from shared.sampling_params import SamplingParams
-from shared.settings import ComputeSettings
+from shared.model.files import open_model
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import ComputeSettings
 
 BATCH, VOCABULARY = 32, 151_936
 KINDS = {

@@ -17,14 +17,14 @@ from pathlib import Path
 import numpy as np
 import redis
 
-from services.redis_server import socket_path, start_server
+from services.operator.redis_server import socket_path, start_server
 from services.sampler.detokenizer import load_tokenizer
 from services.sampler.service import SamplerService
-from shared.messages import SequenceIntro, StepCandidates, decode, encode
-from shared.model_files import DEMO_MODEL
-from shared.sampling_params import SamplingParams
-from shared.settings import SamplerSettings
-from shared.stage import Stage
+from shared.model.files import DEMO_MODEL
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import SamplerSettings
+from shared.wire.messages import SequenceIntro, StepCandidates, decode, encode
+from shared.wire.stage import Stage
 
 
 def make_step(batch: int, step: int, count: int, params: SamplingParams, rng: "np.random.Generator") -> bytes:

@@ -26,9 +26,9 @@ from services.compute.sequence import Sequence
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, kv_tokens
 from services.compute.simulation.simulator import Replay, percentiles, replay
 from services.compute.simulation.trace import TraceRequest, load_trace, with_rate
-from shared.model_files import open_model
-from shared.sampling_params import SamplingParams
-from shared.settings import ComputeSettings
+from shared.model.files import open_model
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import ComputeSettings
 
 StepSeconds = Callable[[ScheduledBatch, Scheduler], float]
 BLOCK_SIZE = 16

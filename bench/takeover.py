@@ -23,15 +23,15 @@ import redis
 from services.compute.candidates.reduction import REQUESTS_OWN, CandidateRows
 from services.compute.exchange.exchange import TEND_EVERY_S
 from services.compute.exchange.undecided import Decision, Undecided
-from services.redis_server import socket_path, start_server
+from services.operator.redis_server import socket_path, start_server
 from services.sampler.detokenizer import load_tokenizer
 from services.sampler.service import SamplerService
-from shared.messages import SequenceIntro, StepCandidates, StepDecisions, TokenEvent, decode, encode
-from shared.model_files import DEMO_MODEL
-from shared.sampling_params import SamplingParams
-from shared.settings import SamplerSettings
-from shared.stage import Stage
-from shared.streams import MESSAGE, decisions, log_key
+from shared.model.files import DEMO_MODEL
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import SamplerSettings
+from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, TokenEvent, decode, encode
+from shared.wire.stage import Stage
+from shared.wire.streams import MESSAGE, decisions, log_key
 
 COMPUTE = "compute-bench"
 

@@ -1,1 +1,1 @@
-"""Penstock's stages, one package each, and the programs around them (the command line, the launcher)."""
+"""Penstock's stages, one package each, and the programs around them: operator (the command line) and chat (a client)."""

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from shared.errors import StartupError
-from shared.settings import GatewaySettings
+from shared.process.errors import StartupError
+from shared.process.settings import GatewaySettings
 from shared.tenants import MAX_PRIORITY, Tenant
 
 PREFIX = "sk-penstock-"

@@ -13,8 +13,8 @@ import redis
 from hypothesis import HealthCheck, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
-from services.redis_server import socket_path, start_server
-from shared.streams import CELERY_PREFIX
+from services.operator.redis_server import socket_path, start_server
+from shared.wire.streams import CELERY_PREFIX
 from tests.deployment import Deployment
 from tests.waiting import wait_until
 

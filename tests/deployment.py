@@ -14,7 +14,7 @@ import httpx
 import openai
 import redis
 
-from shared.registry import Registry, look
+from shared.wire.registry import Registry, look
 from tests.waiting import wait_until
 
 MODEL = "penstock-demo"

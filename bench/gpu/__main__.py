@@ -27,7 +27,7 @@ from bench.gpu.journal import Journal, replace_text
 from bench.gpu.options import device_and_versions, is_interpreted, parse
 from bench.gpu.report import page
 from services.compute.backends.cuda.device import why_unusable
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 WORKER = "bench.gpu.work"
 LOOK_EVERY_S = 0.5

@@ -11,7 +11,7 @@ from typing import Any
 from bench.gpu.kernels import Check
 from bench.gpu.models import FlightCheck, ModelCheck
 from bench.gpu.speed import Ceilings, KernelTime, Served, StepTime
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Found = Check | ModelCheck | FlightCheck | Ceilings | KernelTime | StepTime | Served
 KINDS: dict[str, type[Found]] = {each.__name__: each for each in (Check, ModelCheck, FlightCheck, Ceilings, KernelTime, StepTime, Served)}

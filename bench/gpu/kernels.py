@@ -28,7 +28,7 @@ from services.compute.backends.torch.reference import write_kv as write_referenc
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.candidates.reduction import CandidateRows, begin_reduction
 from services.compute.sequence import Array, Sequence
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 

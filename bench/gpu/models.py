@@ -21,8 +21,8 @@ from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
-from shared.model_files import text_config
-from shared.sampling_params import SamplingParams
+from shared.model.files import text_config
+from shared.model.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 

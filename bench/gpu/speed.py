@@ -28,7 +28,7 @@ from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.trace import TraceRequest
 from services.compute.tools.make_model import SHAPES, Shape, config_json
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ from services.chat.conversation import Conversation
 from services.chat.display import Display, clean, make_display, on_interrupt, quiet_keyboard
 from services.chat.prompt import NEWLINE_KEYS, Prompt, to_utf8
 from services.chat.server import ChatError, Model, Server, Usage
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 MAX_QUESTION_BYTES = 8 << 20  # of a pipe
 COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /etc/hosts is the beginning of a question

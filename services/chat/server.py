@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 from httpx_sse import EventSource, ServerSentEvent, SSEError
 
-from shared.errors import PenstockError, StartupError
+from shared.process.errors import PenstockError, StartupError
 
 KEYS = ("PENSTOCK_API_KEY", "OPENAI_API_KEY")  # in the environment: the first that is set goes along as a bearer token
 CONNECT_TIMEOUT_S = 10.0

@@ -3,7 +3,7 @@
 import os
 import sys
 
-from shared.stage import LIFELINE
+from shared.wire.stage import LIFELINE
 
 # How long a thread of the model spins for the others before it sleeps, in libgomp's own unit: some 0.2 ms, longer than the gaps between two kernels of
 # a step. Its default of milliseconds is no faster on a quiet machine, and three times slower on a busy one: whoever spins keeps from the core the

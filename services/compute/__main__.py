@@ -3,9 +3,9 @@
 from services.compute.engine import build_engine
 from services.compute.fingerprint import fingerprint
 from services.compute.service import ComputeService
-from shared.model_files import open_model
-from shared.settings import ComputeSettings, load_settings
-from shared.stage import Stage, run_stage, start_logging
+from shared.model.files import open_model
+from shared.process.settings import ComputeSettings, load_settings
+from shared.wire.stage import Stage, run_stage, start_logging
 
 
 def main() -> None:

@@ -10,14 +10,14 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.quarantine import Quarantine
 from services.compute.sequence import Sequence
-from shared.dry_breakers import unpack_breakers
-from shared.errors import Lost
-from shared.messages import RequestError, TokenEvent, TokenizedRequest, encode
-from shared.stage import Stage
-from shared.streams import MESSAGE, REQUEST_ID, inflight_key, reader_key, response_of, tombstone_key
-from shared.telemetry import get_logger
-from shared.token_log import end_request, parse_log, queue_read
-from shared.transport import DeadLetter, Delivery, Pipeline, write_dead_letter
+from shared.model.dry_breakers import unpack_breakers
+from shared.process.errors import Lost
+from shared.process.telemetry import get_logger
+from shared.wire.messages import RequestError, TokenEvent, TokenizedRequest, encode
+from shared.wire.stage import Stage
+from shared.wire.streams import MESSAGE, REQUEST_ID, inflight_key, reader_key, response_of, tombstone_key
+from shared.wire.token_log import end_request, parse_log, queue_read
+from shared.wire.transport import DeadLetter, Delivery, Pipeline, write_dead_letter
 
 log = get_logger("penstock.compute")
 

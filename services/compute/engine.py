@@ -21,11 +21,11 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.warm_up import first_kernels, warm_up
 from services.compute.weights.loader import load_weights
-from shared.errors import StartupError
-from shared.grammar import Vocabulary, load_vocabulary
-from shared.model_files import ModelFiles
-from shared.settings import ComputeSettings
-from shared.telemetry import get_logger
+from shared.model.files import ModelFiles
+from shared.model.grammar import Vocabulary, load_vocabulary
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 

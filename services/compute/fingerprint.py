@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from services.compute.backends.backend import Backend
-from shared.model_files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles
-from shared.settings import ComputeSettings
-from shared.telemetry import get_logger
+from shared.model.files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles
+from shared.process.settings import ComputeSettings
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 

@@ -14,7 +14,7 @@ from services.compute.candidates.reduction import CandidateRows, Reduction
 from services.compute.model_runner import DrawnTokens
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import PENDING, Sequence
-from shared.messages import RequestError
+from shared.wire.messages import RequestError
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Any
 import msgpack
 
 from services.compute.sequence import Sequence
-from shared.streams import LOG_TTL_S, attempts_key
-from shared.transport import Pipeline, Transport
+from shared.wire.streams import LOG_TTL_S, attempts_key
+from shared.wire.transport import Pipeline, Transport
 
 GROUP_SIZE = 8  # suspects that are begun together the first time
 MAX_ALONE = 2

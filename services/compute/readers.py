@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from shared.registry import Registry
+from shared.wire.registry import Registry
 
 
 @dataclass(slots=True)

@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.dry_breakers import Breakers
-from shared.messages import EmbeddingParams
-from shared.sampling_params import SamplingParams
+from shared.model.dry_breakers import Breakers
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import EmbeddingParams
 
 Array = np.ndarray[Any, Any]
 

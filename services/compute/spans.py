@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.exchange.active import ActiveRequest
-from shared.tracing import Attributes, Tracer
+from shared.process.tracing import Attributes, Tracer
 
 MAX_CHUNKS = 64  # spans of a prefill; those after them are counted only
 

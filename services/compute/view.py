@@ -7,7 +7,7 @@ import numpy as np
 from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
 from services.compute.sequence import Sequence
-from shared.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, SequenceView
+from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, SequenceView
 
 
 def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterable[int], blocks: BlockManager) -> ComputeView:

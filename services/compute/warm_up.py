@@ -12,8 +12,8 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.model_runner import ModelRunner
 from services.compute.sequence import Sequence
-from shared.errors import StartupError
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import StartupError
 
 SINGLES = (1, 17, 65)  # tokens of a step: products have one tile up to 16 rows, one up to 64, and one for more
 CHUNK = 70  # tokens, beside a single one

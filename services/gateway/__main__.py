@@ -28,10 +28,10 @@ from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backl
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from shared.api_keys import check_exposure
-from shared.errors import StartupError
-from shared.settings import GatewaySettings, load_settings
-from shared.stage import Stage, run_stage, start_logging
-from shared.transport import Pipeline as RedisPipeline
+from shared.process.errors import StartupError
+from shared.process.settings import GatewaySettings, load_settings
+from shared.wire.stage import Stage, run_stage, start_logging
+from shared.wire.transport import Pipeline as RedisPipeline
 
 
 def build(settings: GatewaySettings, keys: KeyRing) -> Context:

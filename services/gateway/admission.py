@@ -1,7 +1,7 @@
 """Who may enter: the names that are served, and bounds on what is in the pipeline of a model, in requests and in tokens, over all gateways.
 
 What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id, and their sum under "". The script here checks it,
-adds to it and hands the requests over, all or nothing; the scripts that write a request's end remove it (shared/token_log.py). So a place is held by
+adds to it and hands the requests over, all or nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is held by
 a sequence, not by a connection: it outlives its gateway, and comes back when the sequence ends, whoever still reads. What has been admitted is never
 refused later.
 """
@@ -14,12 +14,13 @@ from services.gateway.held import HELD, check_size, too_much_held
 from services.gateway.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, Caller
 from services.gateway.metrics import Metrics
 from services.gateway.redis_memory import RedisMemory
-from shared.errors import Invalid, Rejected
-from shared.messages import GenerateRequest, Replica, encode
-from shared.registry import Registry
-from shared.settings import RequestSettings
-from shared.stage import Stage
-from shared.streams import (
+from shared.process.errors import Invalid, Rejected
+from shared.process.settings import RequestSettings
+from shared.tenants import Tenant
+from shared.wire.messages import GenerateRequest, Replica, encode
+from shared.wire.registry import Registry
+from shared.wire.stage import Stage
+from shared.wire.streams import (
     GATEWAY_ID,
     MESSAGE,
     REQUEST_ID,
@@ -32,7 +33,6 @@ from shared.streams import (
     response_key,
     stored_key,
 )
-from shared.tenants import Tenant
 
 STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly

@@ -36,8 +36,8 @@ from services.gateway.pooling.routes import router as pooling
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
-from shared.messages import Replica
-from shared.streams import BATCHES_RUNNING
+from shared.wire.messages import Replica
+from shared.wire.streams import BATCHES_RUNNING
 
 TOLD_DEATHS = 3  # of workers of batches
 STORAGE_TIMEOUT_S = 1.0

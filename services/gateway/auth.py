@@ -14,9 +14,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.errors import error_response
 from services.gateway.limits import Caller
 from shared.api_keys import MIN_KEY_LENGTH, digest_of, read_keys, wants_keys
-from shared.errors import Invalid, StartupError
-from shared.settings import GatewaySettings
-from shared.telemetry import get_logger
+from shared.process.errors import Invalid, StartupError
+from shared.process.settings import GatewaySettings
+from shared.process.telemetry import get_logger
 from shared.tenants import EVERYBODY, NOBODY, Tenant
 
 log = get_logger("penstock.gateway")

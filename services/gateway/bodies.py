@@ -12,7 +12,7 @@ from services.gateway.ignored import pass_over
 from services.gateway.openai.body import Body
 from services.gateway.openai.parse import parse
 from services.gateway.pool import HelperPool
-from shared.errors import Invalid, Rejected
+from shared.process.errors import Invalid, Rejected
 
 INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py
 PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s

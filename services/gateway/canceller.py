@@ -6,10 +6,10 @@ from collections.abc import Sequence
 import redis
 import redis.asyncio
 
-from shared.messages import Control, encode
-from shared.streams import CONTROL, CONTROL_WINDOW_S, LOG_TTL_S, MESSAGE, reader_key, tombstone_key
-from shared.telemetry import get_logger
-from shared.transport import Backoff, is_temporary
+from shared.process.telemetry import get_logger
+from shared.wire.messages import Control, encode
+from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, LOG_TTL_S, MESSAGE, reader_key, tombstone_key
+from shared.wire.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
 

@@ -9,8 +9,8 @@ from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
-from shared.line import REPLY_TIMEOUT_S
-from shared.settings import StageSettings
+from shared.process.settings import StageSettings
+from shared.wire.line import REPLY_TIMEOUT_S
 
 MAX_CONNECTIONS = 64
 BLOCK_S = 1.0  # that a read may block at most

@@ -24,12 +24,12 @@ from services.gateway.openai.body import Body
 from services.gateway.reading import Reading
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.stored import Store
-from shared.errors import Invalid
-from shared.messages import Replica
-from shared.settings import GatewaySettings, RequestSettings
-from shared.stage import Stage
-from shared.telemetry import get_logger
+from shared.process.errors import Invalid
+from shared.process.settings import GatewaySettings, RequestSettings
+from shared.process.telemetry import get_logger
 from shared.tenants import NOBODY, Tenant
+from shared.wire.messages import Replica
+from shared.wire.stage import Stage
 
 log = get_logger("penstock.gateway")
 

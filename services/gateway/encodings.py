@@ -2,7 +2,7 @@
 
 import zlib
 
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 TAKEN = ("gzip", "deflate", "identity")
 GZIP_OR_ZLIB = zlib.MAX_WBITS | 32  # finds out by itself

@@ -14,11 +14,11 @@ from starlette.types import Scope
 
 from services.gateway.anthropic.errors import error_of
 from services.gateway.encodings import TAKEN
-from shared.errors import Invalid, Recoverable, Rejected
-from shared.line import reason_of, without_command
-from shared.messages import RequestError
-from shared.telemetry import get_logger
-from shared.transport import is_temporary
+from shared.process.errors import Invalid, Recoverable, Rejected
+from shared.process.telemetry import get_logger
+from shared.wire.line import reason_of, without_command
+from shared.wire.messages import RequestError
+from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.gateway")
 

@@ -21,12 +21,12 @@ from services.gateway.schemas.answers import AnswerChecker
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from services.gateway.traces import admission_span, current_root
-from shared.errors import Invalid, Recoverable, Rejected
-from shared.line import reason_of
-from shared.messages import GenerateRequest, SchedulingParams, TokenEvent
-from shared.streams import response_key
+from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.tenants import Tenant
-from shared.transport import is_temporary
+from shared.wire.line import reason_of
+from shared.wire.messages import GenerateRequest, SchedulingParams, TokenEvent
+from shared.wire.streams import response_key
+from shared.wire.transport import is_temporary
 
 KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
 

@@ -10,8 +10,8 @@ from services.gateway.helper import HelperFailed
 from services.gateway.ignored import tell
 from services.gateway.pool import HelperPool
 from services.gateway.schemas.prepare import Prepared
-from shared.constraint import Constraint
-from shared.errors import Invalid
+from shared.model.constraint import Constraint
+from shared.process.errors import Invalid
 
 CHECK_TIMEOUT_S = 5.0  # of one grammar; those that people write take milliseconds
 MAX_OF_TENANT = 64  # texts of one tenant that wait

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from services.gateway.protocol import PatientProtocol
-from shared.telemetry import get_logger
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 

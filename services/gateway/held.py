@@ -1,15 +1,15 @@
 """What a tenant's requests and stored responses hold in Redis: bounded over all gateways, so that one tenant can't take all of its memory.
 
 A request counts from its admission to its end, a stored response as long as it is stored. The script that admits a response adds it to its tenant's account
-(admission.py), those that write an end release it (shared/token_log.py). What Redis has lost, or dropped early, is found where there seems to be no room.
+(admission.py), those that write an end release it (shared/wire/token_log.py). What Redis has lost, or dropped early, is found where there seems to be no room.
 """
 
 import redis.asyncio
 
-from shared.errors import Invalid, Rejected
-from shared.host_memory import size_text
-from shared.streams import held_bytes_key, held_key, open_key, stored_key
-from shared.token_log import RELEASE
+from shared.process.errors import Invalid, Rejected
+from shared.process.host_memory import size_text
+from shared.wire.streams import held_bytes_key, held_key, open_key, stored_key
+from shared.wire.token_log import RELEASE
 
 CODE = "storage_limit_exceeded"
 MAX_WAIT_S = 60  # that a client is told to wait: others of the tenant's requests may end long before its oldest response expires

@@ -6,7 +6,7 @@ import sys
 from contextlib import suppress
 
 from services.gateway.worker import FRAME
-from shared.telemetry import get_logger
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 

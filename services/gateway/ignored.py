@@ -15,7 +15,7 @@ from typing import Any
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 HEADER = "X-Penstock-Ignored"
 MAX_NAMES = 32  # of one request; it may have a million

@@ -7,9 +7,9 @@ the pipeline's own books, so a killed gateway's places come back when its reques
 import math
 from dataclasses import dataclass, field
 
-from shared.errors import Invalid, Rejected
-from shared.streams import quota_key, running_key
+from shared.process.errors import Invalid, Rejected
 from shared.tenants import Tenant
+from shared.wire.streams import quota_key, running_key
 
 BUCKET_TTL_S = 120  # of one that nobody asks for: it is full after a minute
 UNLIMITED = -1

@@ -10,8 +10,8 @@ from services.gateway.openai.formats import Choice
 from services.gateway.record import ResponseRecord
 from services.gateway.timeline import Timeline
 from services.gateway.traces import current_root
-from shared.messages import RequestError, TokenEvent
-from shared.telemetry import get_logger
+from shared.process.telemetry import get_logger
+from shared.wire.messages import RequestError, TokenEvent
 
 log = get_logger("penstock.gateway")
 

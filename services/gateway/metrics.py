@@ -16,10 +16,10 @@ from redis.exceptions import RedisError
 
 from services.gateway.batches.figures import BatchFigures
 from services.gateway.pipeline_state import PipelineState
-from shared.messages import RequestError
-from shared.stage import Stage
-from shared.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inflight_key, prompts, requests
-from shared.telemetry import get_logger
+from shared.process.telemetry import get_logger
+from shared.wire.messages import RequestError
+from shared.wire.stage import Stage
+from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inflight_key, prompts, requests
 
 RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the median of so many, no older than that
 log = get_logger("penstock.gateway")

@@ -6,7 +6,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from services.gateway.errors import CLIENT_CLOSED
 from services.gateway.metrics import Metrics
 from services.gateway.traces import rooted, trace_headers
-from shared.tracing import Tracer
+from shared.process.tracing import Tracer
 
 TRACED_GETS = ("/v1/streams/", "/v1/responses/")  # those that may stream; of the others only what is POSTed is traced
 METHODS = ("GET", "POST", "DELETE", "HEAD", "OPTIONS")

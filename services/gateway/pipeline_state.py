@@ -7,7 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from services.gateway.batches.figures import BatchFigures
-from shared.messages import Replica
+from shared.wire.messages import Replica
 
 COMPUTE_GAUGES = {
     "running": ("penstock_num_requests_running", "Sequences that have a place in compute's steps"),

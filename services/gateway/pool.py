@@ -4,7 +4,7 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 
 from services.gateway.helper import Helper
-from shared.errors import Rejected
+from shared.process.errors import Rejected
 
 SIZE = 2
 MAX_WAITING = 1024  # questions of all tenants

@@ -13,8 +13,8 @@ from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from services.gateway.errors import error_body
-from shared.settings import GatewaySettings
-from shared.telemetry import get_logger
+from shared.process.settings import GatewaySettings
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 

@@ -10,8 +10,8 @@ import redis.asyncio
 
 from services.gateway.generation import away
 from services.gateway.limits import SCRIPT, UNLIMITED, Caller
-from shared.errors import Rejected
-from shared.streams import quota_key, running_key
+from shared.process.errors import Rejected
+from shared.wire.streams import quota_key, running_key
 
 AT_ONCE = 2  # readings of one tenant; each decodes a log between others' turns
 MAX_WAITING = 256  # of one tenant; beyond: 429

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import msgpack
 
 from services.gateway.parsing.answer import Parsing
-from shared.errors import Invalid
-from shared.messages import decode_record
-from shared.sampling_params import SEEDS, SamplingParams
-from shared.streams import response_key
-from shared.telemetry import get_logger
+from shared.model.sampling_params import SEEDS, SamplingParams
+from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
+from shared.wire.messages import decode_record
+from shared.wire.streams import response_key
 
 log = get_logger("penstock.gateway")
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import redis.asyncio
 
-from shared.host_memory import size_text
-from shared.redis_memory import NEARLY_FULL, Memory, memory_of
-from shared.telemetry import get_logger
-from shared.transport import Backoff, is_temporary
+from shared.process.host_memory import size_text
+from shared.process.telemetry import get_logger
+from shared.wire.redis_memory import NEARLY_FULL, Memory, memory_of
+from shared.wire.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
 

@@ -12,9 +12,9 @@ import uvicorn
 
 from services.gateway.context import Context
 from services.gateway.protocol import PatientProtocol
-from shared.errors import StartupError
-from shared.settings import GatewaySettings
-from shared.telemetry import get_logger
+from shared.process.errors import StartupError
+from shared.process.settings import GatewaySettings
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 

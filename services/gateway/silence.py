@@ -14,13 +14,13 @@ import redis.asyncio
 
 from services.gateway.subscription import Subscription
 from services.gateway.subscriptions import Subscriptions
-from shared.errors import Lost
-from shared.messages import Control, RequestError, TokenEvent
-from shared.registry import broadcast
-from shared.streams import MESSAGE, log_key, reader_key, response_key
-from shared.telemetry import get_logger
-from shared.token_log import END, decode_entry, end_request, parse_log
-from shared.transport import Backoff, is_temporary
+from shared.process.errors import Lost
+from shared.process.telemetry import get_logger
+from shared.wire.messages import Control, RequestError, TokenEvent
+from shared.wire.registry import broadcast
+from shared.wire.streams import MESSAGE, log_key, reader_key, response_key
+from shared.wire.token_log import END, decode_entry, end_request, parse_log
+from shared.wire.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
 

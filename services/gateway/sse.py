@@ -9,7 +9,7 @@ from typing import Any
 
 import orjson
 
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 POSITION = re.compile(r"[0-9]{1,10}")
 DONE = b"data: [DONE]\n\n"

@@ -9,7 +9,7 @@ import time
 from collections import deque
 
 from services.gateway.timeline import Timeline
-from shared.messages import RequestError, TokenEvent
+from shared.wire.messages import RequestError, TokenEvent
 
 
 class ResponseFailed(Exception):

@@ -14,14 +14,14 @@ import redis
 import redis.asyncio
 
 from services.gateway.subscription import Subscription
-from shared.errors import Invalid
-from shared.line import DENIED, reason_of, without_command
-from shared.messages import Control, RequestError, StepEvents, TokenEvent, decode
-from shared.redis_clock import NEWEST, has_begun_anew
-from shared.stage import Stage
-from shared.streams import CONTROL, MESSAGE, events
-from shared.telemetry import get_logger
-from shared.transport import TRIM_EVERY_S, Backoff, entries_of, is_temporary, next_id, write_dead_letter
+from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
+from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.messages import Control, RequestError, StepEvents, TokenEvent, decode
+from shared.wire.redis_clock import NEWEST, has_begun_anew
+from shared.wire.stage import Stage
+from shared.wire.streams import CONTROL, MESSAGE, events
+from shared.wire.transport import TRIM_EVERY_S, Backoff, entries_of, is_temporary, next_id, write_dead_letter
 
 log = get_logger("penstock.gateway")
 

@@ -5,10 +5,10 @@ from typing import Any
 import redis.asyncio
 
 from services.gateway.sse import parse_id
-from shared.errors import Invalid, Recoverable
-from shared.messages import Control, encode
-from shared.stage import Stage
-from shared.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, inflight_key, log_key, reader_key, response_key
+from shared.process.errors import Invalid, Recoverable
+from shared.wire.messages import Control, encode
+from shared.wire.stage import Stage
+from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, inflight_key, log_key, reader_key, response_key
 
 ATTEMPTS = 20  # readers that take the same response over at the same moment
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from shared.messages import Moments
+from shared.wire.messages import Moments
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from starlette.datastructures import Headers
 
-from shared.tracing import Attributes, Tracer
+from shared.process.tracing import Attributes, Tracer
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span

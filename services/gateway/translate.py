@@ -22,8 +22,8 @@ from services.gateway.openai.formats import Choice, format_for, usage
 from services.gateway.openai.respond import EventStream, Responder, check
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.record import ResponseRecord
-from shared.errors import Invalid
-from shared.messages import RequestError, TokenEvent
+from shared.process.errors import Invalid
+from shared.wire.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
 

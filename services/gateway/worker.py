@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import IO
 
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 FRAME = struct.Struct("<Q")  # length of what follows
 

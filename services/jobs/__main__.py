@@ -2,8 +2,8 @@
 
 from services.jobs.office import Office
 from services.jobs.worker import work
-from shared.settings import JobsSettings, load_settings
-from shared.stage import Stage, run_stage, start_logging
+from shared.process.settings import JobsSettings, load_settings
+from shared.wire.stage import Stage, run_stage, start_logging
 
 
 def main() -> None:

@@ -32,8 +32,8 @@ from services.gateway.responses.routes import prepare_response
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.translate import Fold, Translation, in_own_terms, own_terms
 from services.jobs.input import Line
-from shared.errors import Invalid
-from shared.messages import GenerateRequest, TokenEvent, encode
+from shared.process.errors import Invalid
+from shared.wire.messages import GenerateRequest, TokenEvent, encode
 
 Json = dict[str, Any]
 Logs = list[list[TokenEvent]]  # of a response's sequences

@@ -16,13 +16,13 @@ from kombu.transport import TRANSPORT_ALIASES
 from kombu.transport import redis as kombu_redis
 from kombu.transport.virtual import Empty
 
-from shared.errors import Invalid
-from shared.ids import is_batch_id
-from shared.job_queue import RUN_BATCH
-from shared.line import reason_of
-from shared.streams import JOB_QUEUE, MESSAGE
-from shared.telemetry import get_logger
-from shared.transport import Transport, write_dead_letter
+from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
+from shared.wire.ids import is_batch_id
+from shared.wire.job_queue import RUN_BATCH
+from shared.wire.line import reason_of
+from shared.wire.streams import JOB_QUEUE, MESSAGE
+from shared.wire.transport import Transport, write_dead_letter
 
 log = get_logger("penstock.jobs")
 

@@ -7,9 +7,9 @@ import asyncio
 
 from services.jobs.office import Office, or_end
 from services.jobs.run import BatchRun
-from shared.line import DENIED, reason_of, without_command
-from shared.telemetry import get_logger
-from shared.transport import is_temporary
+from shared.process.telemetry import get_logger
+from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.jobs")
 

@@ -6,9 +6,9 @@ from contextlib import suppress
 
 import redis
 
-from shared.registry import look
-from shared.streams import upkeep_key
-from shared.transport import Transport
+from shared.wire.registry import look
+from shared.wire.streams import upkeep_key
+from shared.wire.transport import Transport
 
 WINDOW_S = 600.0
 MOST = 1000  # that are looked at

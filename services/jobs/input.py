@@ -13,7 +13,7 @@ import orjson
 
 from services.gateway.files.storage import Storage
 from services.gateway.openai.fields import kind_of, shortened
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 BLOCK_LINES = 100
 BLOCK_WEIGHT = 512  # of its lines together: their answers are held until all are there

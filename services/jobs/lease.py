@@ -2,7 +2,7 @@
 
 import redis.asyncio
 
-from shared.streams import batch_lease_key
+from shared.wire.streams import batch_lease_key
 
 LEASE_S = 15.0
 

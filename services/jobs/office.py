@@ -22,11 +22,11 @@ from services.gateway.responses.stored import Store
 from services.jobs.broker import be_careful
 from services.jobs.deaths import Deaths
 from services.jobs.places import Places
-from shared.job_queue import make_queue, send_batch
-from shared.line import DENIED, reason_of, without_command
-from shared.settings import JobsSettings
-from shared.stage import Stage
-from shared.telemetry import get_logger
+from shared.process.settings import JobsSettings
+from shared.process.telemetry import get_logger
+from shared.wire.job_queue import make_queue, send_batch
+from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.stage import Stage
 
 log = get_logger("penstock.jobs")
 

@@ -6,8 +6,8 @@ from typing import TypeVar
 
 import redis
 
-from shared.errors import Recoverable
-from shared.transport import Backoff, is_temporary
+from shared.process.errors import Recoverable
+from shared.wire.transport import Backoff, is_temporary
 
 T = TypeVar("T")
 

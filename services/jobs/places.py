@@ -12,7 +12,7 @@ from typing import Any
 import redis.asyncio
 
 from services.jobs.patience import persist
-from shared.streams import inflight_key
+from shared.wire.streams import inflight_key
 
 LOOK_EVERY_S = 0.02
 BUSY_S = 2.0  # for which a request of others is remembered: the next one may follow

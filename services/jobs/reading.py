@@ -11,11 +11,11 @@ from services.gateway.responses.stored import DELETED_LOG_TTL_S
 from services.gateway.silence import GONE
 from services.jobs.asking import Asked, Logs
 from services.jobs.patience import persist
-from shared.errors import Lost
-from shared.messages import Control
-from shared.registry import broadcast
-from shared.streams import LOG_TTL_S, inflight_key, log_key, response_key, tombstone_key
-from shared.token_log import end_request, parse_log, queue_read
+from shared.process.errors import Lost
+from shared.wire.messages import Control
+from shared.wire.registry import broadcast
+from shared.wire.streams import LOG_TTL_S, inflight_key, log_key, response_key, tombstone_key
+from shared.wire.token_log import end_request, parse_log, queue_read
 
 LOOK_AGAIN_S = 1.0
 SILENT_S = 60.0  # of a log that has no end, though nothing is in the pipeline

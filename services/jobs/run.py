@@ -33,12 +33,12 @@ from services.jobs.output import Answer, answered, not_answered
 from services.jobs.patience import persist
 from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.spans import BatchSpans, spans_of
-from shared.errors import Invalid, Lost, Recoverable, Rejected
-from shared.line import without_command
-from shared.messages import RequestError
-from shared.sampling_params import SEEDS
-from shared.streams import batch_key, upkeep_key
-from shared.telemetry import get_logger
+from shared.model.sampling_params import SEEDS
+from shared.process.errors import Invalid, Lost, Recoverable, Rejected
+from shared.process.telemetry import get_logger
+from shared.wire.line import without_command
+from shared.wire.messages import RequestError
+from shared.wire.streams import batch_key, upkeep_key
 
 log = get_logger("penstock.jobs")
 

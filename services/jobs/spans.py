@@ -8,7 +8,7 @@ from dataclasses import replace
 from services.gateway.batches.store import Batch
 from services.jobs.asking import Asked
 from services.jobs.output import Answer
-from shared.tracing import Attributes, Tracer
+from shared.process.tracing import Attributes, Tracer
 
 
 def spans_of(tracer: Tracer | None, batch: Batch) -> "BatchSpans | None":

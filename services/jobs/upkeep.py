@@ -18,10 +18,11 @@ from services.jobs.closing import close_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.lease import LEASE_S, RENEW
 from services.jobs.office import Office
-from shared.job_queue import QUEUED_S
-from shared.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
-from shared.registry import look
-from shared.streams import (
+from shared.process.telemetry import get_logger
+from shared.wire.job_queue import QUEUED_S
+from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
+from shared.wire.registry import look
+from shared.wire.streams import (
     BATCHES_RUNNING,
     JOB_QUEUE,
     LOG_TTL_S,
@@ -36,7 +37,6 @@ from shared.streams import (
     stored_key,
     upkeep_key,
 )
-from shared.telemetry import get_logger
 
 log = get_logger("penstock.jobs")
 

@@ -21,12 +21,12 @@ from kombu.exceptions import OperationalError
 from services.jobs.office import Office
 from services.jobs.run import BatchRun
 from services.jobs.upkeep import MEMORY_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, check_memory, sweep, tidy
-from shared.ids import is_batch_id
-from shared.job_queue import RUN_BATCH
-from shared.line import DENIED, reason_of, without_command
-from shared.streams import batch_queued_key
-from shared.telemetry import get_logger
-from shared.transport import is_temporary
+from shared.process.telemetry import get_logger
+from shared.wire.ids import is_batch_id
+from shared.wire.job_queue import RUN_BATCH
+from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.streams import batch_queued_key
+from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.jobs")
 

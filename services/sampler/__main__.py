@@ -2,9 +2,9 @@
 
 from services.sampler.detokenizer import load_tokenizer
 from services.sampler.service import SamplerService
-from shared.model_files import open_model
-from shared.settings import SamplerSettings, load_settings
-from shared.stage import Stage, run_stage, start_logging
+from shared.model.files import open_model
+from shared.process.settings import SamplerSettings, load_settings
+from shared.wire.stage import Stage, run_stage, start_logging
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from shared.errors import StartupError
-from shared.messages import PromptLogprobs
+from shared.process.errors import StartupError
+from shared.wire.messages import PromptLogprobs
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
 MAX_PENDING = 8  # tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one: decode them as they are

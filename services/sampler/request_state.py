@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import Detokenizer
 from services.sampler.stop import StopMatcher
-from shared.errors import Lost
-from shared.messages import FinishReason, PromptLogprobs, RequestError, SequenceIntro, TokenEvent, TokenLogprob
-from shared.telemetry import get_logger
-from shared.token_log import parse_log
+from shared.process.errors import Lost
+from shared.process.telemetry import get_logger
+from shared.wire.messages import FinishReason, PromptLogprobs, RequestError, SequenceIntro, TokenEvent, TokenLogprob
+from shared.wire.token_log import parse_log
 
 log = get_logger("penstock.sampler")
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from services.sampler.request_state import RequestState
-from shared.messages import Moments, StepCandidates, TokenEvent
-from shared.token_log import LogEntry
+from shared.wire.messages import Moments, StepCandidates, TokenEvent
+from shared.wire.token_log import LogEntry
 
 FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
 

@@ -20,17 +20,17 @@ from services.sampler.detokenizer import TokenTable
 from services.sampler.request_state import LOST_LOG, NO_TEXT, RequestState, catch_up
 from services.sampler.rows import FAILED, UNKNOWN, Decided, moments_of, select
 from services.sampler.spans import trace
-from shared.decision import decide, pad, pick, uniform
-from shared.errors import Lost, Recoverable
-from shared.line import Line
-from shared.messages import Control, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenLogprob, TopLogprob, encode
-from shared.redis_clock import follow_clock
-from shared.settings import SamplerSettings
-from shared.stage import Stage
-from shared.streams import CONTROL, MESSAGE, DirectStream, candidates, decisions, events
-from shared.telemetry import get_logger
-from shared.token_log import LogEntry, decode_entry, log_entry, queue_entry, queue_read, write_end, write_step
-from shared.transport import DirectReader, Pipeline, write_dead_letter
+from shared.model.decision import decide, pad, pick, uniform
+from shared.process.errors import Lost, Recoverable
+from shared.process.settings import SamplerSettings
+from shared.process.telemetry import get_logger
+from shared.wire.line import Line
+from shared.wire.messages import Control, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenLogprob, TopLogprob, encode
+from shared.wire.redis_clock import follow_clock
+from shared.wire.stage import Stage
+from shared.wire.streams import CONTROL, MESSAGE, DirectStream, candidates, decisions, events
+from shared.wire.token_log import LogEntry, decode_entry, log_entry, queue_entry, queue_read, write_end, write_step
+from shared.wire.transport import DirectReader, Pipeline, write_dead_letter
 
 log = get_logger("penstock.sampler")
 

@@ -3,7 +3,7 @@
 import time
 
 from services.sampler.request_state import RequestState
-from shared.tracing import Attributes, Tracer
+from shared.process.tracing import Attributes, Tracer
 
 
 def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str) -> None:

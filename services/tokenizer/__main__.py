@@ -6,10 +6,10 @@ from typing import Any
 
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.service import TokenizerService
-from shared.errors import StartupError
-from shared.model_files import ModelFiles, open_model
-from shared.settings import TokenizerSettings, load_settings
-from shared.stage import Stage, run_stage, start_logging
+from shared.model.files import ModelFiles, open_model
+from shared.process.errors import StartupError
+from shared.process.settings import TokenizerSettings, load_settings
+from shared.wire.stage import Stage, run_stage, start_logging
 
 
 def load_tokenizer(files: ModelFiles) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 
 from services.tokenizer.template_features import find_parsers
 from services.tokenizer.template_worker import read_frame, write_frame
-from shared.errors import Invalid, StartupError
-from shared.messages import ChatMessage, ChatOptions
-from shared.telemetry import get_logger
+from shared.process.errors import Invalid, StartupError
+from shared.process.telemetry import get_logger
+from shared.wire.messages import ChatMessage, ChatOptions
 
 log = get_logger("penstock.tokenizer")
 

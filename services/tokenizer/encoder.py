@@ -14,10 +14,10 @@ from services.tokenizer.breakers import BreakerTable
 from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
-from shared.errors import Invalid
-from shared.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
-from shared.model_files import ModelFiles
-from shared.sampling_params import MAX_PROMPT_LOGPROBS
+from shared.model.files import ModelFiles
+from shared.model.sampling_params import MAX_PROMPT_LOGPROBS
+from shared.process.errors import Invalid
+from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
 
 LONG_TEXT = 16  # characters for each token that the model can read; four are usual
 

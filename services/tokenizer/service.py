@@ -7,14 +7,14 @@ from services.tokenizer.answers import Answer
 from services.tokenizer.chat_template import Slow
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.slow_templates import Rendered, SlowTemplates, brings_template
-from shared.errors import Invalid
-from shared.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
-from shared.settings import TokenizerSettings
-from shared.stage import Stage
-from shared.streams import prompts, requests, tombstone_key
-from shared.telemetry import get_logger
-from shared.token_log import end_request, write_end
-from shared.transport import DeadLetter, Delivery, GroupReader, Pipeline, append_to_group
+from shared.process.errors import Invalid
+from shared.process.settings import TokenizerSettings
+from shared.process.telemetry import get_logger
+from shared.wire.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
+from shared.wire.stage import Stage
+from shared.wire.streams import prompts, requests, tombstone_key
+from shared.wire.token_log import end_request, write_end
+from shared.wire.transport import DeadLetter, Delivery, GroupReader, Pipeline, append_to_group
 
 log = get_logger("penstock.tokenizer")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from services.tokenizer.chat_template import ChatTemplate, Slow
-from shared.errors import Invalid
-from shared.messages import GenerateRequest
-from shared.transport import Delivery
+from shared.process.errors import Invalid
+from shared.wire.messages import GenerateRequest
+from shared.wire.transport import Delivery
 
 NUM_WORKERS = 2
 MAX_OF_TENANT = 64  # that wait

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from tokenizers import Tokenizer
 
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 MARK, ALIAS = "\ufdd0", "\ufdd1"  # noncharacters: Unicode keeps them for internal use
 JSON_TEXTS = ("arguments", "tools", "documents", "template_kwargs")  # fields that are opened: a spelling in them may be escaped

@@ -5,8 +5,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.errors import Invalid
-from shared.messages import Replica, TokenEvent, decode
+from shared.process.errors import Invalid
+from shared.wire.messages import Replica, TokenEvent, decode
 from tests.chaos.cluster import Cluster
 
 GROUP_STREAMS = ("requests*", "prompts:*")

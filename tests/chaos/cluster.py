@@ -17,7 +17,7 @@ import httpx
 import redis
 
 from shared.api_keys import add_key
-from shared.messages import Replica, decode
+from shared.wire.messages import Replica, decode
 from tests.chaos.clocks import Clocks
 from tests.chaos.options import Options
 from tests.chaos.proxy import Proxy

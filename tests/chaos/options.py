@@ -5,7 +5,7 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shared.settings import ComputeSettings
+from shared.process.settings import ComputeSettings
 
 READER_TIMEOUT_S = 60.0  # the default of the setting, which the long faults are made for
 # The last one: a slow machine may take more than the usual minute to start a gateway again, and what has no reader for that long is cancelled

@@ -16,7 +16,7 @@ from typing import Any
 import redis
 import redis.asyncio
 
-from services.redis_server import find_binary, socket_path, start_server
+from services.operator.redis_server import find_binary, socket_path, start_server
 from tests.chaos.clocks import Clocks
 from tests.deployment import free_port
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from shared.messages import TokenEvent, encode
+from shared.wire.messages import TokenEvent, encode
 from tests.chaos.answers import Answer, Wrong
 from tests.chaos.checks import log_problem
 from tests.chaos.faults import FAULTS, MOST_A_ROUND, choose

@@ -28,7 +28,7 @@ def server(python: str, origin: str) -> Iterator[str]:
         command = [
             python,
             "-m",
-            "services.cli",
+            "services.operator.cli",
             "up",
             "--model",
             "demo",

@@ -18,15 +18,15 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
-from services import cli
 from services.gateway.auth import KeyRing
 from services.gateway.batches.store import MAX_RUNNING
 from services.gateway.files.routes import MAX_UPLOADS, MAX_UPLOADS_OF_ONE
 from services.gateway.server import check_tls
+from services.operator import cli
 from shared.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
-from shared.errors import StartupError
-from shared.settings import GatewaySettings
-from shared.streams import quota_key, running_key
+from shared.process.errors import StartupError
+from shared.process.settings import GatewaySettings
+from shared.wire.streams import quota_key, running_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.gateway.backstage import ALIAS, NAME, Backstage

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import httpx
 
-from services.redis_server import start_server
-from shared.messages import Control, RequestError
-from shared.streams import tombstone_key
+from services.operator.redis_server import start_server
+from shared.wire.messages import Control, RequestError
+from shared.wire.streams import tombstone_key
 from tests.conftest import answers, running_redis
 from tests.deployment import Deployment
 from tests.gateway.backstage import ALIAS, NAME, Backstage

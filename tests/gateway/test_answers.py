@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from services.gateway.sse import DONE
-from shared.messages import GenerateRequest, ToolCall
+from shared.wire.messages import GenerateRequest, ToolCall
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from services.gateway.sse import DONE
-from shared.messages import RequestError
+from shared.wire.messages import RequestError
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.test_answers import ADD, CALLS, LOOK, TEXTS, answering

@@ -12,7 +12,7 @@ import pytest
 
 from bench.bodies import measure, shapes
 from services.gateway import body_worker
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.streams import BODY

@@ -3,7 +3,7 @@
 import asyncio
 
 from services.gateway.client import connect
-from shared.settings import GatewaySettings
+from shared.process.settings import GatewaySettings
 
 MOMENTS = 60  # turns of the event loop, in which a task has sent some commands
 

@@ -14,8 +14,8 @@ import pytest
 import uvicorn
 
 from services.gateway.protocol import MAX_HEAD_BYTES, patient
-from shared.settings import GatewaySettings
-from shared.streams import tombstone_key
+from shared.process.settings import GatewaySettings
+from shared.wire.streams import tombstone_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.gateway.backstage import Backstage

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 
-from shared.streams import tombstone_key
+from shared.wire.streams import tombstone_key
 from tests.deployment import Deployment
 from tests.gateway.backstage import Backstage
 from tests.gateway.conftest import start_gateways

@@ -8,8 +8,8 @@ import redis
 
 from services.gateway.files.storage import Storage
 from services.gateway.files.store import RESERVED_S, FileRecord, FileStore
-from shared.errors import Invalid
-from shared.streams import uploads_key
+from shared.process.errors import Invalid
+from shared.wire.streams import uploads_key
 
 SIZE, ROOM = 1000, 3
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from shared.streams import inflight_key, log_key
+from shared.wire.streams import inflight_key, log_key
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways

@@ -18,11 +18,11 @@ from services.gateway.limits import Caller
 from services.gateway.metrics import Metrics
 from services.gateway.openai.routes import constraint_for
 from services.gateway.responses.stored import Store
-from shared.constraint import Constraint
-from shared.errors import Invalid, Rejected
-from shared.settings import GatewaySettings
-from shared.stage import Stage
+from shared.model.constraint import Constraint
+from shared.process.errors import Invalid, Rejected
+from shared.process.settings import GatewaySettings
 from shared.tenants import Tenant
+from shared.wire.stage import Stage
 
 GOOD, BAD = Constraint("regex", "a+", "guided_regex"), Constraint("regex", "[", "guided_regex")
 

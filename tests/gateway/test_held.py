@@ -10,12 +10,12 @@ import httpx
 import pytest
 import redis
 
-from services.redis_server import default_memory, socket_path, start_server
+from services.operator.redis_server import default_memory, socket_path, start_server
 from shared.api_keys import add_key
-from shared.host_memory import total_host_memory
-from shared.messages import RequestError
-from shared.redis_memory import memory_of
-from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, held_bytes_key, held_key, log_key, open_key, reader_key, response_key, stored_key
+from shared.process.host_memory import total_host_memory
+from shared.wire.messages import RequestError
+from shared.wire.redis_memory import memory_of
+from shared.wire.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, held_bytes_key, held_key, log_key, open_key, reader_key, response_key, stored_key
 from tests.conftest import answers
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage

@@ -3,7 +3,7 @@
 import httpx
 import pytest
 
-from shared.streams import requests
+from shared.wire.streams import requests
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways

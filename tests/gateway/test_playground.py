@@ -13,11 +13,11 @@ import pytest
 from services.gateway.live.courses import Courses
 from services.gateway.live.watch import MAX_WATCHERS
 from services.gateway.subscription import Subscription
-from shared.errors import StartupError
-from shared.messages import GenerateRequest, Moments, encode
-from shared.settings import GatewaySettings, load_settings
-from shared.streams import WATCHED, response_of, tombstone_key, view_key
-from shared.views import ComputeView, SequenceView
+from shared.process.errors import StartupError
+from shared.process.settings import GatewaySettings, load_settings
+from shared.wire.messages import GenerateRequest, Moments, encode
+from shared.wire.streams import WATCHED, response_of, tombstone_key, view_key
+from shared.wire.views import ComputeView, SequenceView
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways

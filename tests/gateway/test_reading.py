@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import StepEvents, TokenEvent, encode
-from shared.streams import events, log_key
+from shared.wire.messages import StepEvents, TokenEvent, encode
+from shared.wire.streams import events, log_key
 from tests.deployment import Deployment
 from tests.gateway.backstage import Backstage
 from tests.gateway.conftest import start_gateways

@@ -4,9 +4,9 @@ from typing import Any
 
 import httpx
 
-from shared.messages import RequestError
-from shared.streams import log_key, tombstone_key
-from shared.streams import response_of as response_of_id
+from shared.wire.messages import RequestError
+from shared.wire.streams import log_key, tombstone_key
+from shared.wire.streams import response_of as response_of_id
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.streams import begun, streaming

@@ -11,9 +11,9 @@ import httpx
 import pytest
 import redis
 
-from shared.messages import Moments, RequestError, StepEvents, TokenEvent, encode
-from shared.streams import events
-from shared.token_log import log_entry, write_step
+from shared.wire.messages import Moments, RequestError, StepEvents, TokenEvent, encode
+from shared.wire.streams import events
+from shared.wire.token_log import log_entry, write_step
 from tests.collector import Collector
 from tests.conftest import running_redis
 from tests.deployment import Deployment

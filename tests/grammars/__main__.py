@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from services.gateway.schemas.prepare import prepare
 from services.gateway.schemas.validate import problems_of
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import compile_grammar
+from shared.model.constraint import Constraint
+from shared.model.grammar import compile_grammar
+from shared.process.errors import Invalid
 from tests.grammars.generate import Answer, generate, vocabulary
 from tests.grammars.schemas import keeps_to, schemas
 from tests.grammars.walk import walk

@@ -13,12 +13,12 @@ from services.compute.candidates.reduction import NO_MASKS, reduce
 from services.compute.engine import Engine, build_engine
 from services.compute.scheduling.loop import run_step
 from services.compute.sequence import Sequence
-from shared.constraint import Constraint
-from shared.grammar import Vocabulary, load_vocabulary
-from shared.messages import RequestError
-from shared.model_files import DEMO_MODEL, open_model
-from shared.sampling_params import SamplingParams
-from shared.settings import ComputeSettings
+from shared.model.constraint import Constraint
+from shared.model.files import DEMO_MODEL, open_model
+from shared.model.grammar import Vocabulary, load_vocabulary
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import ComputeSettings
+from shared.wire.messages import RequestError
 from tests.waiting import wait_until
 
 FILES = open_model("demo")

@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from services.gateway.schemas.prepare import prepare
-from shared.constraint import Constraint
-from shared.grammar import compile_grammar
+from shared.model.constraint import Constraint
+from shared.model.grammar import compile_grammar
 from tests.grammars.generate import generate, vocabulary
 from tests.grammars.schemas import keeps_to, schemas
 

@@ -4,8 +4,8 @@ from functools import cache
 
 import numpy as np
 
-from shared.constraint import Constraint
-from shared.grammar import compile_grammar
+from shared.model.constraint import Constraint
+from shared.model.grammar import compile_grammar
 from tests.grammars.generate import EOS, Answer, vocabulary
 
 MIN_ENDING = 24  # tokens after which the walk goes to an end

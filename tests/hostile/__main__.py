@@ -22,7 +22,7 @@ import httpx
 import psutil
 
 from shared.api_keys import add_key
-from shared.streams import DEAD_LETTER
+from shared.wire.streams import DEAD_LETTER
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.hostile.cases import BROKEN, Case, make_cases

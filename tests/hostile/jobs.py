@@ -16,8 +16,8 @@ import httpx
 import msgpack
 import redis
 
-from shared.job_queue import RUN_BATCH, make_queue
-from shared.streams import CELERY_PREFIX, JOB_QUEUE, batch_queued_key, file_key
+from shared.wire.job_queue import RUN_BATCH, make_queue
+from shared.wire.streams import CELERY_PREFIX, JOB_QUEUE, batch_queued_key, file_key
 from tests.deployment import MODEL, Deployment
 
 SECRET = "what lies outside of the files folder"

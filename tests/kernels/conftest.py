@@ -11,7 +11,7 @@ from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.build import INSTRUCTION_SETS
 from services.compute.backends.cpu.library import VARIABLE, open_context
 from services.compute.backends.torch.backend import TorchBackend
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 WITHOUT_KERNELS = "PENSTOCK_TEST_WITHOUT_KERNELS"  # 1: this machine can't build them, and that is known
 

@@ -8,7 +8,7 @@ import torch
 
 from services.compute.backends.backend import FoundRows, RowSearch, Wanted
 from services.compute.candidates.reduction import draw
-from shared.decision import decide, pick
+from shared.model.decision import decide, pick
 from tests.kernels.backends import Array
 
 

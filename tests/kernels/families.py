@@ -47,9 +47,9 @@ from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
-from shared.messages import PromptLogprobs
-from shared.model_files import DEMO_MODEL, ModelFiles, text_config
-from shared.sampling_params import SamplingParams
+from shared.model.files import DEMO_MODEL, ModelFiles, text_config
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import PromptLogprobs
 from tests.kernels.backends import CPU
 
 SIZES: dict[str, Any] = {

@@ -18,9 +18,9 @@ from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder
 from services.compute.tools.calibration.perplexity import BLOCK_SIZE, whole_windows
 from services.compute.weights.loader import load_weights
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL, open_model
-from shared.settings import ComputeSettings
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import CPU, FLOAT32, native_backend
 from tests.kernels.families import Engine
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 from tests.kernels.families import SIZES, Engine, reference_model
 
 pytestmark = pytest.mark.usefixtures("instruction_set")

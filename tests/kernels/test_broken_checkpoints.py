@@ -15,14 +15,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from services.cli import main
 from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.weights.formats.options import Options
 from services.compute.weights.loader import load_weights
-from shared.errors import StartupError
-from shared.model_files import open_model
-from shared.settings import ComputeSettings
+from services.operator.cli import main
+from shared.model.files import open_model
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
 from tests.kernels.mutations import change_one

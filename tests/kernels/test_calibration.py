@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from services.cli import main
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.matrix import Grouped
 from services.compute.backends.torch.linear import TorchLinear
@@ -26,8 +25,9 @@ from services.compute.tools.calibration.simulation import Form, quantize_inputs,
 from services.compute.tools.calibration.texts import default_text, read_windows, split
 from services.compute.weights.loader import Loader, load_weights
 from services.compute.weights.safetensors_source import SafetensorsSource
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL, open_model
+from services.operator.cli import main
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.errors import StartupError
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import CONFIGS, Engine, reference_model
 from tests.kernels.quantized import awq, layers_only, write_checkpoint

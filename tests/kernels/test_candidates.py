@@ -18,9 +18,9 @@ from services.compute.candidates import reduction as reduction_module
 from services.compute.candidates.reduction import NOT_FINITE, CandidateRows, reduce
 from services.compute.candidates.sorted_head import SortedHead
 from services.compute.sequence import Sequence
-from shared.decision import decide, pad, pick, uniform
-from shared.messages import StepCandidates, decode, encode
-from shared.sampling_params import SamplingParams
+from shared.model.decision import decide, pad, pick, uniform
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import StepCandidates, decode, encode
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search  # native where that is built
 VOCAB = 3000

@@ -16,9 +16,9 @@ from services.compute.backends.choose import choose_backend
 from services.compute.candidates.chain import is_applied, truncate
 from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Sequence
-from shared.decision import decide, pad, pick, uniform
-from shared.messages import StepCandidates, decode, encode
-from shared.sampling_params import ChainParams, SamplingParams
+from shared.model.decision import decide, pad, pick, uniform
+from shared.model.sampling_params import ChainParams, SamplingParams
+from shared.wire.messages import StepCandidates, decode, encode
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
 VOCAB = 800

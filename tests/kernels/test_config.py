@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.compute.models.config import read_config
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL, open_model
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.errors import StartupError
 from tests.kernels.families import CONFIGS
 from tests.kernels.mutations import change_one
 

@@ -23,11 +23,11 @@ from services.compute.candidates.matcher import replay
 from services.compute.candidates.reduction import edit, reduce
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, apply_on_device, bits_of
 from services.compute.sequence import Sequence
-from shared import grammar
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import Vocabulary, check_grammar, compile_grammar
-from shared.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.model import grammar
+from shared.model.constraint import Constraint
+from shared.model.grammar import Vocabulary, check_grammar, compile_grammar
+from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.process.errors import Invalid
 from tests.grammars.generate import EOS, FILES, generate, make_constraints, tokenizer, vocabulary
 from tests.waiting import wait_until
 

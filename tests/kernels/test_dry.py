@@ -11,8 +11,8 @@ from services.compute.backends.choose import choose_backend
 from services.compute.candidates.dry import MAX_REPEAT, dry_penalties
 from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Sequence
-from shared.dry_breakers import Breakers, pack_breakers, unpack_breakers
-from shared.sampling_params import DryParams, SamplingParams
+from shared.model.dry_breakers import Breakers, pack_breakers, unpack_breakers
+from shared.model.sampling_params import DryParams, SamplingParams
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
 

@@ -18,10 +18,10 @@ from services.compute.model_runner import ModelRunner
 from services.compute.pooling import NOT_FINITE, pool
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from shared.messages import EmbeddingParams
-from shared.model_files import DEMO_MODEL, open_model
-from shared.sampling_params import SamplingParams
-from shared.settings import ComputeSettings
+from shared.model.files import DEMO_MODEL, open_model
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import ComputeSettings
+from shared.wire.messages import EmbeddingParams
 from tests.kernels.families import Engine, reference_model
 from tests.kernels.test_prompt_logprobs import random_prompts
 from tests.kernels.test_transformers_models import ONE_BY_ONE, RAGGED

@@ -9,8 +9,8 @@ import torch
 
 from services.compute.backends.choose import choose_backend
 from services.compute.fingerprint import HASHES, fingerprint
-from shared.model_files import DEMO_MODEL, open_model
-from shared.settings import ComputeSettings
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import CPU
 
 FLOAT32, BFLOAT16 = (choose_backend(dtype, CPU) for dtype in (torch.float32, torch.bfloat16))

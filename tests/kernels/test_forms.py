@@ -18,7 +18,7 @@ from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLi
 from services.compute.backends.torch.reference import quantize_groups, quantize_rows, rms_norm
 from services.compute.models.config import Packed, read_config
 from services.compute.weights.loader import Loader
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.test_native import EPS, error, randn
 

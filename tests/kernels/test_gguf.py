@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, PreTrainedModel
 
 from bench import quality
-from services.cli import main
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.models.config import read_config
 from services.compute.weights.gguf_blocks import FORMATS, to_grouped
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
-from shared.errors import StartupError
-from shared.gguf.reader import BLOCKS
-from shared.model_files import open_model
+from services.operator.cli import main
+from shared.model.files import open_model
+from shared.model.gguf.reader import BLOCKS
+from shared.process.errors import StartupError
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy
 from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks

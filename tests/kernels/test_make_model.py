@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from services.cli import main
-from shared.model_files import open_model
+from services.operator.cli import main
+from shared.model.files import open_model
 
 
 @pytest.fixture

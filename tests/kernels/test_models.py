@@ -16,9 +16,9 @@ from transformers import AutoTokenizer
 from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.weights.loader import load_weights
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL, open_model, text_config
-from shared.settings import ComputeSettings
+from shared.model.files import DEMO_MODEL, open_model, text_config
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, Engine, assert_greedy, reference_model
 

@@ -7,15 +7,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from services.cli import main
 from services.compute.backends.backend import Backend
 from services.compute.backends.matrix import Dense
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.models.config import read_config
 from services.compute.models.moe import Expert, MoeMlp, SharedExpert, choose_experts, sigmoid
 from services.compute.weights.loader import load_weights
-from shared.errors import StartupError
-from shared.model_files import TOKENIZER_FILES
+from services.operator.cli import main
+from shared.model.files import TOKENIZER_FILES
+from shared.process.errors import StartupError
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 from tests.kernels.test_models import prompts

@@ -14,7 +14,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.cli import main
 from services.compute.backends.cpu.attention import NativeAttention
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
 from services.compute.backends.matrix import Dense
@@ -22,8 +21,9 @@ from services.compute.backends.torch.attention import AttentionInputs, Heads, Sc
 from services.compute.backends.torch.linear import QuantizedTorchLinear, TorchLinear, TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, norm_heads, quantize_weight, read_kv, rms_norm, rotary, write_kv
 from services.compute.backends.torch.row_math import TorchRowMath
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL
+from services.operator.cli import main
+from shared.model.files import DEMO_MODEL
+from shared.process.errors import StartupError
 from tests.kernels.backends import native_backend
 from tests.kernels.families import Engine
 from tests.kernels.slabs import from_slabs, to_slabs

@@ -12,9 +12,9 @@ from services.compute.backends.backend import RowSearch
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logprobs, score_prompts, score_rows
 from services.compute.sequence import Sequence
-from shared.messages import PromptLogprobs, RequestError
-from shared.model_files import DEMO_MODEL
-from shared.sampling_params import SamplingParams
+from shared.model.files import DEMO_MODEL
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import PromptLogprobs, RequestError
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 90, 64, 65, 100)

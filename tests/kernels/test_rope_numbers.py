@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.compute.models.rope import read_rope
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}

@@ -11,7 +11,7 @@ from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.candidates.dry import dry_penalties
 from services.compute.candidates.reduction import edit
 from services.compute.sequence import Sequence
-from shared.sampling_params import DryParams, SamplingParams
+from shared.model.sampling_params import DryParams, SamplingParams
 
 VOCABULARY = 40
 PARAMS = SamplingParams(max_tokens=1000, repetition_penalty=1.3, frequency_penalty=0.25, presence_penalty=-0.5, dry=DryParams(0.8, allowed_length=1))

@@ -20,8 +20,8 @@ from services.compute.models.config import read_config
 from services.compute.models.decoder import Decoder, ForwardBatch
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
-from services.model_store import DEFAULT_MODEL
-from shared.model_files import PULLED_MODELS, ModelFiles, open_model
+from services.operator.model_store import DEFAULT_MODEL
+from shared.model.files import PULLED_MODELS, ModelFiles, open_model
 from tests.kernels.backends import CPU
 from tests.kernels.families import Engine
 

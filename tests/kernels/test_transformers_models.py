@@ -16,9 +16,9 @@ from transformers import PretrainedConfig
 from services.compute.backends.torch.masked_attention import masked_attention
 from services.compute.engine import build_engine
 from services.compute.models.transformers_model import load_transformers_model
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL, open_model
-from shared.settings import ComputeSettings
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy, reference_model
 from tests.kernels.test_models import NUM_TOKENS, prompts

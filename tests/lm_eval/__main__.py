@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 

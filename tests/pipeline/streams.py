@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import openai
 
-from shared.streams import inflight_key
+from shared.wire.streams import inflight_key
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 

@@ -268,7 +268,7 @@ def log_of_workers(served: Deployment) -> str:
 def test_the_command_writes_the_answers_beside_the_file(served: Deployment, tmp_path: Path) -> None:
     source = tmp_path / "questions.jsonl"
     source.write_text("\n".join(json.dumps(line(number, CHAT, **BODIES[CHAT])) for number in range(5)))
-    command = [sys.executable, "-m", "services.cli", "batch", str(source), "--url", served.url()]
+    command = [sys.executable, "-m", "services.operator.cli", "batch", str(source), "--url", served.url()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "completed: 5 of 5 answered" in done.stderr
     assert len((tmp_path / "questions.out.jsonl").read_text().splitlines()) == 5

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 
-from shared.streams import inflight_key
+from shared.wire.streams import inflight_key
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 

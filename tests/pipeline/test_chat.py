@@ -29,7 +29,7 @@ class Terminal:
 
     def __init__(self, home: Path, *arguments: str) -> None:
         environment = {"HOME": str(home), "TERM": "xterm-256color", "PROMPT_TOOLKIT_NO_CPR": "1", "PATH": "/usr/bin:/bin"}
-        command = ["-m", "services.cli", "chat", *arguments]
+        command = ["-m", "services.operator.cli", "chat", *arguments]
         self.process = pexpect.spawn(
             sys.executable, command, env=environment, dimensions=(HEIGHT, WIDTH), encoding="utf-8", timeout=60,
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell that began us in the background had it ignored

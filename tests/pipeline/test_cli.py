@@ -18,7 +18,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.model_files import DEMO_MODEL, open_model
+from shared.model.files import DEMO_MODEL, open_model
 from tests.deployment import free_port
 from tests.kernels.families import CONFIGS
 from tests.kernels.gguf_files import Kind, Writer

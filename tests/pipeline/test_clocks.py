@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shared.messages import Control, encode
-from shared.registry import broadcast
-from shared.streams import CONTROL, MESSAGE, candidates, decisions, events
+from shared.wire.messages import Control, encode
+from shared.wire.registry import broadcast
+from shared.wire.streams import CONTROL, MESSAGE, candidates, decisions, events
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until

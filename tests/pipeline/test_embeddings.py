@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 from tests.deployment import MODEL, Deployment
 from tests.kernels.test_embeddings import ENCODERS, save_word_tokenizer
 from tests.stages.test_deaths import start_fragile

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import httpx
 
-from services.redis_server import start_server
-from shared.messages import GenerateRequest, encode
-from shared.sampling_params import SamplingParams
-from shared.streams import REPLICAS, replica_key
+from services.operator.redis_server import start_server
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import GenerateRequest, encode
+from shared.wire.streams import REPLICAS, replica_key
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import compute_load, stream_all

@@ -18,11 +18,11 @@ from services.gateway.files.store import FileRecord, FileStore
 from services.jobs.office import Office
 from services.jobs.upkeep import sweep
 from services.jobs.worker import run_slice
-from shared.errors import Invalid
-from shared.settings import JobsSettings
-from shared.stage import Stage
-from shared.streams import BATCHES_RUNNING, batch_key, batch_queued_key, file_key, files_key
+from shared.process.errors import Invalid
+from shared.process.settings import JobsSettings
 from shared.tenants import EVERYBODY
+from shared.wire.stage import Stage
+from shared.wire.streams import BATCHES_RUNNING, batch_key, batch_queued_key, file_key, files_key
 
 ID = "file-0123456789abcdef01234567"
 

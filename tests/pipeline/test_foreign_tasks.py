@@ -20,11 +20,11 @@ from services.gateway.files.store import FileRecord
 from services.jobs.office import Office
 from services.jobs.run import MAX_BEGUN, BatchRun
 from services.jobs.worker import run_slice
-from shared.job_queue import make_queue, send_batch
-from shared.settings import JobsSettings
-from shared.stage import Stage
-from shared.streams import BATCHES_RUNNING, JOB_QUEUE, batch_key, batch_lease_key, batch_queued_key, file_key
+from shared.process.settings import JobsSettings
 from shared.tenants import EVERYBODY
+from shared.wire.job_queue import make_queue, send_batch
+from shared.wire.stage import Stage
+from shared.wire.streams import BATCHES_RUNNING, JOB_QUEUE, batch_key, batch_lease_key, batch_queued_key, file_key
 from tests.deployment import Deployment
 from tests.waiting import wait_until
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.kernels.families import CONFIGS

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from services.redis_server import socket_path
-from shared.line import REPLY_TIMEOUT_S
-from shared.registry import STUCK_AFTER_S
+from services.operator.redis_server import socket_path
+from shared.wire.line import REPLY_TIMEOUT_S
+from shared.wire.registry import STUCK_AFTER_S
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.half_open import HalfOpenRedis

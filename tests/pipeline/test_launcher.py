@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 
-from shared.stage import LIFELINE
+from shared.wire.stage import LIFELINE
 from tests.deployment import free_port
 from tests.pipeline.up import Up
 from tests.waiting import wait_until
@@ -82,7 +82,7 @@ def test_a_redis_that_does_not_end_is_named_and_no_second_one_starts(tmp_path: P
         redis.send_signal(signal.SIGSTOP)
         up.process.kill()
         up.process.wait()
-        code = "import sys; from services import cli, lifeline; lifeline.REST_TIMEOUT_S = 1.0; sys.exit(cli.main())"
+        code = "import sys; from services.operator import cli, lifeline; lifeline.REST_TIMEOUT_S = 1.0; sys.exit(cli.main())"
         arguments = ["up", "--model", "demo", "--port", str(free_port()), "--data-dir", str(up.data_dir), "--log-level", "error"]
         second = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
         assert second.returncode == 2
@@ -95,11 +95,11 @@ def test_a_redis_that_does_not_end_is_named_and_no_second_one_starts(tmp_path: P
 def test_a_stage_that_hangs_does_not_outlive_its_launcher() -> None:
     code = """
 import signal, sys, time
-import shared.stage
-shared.stage.STOP_TIMEOUT_S = 0.2
+import shared.wire.stage
+shared.wire.stage.STOP_TIMEOUT_S = 0.2
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 print("up", flush=True)
-shared.stage.run_stage(lambda: time.sleep(60))
+shared.wire.stage.run_stage(lambda: time.sleep(60))
 """
     reader, writer = os.pipe()
     command = [sys.executable, "-c", code]

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from services.sampler.detokenizer import byte_of_character
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.stages.test_deaths import start_fragile

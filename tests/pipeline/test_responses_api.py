@@ -8,7 +8,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 
-from shared.streams import LOG_TTL_S, log_key, stored_key
+from shared.wire.streams import LOG_TTL_S, log_key, stored_key
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.test_openai_client import ANSWER
 from tests.waiting import wait_until

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import catch
 

@@ -8,7 +8,7 @@ import httpx
 import openai
 import pytest
 
-from shared.streams import inflight_key, log_key, prompts, requests, response_of
+from shared.wire.streams import inflight_key, log_key, prompts, requests, response_of
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import compute_load, stream_all

@@ -18,12 +18,12 @@ from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
 from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
-from shared.messages import decode_record
-from shared.registry import Registry
-from shared.settings import JobsSettings
-from shared.stage import Stage
-from shared.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, upkeep_key
+from shared.process.settings import JobsSettings
 from shared.tenants import EVERYBODY
+from shared.wire.messages import decode_record
+from shared.wire.registry import Registry
+from shared.wire.stage import Stage
+from shared.wire.streams import LOG_TTL_S, RUNNING_LOG_TTL_S, batch_key, batch_lease_key, batch_queued_key, upkeep_key
 from tests.deployment import Deployment
 from tests.waiting import wait_until
 

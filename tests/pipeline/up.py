@@ -12,7 +12,7 @@ import psutil
 from tests.deployment import free_port
 from tests.waiting import wait_until
 
-COMMAND = [sys.executable, "-m", "services.cli"]
+COMMAND = [sys.executable, "-m", "services.operator.cli"]
 ONE_THREAD = {"PENSTOCK_NUM_THREADS": "1"}  # other tests want the cores, too
 
 

@@ -23,10 +23,10 @@ from services.compute.batch import ScheduledBatch
 from services.compute.candidates import reduction
 from services.compute.engine import Engine, build_engine
 from services.compute.model_runner import DrawnTokens, ModelRunner
-from shared import registry
-from shared.model_files import ModelFiles
-from shared.settings import ComputeSettings
-from shared.stage import run_stage
+from shared.model.files import ModelFiles
+from shared.process.settings import ComputeSettings
+from shared.wire import registry
+from shared.wire.stage import run_stage
 from tests.kernels.drawing import DrawingSearch
 
 TOKEN = int(os.environ.get("FRAGILE_TOKEN", "-1"))

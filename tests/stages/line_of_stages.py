@@ -24,15 +24,15 @@ from services.sampler.service import SamplerService
 from services.tokenizer import service as tokenizer_service
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.service import TokenizerService
-from shared import line
-from shared.messages import GenerateRequest, Replica
-from shared.model_files import DEMO_MODEL, open_model
-from shared.registry import Registry
-from shared.sampling_params import SamplingParams
-from shared.settings import ComputeSettings, SamplerSettings, StageSettings, TokenizerSettings
-from shared.stage import Stage
-from shared.streams import inflight_key, log_key, prompts, requests
-from shared.transport import Transport, append_to_group
+from shared.model.files import DEMO_MODEL, open_model
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import ComputeSettings, SamplerSettings, StageSettings, TokenizerSettings
+from shared.wire import line
+from shared.wire.messages import GenerateRequest, Replica
+from shared.wire.registry import Registry
+from shared.wire.stage import Stage
+from shared.wire.streams import inflight_key, log_key, prompts, requests
+from shared.wire.transport import Transport, append_to_group
 from tests.waiting import wait_until
 
 MODEL = "penstock-demo"

@@ -7,11 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shared.messages import TokenizedRequest
-from shared.registry import Registry
-from shared.sampling_params import SamplingParams
-from shared.streams import inflight_key, log_key, prompts
-from shared.transport import RELEASED_MS, GroupReader, append_to_group
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import TokenizedRequest
+from shared.wire.registry import Registry
+from shared.wire.streams import inflight_key, log_key, prompts
+from shared.wire.transport import RELEASED_MS, GroupReader, append_to_group
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import MODEL, LineOfStages, hurried, replica
 from tests.waiting import wait_until

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from shared.messages import Replica
-from shared.registry import LEASE_S, announce
-from shared.streams import replica_key
+from shared.wire.messages import Replica
+from shared.wire.registry import LEASE_S, announce
+from shared.wire.streams import replica_key
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.stages.test_deaths import events, request, start_fragile, submit, wait_for_all

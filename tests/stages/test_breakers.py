@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from services.tokenizer import breakers as breakers_module
 from services.tokenizer.breakers import BreakerTable
-from shared.dry_breakers import Breakers, unpack_breakers
-from shared.errors import Invalid
+from shared.model.dry_breakers import Breakers, unpack_breakers
+from shared.process.errors import Invalid
 from tests.stages.line_of_stages import text_tokenizer
 
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer import chat_template
 from services.tokenizer.chat_template import SLOW, ChatTemplate
-from shared.errors import Invalid, StartupError
-from shared.messages import ChatMessage, ChatOptions
+from shared.process.errors import Invalid, StartupError
+from shared.wire.messages import ChatMessage, ChatOptions
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}{% endfor %}"
 SOON_S = 200.0  # a few seconds of the processor, on a machine that is busy; the loop takes days

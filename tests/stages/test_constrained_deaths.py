@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shared.constraint import Constraint
-from shared.messages import TokenizedRequest
-from shared.model_files import open_model
-from shared.sampling_params import SamplingParams
+from shared.model.constraint import Constraint
+from shared.model.files import open_model
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import TokenizedRequest
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.grammars.schemas import keeps_to

@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import redis
 
-from shared.messages import TokenizedRequest
-from shared.sampling_params import ChainParams, DryParams, SamplingParams
-from shared.streams import DEAD_LETTER, inflight_key, log_key, prompts
-from shared.token_log import parse_log
-from shared.transport import append_to_group
+from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.wire.messages import TokenizedRequest
+from shared.wire.streams import DEAD_LETTER, inflight_key, log_key, prompts
+from shared.wire.token_log import parse_log
+from shared.wire.transport import append_to_group
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.stages.line_of_stages import MODEL

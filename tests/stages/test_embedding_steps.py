@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from services.compute.batch import ScheduledBatch
-from shared.messages import EmbeddingParams
-from shared.token_log import parse_log
+from shared.wire.messages import EmbeddingParams
+from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import LineOfStages, ask, hurried
 

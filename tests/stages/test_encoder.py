@@ -13,13 +13,13 @@ import redis
 from services.tokenizer import service as service_module
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.service import TokenizerService
-from shared.errors import Invalid
-from shared.messages import ChatMessage, EncodingParams, GenerateRequest, TokenizedRequest, decode
-from shared.sampling_params import SamplingParams
-from shared.settings import TokenizerSettings
-from shared.streams import DEAD_LETTER, MESSAGE, log_key, prompts, requests
-from shared.token_log import parse_log
-from shared.transport import append_to_group
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import Invalid
+from shared.process.settings import TokenizerSettings
+from shared.wire.messages import ChatMessage, EncodingParams, GenerateRequest, TokenizedRequest, decode
+from shared.wire.streams import DEAD_LETTER, MESSAGE, log_key, prompts, requests
+from shared.wire.token_log import parse_log
+from shared.wire.transport import append_to_group
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import FILES, MODEL, LocalStage, ask, ids, text_tokenizer
 

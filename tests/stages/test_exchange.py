@@ -16,13 +16,13 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import FIRST_PATIENCE_S, LONGEST_PATIENCE_S, MAX_SILENCES, Decision, Undecided
 from services.compute.sequence import Sequence
-from services.redis_server import socket_path
-from shared.messages import StepCandidates, StepDecisions, TokenizedRequest, decode, encode
-from shared.registry import Registry, choose_replica
-from shared.sampling_params import SamplingParams
-from shared.settings import StageSettings
-from shared.streams import MESSAGE, candidates, decisions, prompts
-from shared.transport import Transport
+from services.operator.redis_server import socket_path
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import StageSettings
+from shared.wire.messages import StepCandidates, StepDecisions, TokenizedRequest, decode, encode
+from shared.wire.registry import Registry, choose_replica
+from shared.wire.streams import MESSAGE, candidates, decisions, prompts
+from shared.wire.transport import Transport
 from tests.conftest import running_redis
 from tests.faulty_redis import FaultyRedis
 from tests.stages.line_of_stages import MODEL, LocalStage, ids, replica

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from services.redis_server import socket_path
-from shared.messages import TokenEvent
-from shared.sampling_params import ChainParams, DryParams
-from shared.streams import inflight_key, requests
-from shared.token_log import parse_log
+from services.operator.redis_server import socket_path
+from shared.model.sampling_params import ChainParams, DryParams
+from shared.wire.messages import TokenEvent
+from shared.wire.streams import inflight_key, requests
+from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.faulty_redis import FAULTS, FaultyRedis
 from tests.stages.line_of_stages import MODEL, LineOfStages, ask, hurried

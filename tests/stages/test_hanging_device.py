@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from shared import registry
-from shared.settings import ComputeSettings
-from shared.stage import Stage
+from shared.process.settings import ComputeSettings
+from shared.wire import registry
+from shared.wire.stage import Stage
 from tests.conftest import running_redis
 from tests.deployment import Deployment, free_port
 from tests.stages.test_deaths import answers, events, leases_end_with_processes, request, start_fragile, submit, undisturbed, wait_for_all

@@ -10,10 +10,10 @@ import pytest
 import redis
 from llguidance import LLMatcher, LLParserLimits
 
-from shared.constraint import Constraint
-from shared.messages import TokenizedRequest
-from shared.model_files import open_model
-from shared.sampling_params import SamplingParams
+from shared.model.constraint import Constraint
+from shared.model.files import open_model
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import TokenizedRequest
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.grammars.generate import vocabulary

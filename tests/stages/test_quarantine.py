@@ -15,8 +15,8 @@ from services.compute.quarantine import MAX_ALONE, Attempts, Quarantine, queue_r
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from shared.sampling_params import SamplingParams
-from shared.transport import Transport
+from shared.model.sampling_params import SamplingParams
+from shared.wire.transport import Transport
 from tests.conftest import running_redis
 
 

@@ -11,16 +11,16 @@ import redis
 
 from bench.takeover import measure
 from services.compute.exchange.undecided import FIRST_PATIENCE_S
-from services.redis_server import socket_path
+from services.operator.redis_server import socket_path
 from services.sampler import service as service_module
 from services.sampler.detokenizer import Detokenizer
 from services.sampler.rows import FAILED, UNKNOWN
 from services.sampler.service import SamplerService
-from shared.messages import PromptLogprobs, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
-from shared.sampling_params import SamplingParams
-from shared.settings import SamplerSettings
-from shared.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
-from shared.token_log import end_request, parse_log
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import SamplerSettings
+from shared.wire.messages import PromptLogprobs, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
+from shared.wire.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
+from shared.wire.token_log import end_request, parse_log
 from tests.conftest import running_redis
 from tests.faulty_redis import FaultyRedis
 from tests.stages.line_of_stages import MODEL, LocalStage, ids, sampler_tokenizer

@@ -8,9 +8,9 @@ import pytest
 
 from services.tokenizer import chat_template, slow_templates
 from services.tokenizer.chat_template import SLOW
-from shared.messages import ChatMessage, ChatOptions, GenerateRequest
-from shared.sampling_params import SamplingParams
-from shared.token_log import parse_log
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest
+from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import MODEL, LineOfStages, hurried
 from tests.waiting import wait_until

@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerFast
 
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
-from shared.errors import Invalid
-from shared.messages import ChatMessage, ChatOptions, EncodingParams, GenerateRequest, TokenizedRequest, ToolCall
-from shared.model_files import ModelFiles
-from shared.sampling_params import SamplingParams
+from shared.model.files import ModelFiles
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import Invalid
+from shared.wire.messages import ChatMessage, ChatOptions, EncodingParams, GenerateRequest, TokenizedRequest, ToolCall
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 CHATML = (

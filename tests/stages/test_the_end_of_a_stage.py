@@ -10,11 +10,11 @@ import threading
 import pytest
 import redis
 
-from shared import registry
-from shared.errors import Recoverable, StartupError
-from shared.registry import Heartbeat
-from shared.settings import StageSettings
-from shared.stage import Stage, run_stage
+from shared.process.errors import Recoverable, StartupError
+from shared.process.settings import StageSettings
+from shared.wire import registry
+from shared.wire.registry import Heartbeat
+from shared.wire.stage import Stage, run_stage
 
 
 @pytest.mark.parametrize(("error", "code"), [(None, 0), (Recoverable("stopped"), 0), (redis.AuthenticationError("WRONGPASS"), 1), (StartupError("no"), 2)])

@@ -11,10 +11,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from shared.errors import Lost
-from shared.messages import RequestError, StepDecisions, StepEvents, TokenEvent, decode, encode
-from shared.streams import LOG_TTL_S, MESSAGE, RUNNING_LOG_TTL_S, decisions, events, inflight_key, log_key, reader_key
-from shared.token_log import end_request, log_entry, parse_log, queue_read, write_step
+from shared.process.errors import Lost
+from shared.wire.messages import RequestError, StepDecisions, StepEvents, TokenEvent, decode, encode
+from shared.wire.streams import LOG_TTL_S, MESSAGE, RUNNING_LOG_TTL_S, decisions, events, inflight_key, log_key, reader_key
+from shared.wire.token_log import end_request, log_entry, parse_log, queue_read, write_step
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import MODEL, ids
 

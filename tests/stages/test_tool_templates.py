@@ -8,10 +8,10 @@ import pytest
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.encoder import Encoder
 from services.tokenizer.template_features import OPENINGS, find_parsers, opened_thought
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest, ToolCall
-from shared.sampling_params import SamplingParams
+from shared.model.constraint import Constraint
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import Invalid
+from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest, ToolCall
 from tests.stages.line_of_stages import FILES, MODEL, text_tokenizer
 from tests.stages.test_chat_template import Texts
 

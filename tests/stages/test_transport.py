@@ -12,14 +12,14 @@ import redis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.redis_server import socket_path
-from shared import line as line_module
-from shared import transport as transport_module
-from shared.errors import Recoverable
-from shared.line import without_command
-from shared.messages import Control, GenerateRequest, encode
-from shared.streams import CONTROL, DEAD_LETTER, GATEWAY_ID, MESSAGE, REQUEST_ID, GroupStream, requests
-from shared.transport import Backoff, DirectReader, GroupReader, Transport, append_to_group, is_temporary
+from services.operator.redis_server import socket_path
+from shared.process.errors import Recoverable
+from shared.wire import line as line_module
+from shared.wire import transport as transport_module
+from shared.wire.line import without_command
+from shared.wire.messages import Control, GenerateRequest, encode
+from shared.wire.streams import CONTROL, DEAD_LETTER, GATEWAY_ID, MESSAGE, REQUEST_ID, GroupStream, requests
+from shared.wire.transport import Backoff, DirectReader, GroupReader, Transport, append_to_group, is_temporary
 from tests.conftest import running_redis
 from tests.faulty_redis import ERRORS, FaultyRedis
 from tests.stages.line_of_stages import MODEL, ask

@@ -6,7 +6,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence, TokenCounts
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 
 NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 24, 4, 5, 12
 

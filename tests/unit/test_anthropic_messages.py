@@ -16,8 +16,8 @@ from services.gateway.anthropic.events import MessageEvents
 from services.gateway.openai.parse import parse
 from services.gateway.record import make_record
 from services.gateway.translate import is_broken_off
-from shared.errors import Invalid
-from shared.messages import RequestError
+from shared.process.errors import Invalid
+from shared.wire.messages import RequestError
 from tests.unit.test_response_events import USAGE, chats
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)

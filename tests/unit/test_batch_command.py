@@ -8,9 +8,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from services import batch
-from services.batch import download, endpoint_of, first_line, run_batch
-from shared.errors import StartupError
+from services.operator import batch
+from services.operator.batch import download, endpoint_of, first_line, run_batch
+from shared.process.errors import StartupError
 
 LINE = b'{"url": "/v1/completions"}'
 

@@ -11,8 +11,8 @@ from services.gateway.batches import store as stores
 from services.gateway.batches.figures import BatchFigures, queue_backlog
 from services.gateway.batches.store import BatchRecord, BatchStore
 from services.jobs.upkeep import backlog_of
-from shared.streams import BATCH_FIGURES, BATCHES_RUNNING
 from shared.tenants import EVERYBODY
+from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING
 from tests.conftest import running_redis
 
 

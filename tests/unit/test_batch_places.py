@@ -11,12 +11,12 @@ from services.gateway.record import make_record
 from services.jobs.asking import Asked
 from services.jobs.office import Office
 from services.jobs.run import BatchRun
-from shared.messages import GenerateRequest
-from shared.sampling_params import SamplingParams
-from shared.settings import JobsSettings
-from shared.stage import Stage
-from shared.streams import inflight_key, requests, running_key
+from shared.model.sampling_params import SamplingParams
+from shared.process.settings import JobsSettings
 from shared.tenants import Tenant
+from shared.wire.messages import GenerateRequest
+from shared.wire.stage import Stage
+from shared.wire.streams import inflight_key, requests, running_key
 
 TENANT = Tenant("0123456789abcdef", "slow", max_concurrency=8)
 

@@ -14,7 +14,7 @@ from services.chat.chat import Chat, ChatOptions
 from services.chat.conversation import Conversation
 from services.chat.display import PlainDisplay
 from services.chat.server import ChatError, Piece, Server, Usage
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 MESSAGES: dict[str, Any] = {"model": "small", "messages": [{"role": "user", "content": "Hi"}]}
 

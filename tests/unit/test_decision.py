@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shared.decision import decide, kept_count, pad, philox, uniform
+from shared.model.decision import decide, kept_count, pad, philox, uniform
 
 KNOWN = [  # known-answer vectors of the authors' library, philox4x32-10: counter, key, result
     ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),

@@ -9,7 +9,7 @@ from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 
 STEP_S = 0.02
 PROMPT, FLOOD_TOKENS, SMALL_TOKENS = 50, 200, 8

@@ -21,8 +21,8 @@ from services.compute.flight import Flight, land, standing, take_off
 from services.compute.model_runner import DrawnTokens
 from services.compute.scheduling.scheduler import Draft
 from services.compute.sequence import PENDING, Sequence
-from shared.messages import encode
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import encode
 from tests.kernels.drawing import DrawingSearch
 from tests.unit.sequences import BLOCK_SIZE, make_scheduler
 

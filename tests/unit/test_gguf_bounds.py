@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from shared.errors import StartupError
-from shared.gguf import checkpoint
-from shared.gguf.checkpoint import remove_unused
-from shared.gguf.reader import GgufHead
-from shared.gguf.tokenizer import make_tokenizer
+from shared.model.gguf import checkpoint
+from shared.model.gguf.checkpoint import remove_unused
+from shared.model.gguf.reader import GgufHead
+from shared.model.gguf.tokenizer import make_tokenizer
+from shared.process.errors import StartupError
 
 
 def head_of(tokens: list[str]) -> GgufHead:

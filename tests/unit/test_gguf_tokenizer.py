@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from shared.errors import StartupError
-from shared.gguf.reader import GgufHead, read_head
-from shared.gguf.tokenizer import make_tokenizer, make_tokenizer_config
+from shared.model.gguf.reader import GgufHead, read_head
+from shared.model.gguf.tokenizer import make_tokenizer, make_tokenizer_config
+from shared.process.errors import StartupError
 
 TEXTS = [
     "Hello world", "  leading  spaces\n\n\tand tabs   \r\n", "def f(x):\n    return x**2 + 1234567.89  # ünïcödé",

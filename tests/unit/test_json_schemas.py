@@ -22,9 +22,9 @@ from services.gateway.schemas import answers
 from services.gateway.schemas.answers import AnswerChecker
 from services.gateway.schemas.prepare import Prepared, prepare
 from services.gateway.schemas.validate import problems_of
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import compile_grammar
+from shared.model.constraint import Constraint
+from shared.model.grammar import compile_grammar
+from shared.process.errors import Invalid
 from tests.grammars.generate import vocabulary
 from tests.grammars.walk import walk
 

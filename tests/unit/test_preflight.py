@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from services import preflight
-from services.preflight import check_device, check_keys, check_memory, check_ports, weights_bytes
-from shared.errors import StartupError
-from shared.host_memory import GIB, size_text
-from shared.model_files import DEMO_MODEL, open_model
-from shared.settings import UpSettings
+from services.operator import preflight
+from services.operator.preflight import check_device, check_keys, check_memory, check_ports, weights_bytes
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.errors import StartupError
+from shared.process.host_memory import GIB, size_text
+from shared.process.settings import UpSettings
 from tests.deployment import free_port
 
 

@@ -17,7 +17,7 @@ from services.gateway.responses.chat import chat_of as response_chat
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.tools import chat_name
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 from tests.unit.test_response_events import USAGE
 
 RECORDED = sorted(Path("tests/recorded").glob("*.json"))

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import redis
 
-from services.cli import redis_of
-from services.lifeline import REDIS_PASSWORD
-from services.redis_server import password_for, password_of, socket_path, start_server, url_of
-from shared.errors import StartupError
-from shared.job_queue import make_queue, send_batch
-from shared.transport import connect
+from services.operator.cli import redis_of
+from services.operator.lifeline import REDIS_PASSWORD
+from services.operator.redis_server import password_for, password_of, socket_path, start_server, url_of
+from shared.process.errors import StartupError
+from shared.wire.job_queue import make_queue, send_batch
+from shared.wire.transport import connect
 from tests.deployment import free_port
 from tests.waiting import wait_until
 
@@ -45,7 +45,7 @@ def test_the_embedded_redis_wants_a_password_where_it_listens_on_a_port(tmp_path
         with connect(url) as client:
             assert send_batch(queue, client, "batch_a") and client.llen("celery:jobs") == 1, "Celery says it, too"
         queue.close()
-        watchman = [sys.executable, "-m", "services.lifeline", str(socket_path(tmp_path))]
+        watchman = [sys.executable, "-m", "services.operator.lifeline", str(socket_path(tmp_path))]
         subprocess.run(watchman, stdin=subprocess.DEVNULL, env={**os.environ, REDIS_PASSWORD: password}, check=True)
         assert process.wait(60) == 0, "and so does the watchman, who ends it"
     finally:

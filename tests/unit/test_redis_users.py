@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import redis
 
-from shared.messages import RequestError
-from shared.streams import RUNNING_LOG_TTL_S, held_key, inflight_key, log_key, open_key, reader_key, stored_key
-from shared.token_log import end_request
+from shared.wire.messages import RequestError
+from shared.wire.streams import RUNNING_LOG_TTL_S, held_key, inflight_key, log_key, open_key, reader_key, stored_key
+from shared.wire.token_log import end_request
 
 ROOT = Path(__file__).parent.parent.parent
 ACL = (ROOT / "deploy/redis/users.acl").read_text()

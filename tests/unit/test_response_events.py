@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from services.gateway.record import make_record
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.items import messages_of, read_input, with_ids
-from shared.messages import RequestError
+from shared.wire.messages import RequestError
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1}}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)

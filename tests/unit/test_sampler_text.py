@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, decoders, models
 from services.sampler.detokenizer import MAX_PENDING, Detokenizer, TokenTable, load_tokenizer
 from services.sampler.request_state import RequestState
 from services.sampler.stop import StopMatcher
-from shared.messages import SequenceIntro, TokenEvent, TokenLogprob
-from shared.model_files import DEMO_MODEL
-from shared.sampling_params import SamplingParams
+from shared.model.files import DEMO_MODEL
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import SequenceIntro, TokenEvent, TokenLogprob
 
 TOKENIZER: Tokenizer = load_tokenizer(DEMO_MODEL)
 

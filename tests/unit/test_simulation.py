@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.cli import main
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import STRATEGIES, make_admission
 from services.compute.scheduling.output_lengths import OutputLengths
@@ -15,8 +14,9 @@ from services.compute.scheduling.step_cost import StepCost, StepCostFit
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, find_model, kv_tokens
 from services.compute.simulation.simulator import replay
 from services.compute.simulation.trace import load_trace, with_rate
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL
+from services.operator.cli import main
+from shared.model.files import DEMO_MODEL
+from shared.process.errors import StartupError
 
 
 def test_synthetic_requests_are_like_chat_turns() -> None:

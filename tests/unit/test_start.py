@@ -12,11 +12,11 @@ import pytest
 import redis
 
 from services.jobs.worker import be_brief
-from services.launcher import STARTUP_ERROR, Child, Launcher, example
-from services.lifeline import Lifeline
-from shared.errors import StartupError
-from shared.model_files import DEMO_MODEL, open_model
-from shared.settings import UpSettings
+from services.operator.launcher import STARTUP_ERROR, Child, Launcher, example
+from services.operator.lifeline import Lifeline
+from shared.model.files import DEMO_MODEL, open_model
+from shared.process.errors import StartupError
+from shared.process.settings import UpSettings
 
 
 @pytest.fixture

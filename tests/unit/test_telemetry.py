@@ -21,12 +21,12 @@ from services.gateway.batches.figures import BatchFigures
 from services.gateway.metrics import Metrics
 from services.gateway.pipeline_state import PipelineState
 from services.gateway.timeline import Timeline
-from shared.errors import StartupError
-from shared.messages import Moments, Replica
-from shared.settings import StageSettings
-from shared.stage import Stage
-from shared.telemetry import JsonFormatter, get_logger
-from shared.tracing import CLOSE_TIMEOUT_S, open_tracer
+from shared.process.errors import StartupError
+from shared.process.settings import StageSettings
+from shared.process.telemetry import JsonFormatter, get_logger
+from shared.process.tracing import CLOSE_TIMEOUT_S, open_tracer
+from shared.wire.messages import Moments, Replica
+from shared.wire.stage import Stage
 from tests.collector import Collector
 from tests.deployment import free_port
 from tests.waiting import wait_until
@@ -87,7 +87,8 @@ def test_a_timeline_says_what_is_known() -> None:
 def test_without_an_endpoint_nothing_is_loaded_that_could_send_spans() -> None:
     """(redis-py looks by itself whether OpenTelemetry's SDK is there.)"""
     code = (
-        "import sys; from shared.stage import Stage; from shared.settings import StageSettings; import services.gateway.app, services.sampler.service; "
+        "import sys; from shared.wire.stage import Stage; from shared.process.settings import StageSettings; "
+        "import services.gateway.app, services.sampler.service; "
         "assert Stage('sampler', StageSettings(redis_url='unix:///nowhere')).tracer is None; "
         "sys.exit(any(name.startswith(('opentelemetry.exporter', 'opentelemetry.sdk.trace')) for name in sys.modules))"
     )
@@ -117,8 +118,8 @@ def test_what_turns_traces_off_turns_them_off(variables: dict[str, str], monkeyp
 
 SEND = """
 import atexit, time
-from shared.telemetry import setup_logging
-from shared.tracing import open_tracer
+from shared.process.telemetry import setup_logging
+from shared.process.tracing import open_tracer
 atexit.register(lambda: print(waited_s, time.monotonic() - recorded_at, flush=True))  # the last thing: what opens later is closed before
 setup_logging("info")
 tracer = open_tracer("sampler", "sampler-1")

@@ -11,12 +11,12 @@ from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser
 from services.gateway.schemas.closing import closed
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import Vocabulary, compile_grammar, load_vocabulary
-from shared.messages import ChatMessage, ToolCall
-from shared.model_files import DEMO_MODEL
-from shared.settings import ReasoningParser, ToolCallParser
+from shared.model.constraint import Constraint
+from shared.model.files import DEMO_MODEL
+from shared.model.grammar import Vocabulary, compile_grammar, load_vocabulary
+from shared.process.errors import Invalid
+from shared.process.settings import ReasoningParser, ToolCallParser
+from shared.wire.messages import ChatMessage, ToolCall
 
 
 def tool(name: str, **function: Any) -> dict[str, Any]:

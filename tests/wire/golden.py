@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from shared.constraint import Constraint
-from shared.messages import (
+from shared.model.constraint import Constraint
+from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.wire.messages import (
     ChatMessage,
     ChatOptions,
     Control,
@@ -31,8 +32,7 @@ from shared.messages import (
     ToolCall,
     TopLogprob,
 )
-from shared.sampling_params import ChainParams, DryParams, SamplingParams
-from shared.views import ComputeView, SequenceView
+from shared.wire.views import ComputeView, SequenceView
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shared.errors import Invalid
-from shared.messages import TAGS, decode
+from shared.process.errors import Invalid
+from shared.wire.messages import TAGS, decode
 from tests.wire.golden import GOLDEN
 
 NUMBERS = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.floats(), st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 62]))

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.errors import Invalid
-from shared.messages import (
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import Invalid
+from shared.wire.messages import (
     TAGS,
     ChatMessage,
     Control,
@@ -23,8 +24,7 @@ from shared.messages import (
     decode,
     encode,
 )
-from shared.registry import decode_replicas
-from shared.sampling_params import SamplingParams
+from shared.wire.registry import decode_replicas
 from tests.wire.golden import CANDIDATES, GENERATE, GOLDEN, LOGPROB, PROMPT_LOGPROBS, REPLICA, Golden, f32, i32
 
 

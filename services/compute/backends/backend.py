@@ -18,7 +18,7 @@ import torch
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 
 Tensor = torch.Tensor
 Array = np.ndarray[Any, Any]

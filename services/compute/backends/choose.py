@@ -7,7 +7,7 @@ from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.cpu.library import open_context
 from services.compute.backends.cuda.device import why_unusable
 from services.compute.backends.torch.backend import TorchBackend
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 
 def choose_device(name: str) -> torch.device:

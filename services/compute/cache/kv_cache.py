@@ -7,9 +7,9 @@ import torch
 
 from services.compute.backends.backend import Backend
 from services.compute.backends.buffers import to_device
-from shared.errors import StartupError
-from shared.host_memory import free_host_memory, size_text
-from shared.settings import ComputeSettings
+from shared.process.errors import StartupError
+from shared.process.host_memory import free_host_memory, size_text
+from shared.process.settings import ComputeSettings
 
 CUDA_SHARE, CPU_SHARE = 0.9, 0.25  # of the free memory: a GPU is the server's own, a laptop is not
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 
 from llguidance import LLMatcher
 
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import Vocabulary, compile_grammar
+from shared.model.constraint import Constraint
+from shared.model.grammar import Vocabulary, compile_grammar
+from shared.process.errors import Invalid
 
 NUM_COMPILERS = 2
 BYTES_PER_S = 384 << 20  # of processor time in the library

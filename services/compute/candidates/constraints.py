@@ -13,9 +13,9 @@ from services.compute.candidates.compiled import Grammar, GrammarCache
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.matcher import Filling, Matcher, Turn, replay_some
 from services.compute.sequence import Array, Sequence
-from shared.constraint import Constraint
-from shared.grammar import Vocabulary
-from shared.messages import RequestError
+from shared.model.constraint import Constraint
+from shared.model.grammar import Vocabulary
+from shared.wire.messages import RequestError
 
 NUM_MASKERS = 2  # one goes on while the other is at a mask that takes long for the first time
 NUM_SLOW_MASKERS = 2

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shared.dry_breakers import Breakers
-from shared.sampling_params import DryParams
+from shared.model.dry_breakers import Breakers
+from shared.model.sampling_params import DryParams
 
 Array = np.ndarray[Any, Any]
 

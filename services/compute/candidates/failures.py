@@ -1,7 +1,7 @@
 """What fails one request alone, as its client is told."""
 
-from shared.errors import Invalid
-from shared.messages import RequestError
+from shared.process.errors import Invalid
+from shared.wire.messages import RequestError
 
 
 def error_of(error: BaseException) -> RequestError:

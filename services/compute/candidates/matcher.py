@@ -21,10 +21,10 @@ from services.compute.candidates.compiled import Grammar
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import num_bytes
 from services.compute.sequence import Array, Sequence
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import Vocabulary, compile_grammar
-from shared.messages import RequestError
+from shared.model.constraint import Constraint
+from shared.model.grammar import Vocabulary, compile_grammar
+from shared.process.errors import Invalid
+from shared.wire.messages import RequestError
 
 # Processor time of a thread: what the machine does meanwhile is not the grammar's fault
 SLOW_S = 0.01  # a mask that takes longer is filled before its row runs, and away from the others

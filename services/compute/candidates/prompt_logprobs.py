@@ -13,7 +13,7 @@ import torch
 from services.compute.backends.backend import RowSearch
 from services.compute.batch import ScheduledBatch
 from services.compute.sequence import Array, ScoredTokens, Sequence
-from shared.messages import PromptLogprobs, RequestError
+from shared.wire.messages import PromptLogprobs, RequestError
 
 NOT_FINITE = "the model's numbers for this request's prompt are not finite"
 

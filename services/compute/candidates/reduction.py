@@ -3,7 +3,7 @@
 A row is first edited as its request asks (penalties, bias, banned tokens, the mask of its grammar). Then its largest logits are listed in
 order, and for rows that are drawn at random, the mass W of all tokens that top-k, top-p and min-p keep, and the token on which the draw
 falls if it falls beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. The header of
-shared/decision.py shows that this is exact. The list's length follows from the request's own parameters alone, never from the batch.
+shared/model/decision.py shows that this is exact. The list's length follows from the request's own parameters alone, never from the batch.
 
 A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own request; the others go on. A device that fails is no row's
 mistake: compute ends with it, and another takes its requests over.
@@ -25,10 +25,10 @@ from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
 from services.compute.candidates.sorted_head import SortedHead, sort_until
 from services.compute.sequence import Sequence
-from shared.decision import GREEDY, cumulative_mass, decide, falls_beyond, kept_count, pick, uniform
-from shared.messages import RequestError, SequenceIntro, StepCandidates
-from shared.sampling_params import ChainParams, SamplingParams
-from shared.telemetry import get_logger
+from shared.model.decision import GREEDY, cumulative_mass, decide, falls_beyond, kept_count, pick, uniform
+from shared.model.sampling_params import ChainParams, SamplingParams
+from shared.process.telemetry import get_logger
+from shared.wire.messages import RequestError, SequenceIntro, StepCandidates
 
 log = get_logger("penstock.compute")
 

@@ -10,7 +10,7 @@ import torch
 
 from services.compute.backends.buffers import to_device
 from services.compute.sequence import Array, Sequence
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 _IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
 TERMS = np.where(_IS_SET, np.float32(0), np.float32(-np.inf))  # [256, 8]: what a byte of the mask adds to its eight logits

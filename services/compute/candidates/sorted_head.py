@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from shared.decision import cumulative_mass
+from shared.model.decision import cumulative_mass
 
 Array = np.ndarray[Any, Any]
 

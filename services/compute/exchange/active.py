@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from services.compute.sequence import Sequence
-from shared.messages import TokenizedRequest
+from shared.wire.messages import TokenizedRequest
 
 
 @dataclass(slots=True)

@@ -19,14 +19,14 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
 from services.compute.quarantine import Record, queue_records
-from shared.line import Line
-from shared.messages import Control, StepCandidates, StepDecisions
-from shared.redis_clock import follow_clock
-from shared.stage import Stage
-from shared.streams import CONTROL, GroupStream, attempts_key, candidates, decisions
-from shared.telemetry import get_logger
-from shared.token_log import finish_ended
-from shared.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pipeline, append
+from shared.process.telemetry import get_logger
+from shared.wire.line import Line
+from shared.wire.messages import Control, StepCandidates, StepDecisions
+from shared.wire.redis_clock import follow_clock
+from shared.wire.stage import Stage
+from shared.wire.streams import CONTROL, GroupStream, attempts_key, candidates, decisions
+from shared.wire.token_log import finish_ended
+from shared.wire.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pipeline, append
 
 log = get_logger("penstock.compute")
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 from services.compute.candidates.prompt_logprobs import prompt_logprobs
 from services.compute.candidates.reduction import CandidateRows
 from services.compute.exchange.active import ActiveRequest
-from shared.messages import SequenceIntro, StepCandidates
-from shared.registry import choose_replica
+from shared.wire.messages import SequenceIntro, StepCandidates
+from shared.wire.registry import choose_replica
 
 PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
 

@@ -9,7 +9,7 @@ from services.compute.models.defaults import DEFAULTS
 from services.compute.models.moe import MoeConfig
 from services.compute.models.rope import Rope, no_rope, read_rope
 from services.compute.models.sizes import LARGEST_WINDOW, check_size, check_sizes
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 PACKED_METHOD = "penstock"  # quantization_config's quant_method
 

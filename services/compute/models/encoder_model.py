@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

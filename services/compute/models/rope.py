@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 POSITIVE = ("factor", "rope_theta", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
 

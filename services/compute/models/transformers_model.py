@@ -31,7 +31,7 @@ from services.compute.models.transformers_attention import (
     group_sequences,
     register,
 )
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

@@ -9,8 +9,8 @@ from services.compute.scheduling.scheduler import Scheduler
 from services.compute.simulation.hardware import HARDWARE, MODELS, find_hardware, find_model
 from services.compute.simulation.simulator import PERCENTILES, Replay, percentiles, replay
 from services.compute.simulation.trace import load_trace, with_rate
-from shared.arguments import Parser
-from shared.errors import StartupError
+from shared.process.arguments import Parser
+from shared.process.errors import StartupError
 
 EXAMPLES = """examples:
   penstock simulate                                              chat-like requests, Llama 3 8B, one A100

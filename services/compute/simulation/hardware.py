@@ -7,7 +7,7 @@ from typing import Protocol
 
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.simulation.reading import reason
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 BANDWIDTH_SHARE, FLOPS_SHARE = 0.8, 0.6  # of the data sheet that good kernels reach
 HOST_S = 1.5e-3  # a step costs this beside its bytes and operations

@@ -12,7 +12,7 @@ from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.trace import TraceRequest
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
 VOCABULARY = 1000  # made-up tokens are below: every model has them; no two prompts begin alike unless they should

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from services.compute.simulation.reading import reason
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 CHARS_PER_TOKEN = 4.0  # of English text, for files that hold texts
 # The lengths of some thousand shared chat turns: prompts 104 tokens in the mean, 30 at the median; answers 315 and 286.

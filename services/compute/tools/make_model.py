@@ -14,7 +14,7 @@ import torch
 from tqdm import tqdm
 
 from services.compute.tools.out_folder import open_out_folder, write_model
-from shared.model_files import DEMO_MODEL
+from shared.model.files import DEMO_MODEL
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.gguf")  # as a folder's readers find them
 MODEL = "model.safetensors"

@@ -24,8 +24,8 @@ from services.compute.tools.calibration.perplexity import perplexity
 from services.compute.tools.calibration.texts import DEFAULT_TOKENS, Windows, read_windows
 from services.compute.tools.out_folder import open_out_folder, write_model
 from services.compute.weights.loader import Loader, check_quantizable, load_weights, norm_names, open_source
-from shared.errors import StartupError
-from shared.model_files import TOKENIZER_FILES, ModelFiles, open_model
+from shared.model.files import TOKENIZER_FILES, ModelFiles, open_model
+from shared.process.errors import StartupError
 
 BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 

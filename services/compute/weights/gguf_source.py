@@ -15,9 +15,9 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.gguf_blocks import FORMATS, GROUP, to_grouped
 from services.compute.weights.progress import Progress
-from shared.errors import StartupError
-from shared.gguf.reader import GgufHead, TensorInfo, read_head
-from shared.telemetry import get_logger
+from shared.model.gguf.reader import GgufHead, TensorInfo, read_head
+from shared.process.errors import StartupError
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 

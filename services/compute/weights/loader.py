@@ -18,8 +18,8 @@ from services.compute.models.decoder import ModelWeights
 from services.compute.models.moe import Expert, MoeConfig, MoeMlp, SharedExpert
 from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.safetensors_source import SafetensorsSource
-from shared.errors import StartupError
-from shared.telemetry import get_logger
+from shared.process.errors import StartupError
+from shared.process.telemetry import get_logger
 
 Tensor = torch.Tensor
 

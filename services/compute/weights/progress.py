@@ -5,7 +5,7 @@ import time
 
 from tqdm import tqdm
 
-from shared.telemetry import get_logger
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 

@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.formats import Format, StoredLayer, read_format
 from services.compute.weights.progress import Progress
-from shared.errors import StartupError
-from shared.telemetry import get_logger
+from shared.process.errors import StartupError
+from shared.process.telemetry import get_logger
 
 Tensor = torch.Tensor
 

@@ -22,8 +22,8 @@ from services.gateway.files.store import FileRecord
 from services.gateway.generation import away
 from services.gateway.openai.docs import takes
 from services.gateway.traces import current_root
-from shared.errors import Invalid, Rejected
-from shared.streams import FILE_TTL_S
+from shared.process.errors import Invalid, Rejected
+from shared.wire.streams import FILE_TTL_S
 
 ENDPOINT = "/v1/messages"
 WINDOW_S = 24 * 3600

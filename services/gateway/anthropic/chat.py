@@ -6,7 +6,7 @@ from services.gateway.ignored import pass_over
 from services.gateway.openai.fields import shortened
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.translate import make_chat, thinking_kwargs
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 TOOL_FIELDS = ("type", "name", "description", "input_schema", "strict", "cache_control", "eager_input_streaming")

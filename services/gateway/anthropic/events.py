@@ -9,7 +9,7 @@ from services.gateway.anthropic.chat import NAME_HERE
 from services.gateway.anthropic.errors import error_of
 from services.gateway.record import ResponseRecord
 from services.gateway.translate import arguments_of, errors_in, is_broken_off
-from shared.messages import RequestError, TokenEvent
+from shared.wire.messages import RequestError, TokenEvent
 
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 # Of each kind of block: how it begins, and the delta by which it grows

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from shared.messages import Replica
+from shared.wire.messages import Replica
 
 
 def list_of(served: Mapping[str, Replica]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from services.gateway.openai.fields import at_most
 from services.gateway.openai.messages import MAX_NAME
 from services.gateway.openai.neutral import ANYTHING
 from services.gateway.openai.schemas import MAX_USER
-from shared.sampling_params import MAX_STOP_STRINGS
+from shared.model.sampling_params import MAX_STOP_STRINGS
 
 MAX_TOOLS = 128
 MAX_REQUESTS = 50_000  # of a batch

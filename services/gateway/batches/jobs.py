@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from redis.exceptions import RedisError
 
-from shared.job_queue import make_queue, send_batch
-from shared.telemetry import get_logger
-from shared.transport import connect
+from shared.process.telemetry import get_logger
+from shared.wire.job_queue import make_queue, send_batch
+from shared.wire.transport import connect
 
 if TYPE_CHECKING:
     from celery import Celery

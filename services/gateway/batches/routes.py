@@ -15,9 +15,9 @@ from services.gateway.files.pages import page_of
 from services.gateway.generation import away
 from services.gateway.openai.docs import takes
 from services.gateway.traces import current_root
-from shared.errors import Invalid
-from shared.streams import FILE_TTL_S
-from shared.telemetry import get_logger
+from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
+from shared.wire.streams import FILE_TTL_S
 
 log = get_logger("penstock.gateway")
 

@@ -7,8 +7,8 @@ from pydantic import BeforeValidator, Field
 
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import at_most
-from shared.errors import Invalid
-from shared.streams import FILE_TTL_S
+from shared.process.errors import Invalid
+from shared.wire.streams import FILE_TTL_S
 
 LONGEST_WINDOW_S = 24 * 3600
 SECONDS = {"s": 1, "m": 60, "h": 3600}

@@ -14,12 +14,12 @@ import redis.asyncio
 from services.gateway.batches.figures import ENDED, queue_created
 from services.gateway.batches.schemas import LONGEST_WINDOW_S
 from services.gateway.generation import away
-from shared.errors import Invalid, Rejected
-from shared.ids import is_batch_id, is_file_id
-from shared.messages import decode_record
-from shared.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
-from shared.telemetry import get_logger
+from shared.process.errors import Invalid, Rejected
+from shared.process.telemetry import get_logger
 from shared.tenants import Tenant
+from shared.wire.ids import is_batch_id, is_file_id
+from shared.wire.messages import decode_record
+from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, FILE_TTL_S, batch_key, batches_key
 
 log = get_logger("penstock.gateway")
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from services.gateway.context import context_of
 from services.gateway.files.pages import page_of
 from services.gateway.files.storage import PIECE_BYTES
 from services.gateway.files.store import FileRecord
-from shared.errors import Invalid, Rejected
-from shared.streams import FILE_TTL_S
-from shared.telemetry import get_logger
+from shared.process.errors import Invalid, Rejected
+from shared.process.telemetry import get_logger
+from shared.wire.streams import FILE_TTL_S
 
 UPLOAD_TIMEOUT_S = 600.0
 MAX_UPLOADS = 8  # at once; each may take a file's size on this machine's disk until it is stored

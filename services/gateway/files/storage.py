@@ -15,8 +15,8 @@ from typing import IO, Any
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shared.errors import StartupError
-from shared.telemetry import get_logger
+from shared.process.errors import StartupError
+from shared.process.telemetry import get_logger
 
 PIECE_BYTES = 1 << 20
 UNFINISHED = ".part"  # in the name of what is being written

@@ -14,9 +14,9 @@ import redis.asyncio
 from services.gateway.files.storage import PIECE_BYTES, Storage
 from services.gateway.generation import away
 from services.gateway.record import read_record
-from shared.errors import Invalid, Recoverable
-from shared.ids import is_file_id
-from shared.streams import FILE_TTL_S, file_key, files_key, uploads_key
+from shared.process.errors import Invalid, Recoverable
+from shared.wire.ids import is_file_id
+from shared.wire.streams import FILE_TTL_S, file_key, files_key, uploads_key
 
 MAX_FILES = 10_000  # of one owner
 CONTENTS = "contents"  # the folder of what is in files

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from services.gateway.subscription import Subscription
 from services.gateway.timeline import Timeline
-from shared.views import ComputeView, SequenceView
+from shared.wire.views import ComputeView, SequenceView
 
 MAX_COURSES = 24
 MAX_STAYS = 8  # of a request; of more, the first are forgotten

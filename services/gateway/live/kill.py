@@ -8,9 +8,9 @@ from urllib.parse import urlsplit
 from fastapi import Request
 
 from services.gateway.context import Context
-from shared.errors import Invalid
-from shared.settings import is_loopback
-from shared.telemetry import get_logger
+from shared.process.errors import Invalid
+from shared.process.settings import is_loopback
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.gateway")
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from services.gateway.context import Context
 from services.gateway.live.kill import check_origin, kill_replica
 from services.gateway.openai.respond import EventStream
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 router = APIRouter(prefix="/live")
 

@@ -5,8 +5,8 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shared.messages import Replica
-from shared.views import ComputeView
+from shared.wire.messages import Replica
+from shared.wire.views import ComputeView
 
 STAGES = ("gateway", "tokenizer", "compute", "sampler")
 MAX_REPLICAS_SHOWN = 64  # of all stages

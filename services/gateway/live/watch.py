@@ -12,13 +12,13 @@ from services.gateway.live.courses import Courses
 from services.gateway.live.snapshot import Look, Queue, snapshot
 from services.gateway.sse import PING, encode_event
 from services.gateway.subscriptions import Subscriptions
-from shared.errors import Invalid, Rejected
-from shared.messages import decode
-from shared.stage import Stage
-from shared.streams import DEAD_LETTER, WATCHED, inflight_key, prompts, requests, view_key
-from shared.telemetry import get_logger
-from shared.transport import is_temporary
-from shared.views import ComputeView
+from shared.process.errors import Invalid, Rejected
+from shared.process.telemetry import get_logger
+from shared.wire.messages import decode
+from shared.wire.stage import Stage
+from shared.wire.streams import DEAD_LETTER, WATCHED, inflight_key, prompts, requests, view_key
+from shared.wire.transport import is_temporary
+from shared.wire.views import ComputeView
 
 log = get_logger("penstock.gateway")
 

@@ -11,8 +11,8 @@ from services.gateway.openai.prompt_logprobs import finite
 from services.gateway.openai.respond import Responder, check
 from services.gateway.sse import PING, encode_event
 from services.gateway.timeline import Timeline
-from shared.messages import TokenEvent, TokenLogprob, TopLogprob
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import TokenEvent, TokenLogprob, TopLogprob
 
 Json = dict[str, Any]
 

@@ -9,7 +9,7 @@ from services.gateway.errors import RequestFailed
 from services.gateway.llamacpp.schemas import InfillBody
 from services.gateway.openai.ask import token_ids_of
 from services.gateway.openai.fields import TokenIds
-from shared.messages import EncodingParams, RequestError
+from shared.wire.messages import EncodingParams, RequestError
 
 # Before the text, after it, and where the answer begins: Qwen and StarCoder 2, StarCoder, Code Llama, DeepSeek, Codestral.
 SPELLINGS = (

@@ -20,7 +20,7 @@ from services.gateway.openai.fields import TokenIds
 from services.gateway.openai.routes import chat_completions, list_models, prepare_chat, prepare_completion
 from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
 from services.gateway.translate import name_of, own_terms
-from shared.messages import EncodingParams
+from shared.wire.messages import EncodingParams
 
 Json = dict[str, Any]
 

@@ -10,8 +10,8 @@ from services.gateway.openai.messages import MAX_NAME
 from services.gateway.openai.neutral import ANYTHING, REFUSED, Table
 from services.gateway.openai.schemas import MAX_USER
 from services.gateway.pooling.schemas import Texts
-from shared.errors import Invalid
-from shared.sampling_params import MAX_LOGIT_BIAS
+from shared.model.sampling_params import MAX_LOGIT_BIAS
+from shared.process.errors import Invalid
 
 Json = dict[str, Any]
 Pieces = list[str | TokenIds]  # of one prompt, in their order

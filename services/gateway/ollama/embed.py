@@ -11,7 +11,7 @@ from services.gateway.ollama.schemas import OllamaEmbedBody, OllamaEmbeddingsBod
 from services.gateway.openai.docs import takes
 from services.gateway.openai.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.openai.schemas import EmbeddingBody
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 router = APIRouter(prefix="/api")
 

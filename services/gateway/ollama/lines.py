@@ -9,7 +9,7 @@ import orjson
 from services.gateway.ollama.schemas import NAME_HERE, Json
 from services.gateway.record import ResponseRecord
 from services.gateway.translate import arguments_of, errors_in, is_broken_off
-from shared.messages import RequestError, TokenEvent
+from shared.wire.messages import RequestError, TokenEvent
 
 DONE_REASONS = {"length": "length"}  # what else there is, is a stop
 

@@ -17,7 +17,7 @@ from services.gateway.openai.docs import takes
 from services.gateway.openai.routes import parsers_of, prepare_chat
 from services.gateway.openai.schemas import ChatCompletionBody
 from services.gateway.translate import TranslatedResponder, make_chat, own_terms, thinking_kwargs
-from shared.messages import ChatOptions, Replica
+from shared.wire.messages import ChatOptions, Replica
 
 STAYS_UNTIL = "9999-12-31T23:59:59Z"
 OLLAMA_LEVEL = "0.14.0"  # of Ollama's API, as clients ask for it: the release whose fields and answers are spoken here

@@ -12,7 +12,7 @@ from services.gateway.openai.fields import MAX_PARTS, PROMPT_SCHEMA, Prompt, at,
 from services.gateway.openai.messages import MAX_NAME
 from services.gateway.openai.neutral import ANYTHING, REFUSED, Table
 from services.gateway.openai.schemas import MAX_INPUTS, MAX_MESSAGES
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 Json = dict[str, Any]
 

@@ -12,8 +12,8 @@ from services.gateway.openai.fields import TokenIds
 from services.gateway.openai.respond import check
 from services.gateway.record import make_record
 from services.gateway.subscription import ResponseFailed
-from shared.messages import EncodingParams, GenerateRequest, Task, TokenEvent
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
+from shared.wire.messages import EncodingParams, GenerateRequest, Task, TokenEvent
 
 
 async def ask_all(context: Context, model: str, requests: list[GenerateRequest]) -> list[list[TokenEvent]]:

@@ -7,8 +7,8 @@ import orjson
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.gateway.openai.fields import kind_of, refuse_unknown, shortened
-from shared.constraint import Constraint, Kind
-from shared.errors import Invalid
+from shared.model.constraint import Constraint, Kind
+from shared.process.errors import Invalid
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
 

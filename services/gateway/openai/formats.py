@@ -9,7 +9,7 @@ from services.gateway.openai.answers import Answer, delta_of
 from services.gateway.openai.prompt_logprobs import EchoedLogprobs, by_token_id, echoed, finite, likeliest
 from services.gateway.parsing.answer import FORCED
 from services.gateway.record import ResponseRecord
-from shared.messages import Float32Array, Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
+from shared.wire.messages import Float32Array, Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
 
 
 @dataclass(slots=True)

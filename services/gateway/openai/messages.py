@@ -11,7 +11,7 @@ from services.gateway.openai.answers import INPUT
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import CONTENT_SCHEMA, at_most, join_parts, kind_of
 from services.gateway.openai.neutral import OF_CALLS, OF_MESSAGES
-from shared.messages import ChatMessage, ToolCall
+from shared.wire.messages import ChatMessage, ToolCall
 
 MAX_TOOL_CALLS = 128
 MAX_NAME = 256  # characters of a model's, a speaker's or a function's name, or of an id

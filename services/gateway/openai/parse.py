@@ -18,7 +18,7 @@ from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, 
 from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
 from services.gateway.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody
 from services.gateway.responses.schemas import ResponseBody
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 BODIES: dict[str, type[Body]] = {
     "chat": ChatCompletionBody,

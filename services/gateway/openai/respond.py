@@ -18,8 +18,8 @@ from services.gateway.record import ResponseRecord
 from services.gateway.schemas.answers import unchecked
 from services.gateway.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
-from shared.messages import RequestError, TokenEvent
-from shared.telemetry import get_logger
+from shared.process.telemetry import get_logger
+from shared.wire.messages import RequestError, TokenEvent
 
 log = get_logger("penstock.gateway")
 

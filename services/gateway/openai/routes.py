@@ -22,10 +22,10 @@ from services.gateway.openai.schemas import MAX_MESSAGES, ChatCompletionBody, Co
 from services.gateway.parsing.answer import REASONING, TOOL_CALLS
 from services.gateway.record import ResponseRecord, choice_params, make_record
 from services.gateway.schemas.prepare import Prepared
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.messages import GenerateRequest, Replica
-from shared.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from shared.model.constraint import Constraint
+from shared.model.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from shared.process.errors import Invalid
+from shared.wire.messages import GenerateRequest, Replica
 
 KINDS = ("chat.completion", "text_completion")  # of responses that are streamed as chunks with positions
 

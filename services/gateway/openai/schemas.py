@@ -17,10 +17,8 @@ from services.gateway.openai.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt,
 from services.gateway.openai.messages import MAX_NAME, Message
 from services.gateway.openai.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS
 from services.gateway.openai.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.messages import ChatOptions, EmbeddingParams, EncodingParams, SchedulingParams
-from shared.sampling_params import (
+from shared.model.constraint import Constraint
+from shared.model.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
     MAX_BREAKERS,
@@ -31,6 +29,8 @@ from shared.sampling_params import (
     DryParams,
     SamplingParams,
 )
+from shared.process.errors import Invalid
+from shared.wire.messages import ChatOptions, EmbeddingParams, EncodingParams, SchedulingParams
 
 TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,18}")
 MAX_MESSAGES = 4096

@@ -9,9 +9,9 @@ from services.gateway.openai.fields import TokenIds, at_most, read_token_ids
 from services.gateway.openai.messages import MAX_NAME, Message
 from services.gateway.openai.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody
 from services.gateway.openai.tools import Tools, check_depth
-from shared.errors import Invalid
-from shared.messages import EncodingParams
-from shared.sampling_params import MAX_TOKENS
+from shared.model.sampling_params import MAX_TOKENS
+from shared.process.errors import Invalid
+from shared.wire.messages import EncodingParams
 
 OF_TEMPLATES = ("tools", "chat_template_kwargs", "chat_template", "documents", "add_generation_prompt", "continue_final_message")
 

@@ -10,7 +10,7 @@ from services.gateway.context import context_of
 from services.gateway.openai.ask import ask_tokenizer, question
 from services.gateway.openai.docs import takes
 from services.gateway.openai.tokenize import DetokenizeBody, TokenizeBody
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 
 router = APIRouter()
 

@@ -14,8 +14,8 @@ from services.gateway.openai.answers import INPUT
 from services.gateway.openai.body import Body
 from services.gateway.openai.fields import at, at_most, kind_of
 from services.gateway.parsing.answer import XML, Parsing
-from shared.constraint import Constraint
-from shared.errors import Invalid
+from shared.model.constraint import Constraint
+from shared.process.errors import Invalid
 
 MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # in an answer that has to call

@@ -19,8 +19,8 @@ from services.gateway.openai.formats import Choice
 from services.gateway.openai.schemas import EmbeddingBody
 from services.gateway.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody
 from services.gateway.record import ResponseRecord
-from shared.errors import Invalid
-from shared.messages import Replica
+from shared.process.errors import Invalid
+from shared.wire.messages import Replica
 
 router = APIRouter()
 

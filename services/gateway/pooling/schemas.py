@@ -9,8 +9,8 @@ from services.gateway.openai.fields import at, kind_of
 from services.gateway.openai.messages import MAX_NAME
 from services.gateway.openai.neutral import ANYTHING, Table
 from services.gateway.openai.schemas import MAX_DEADLINE_S, MAX_INPUTS, MAX_PRIORITY, MAX_USER, EmbeddingBody
-from shared.errors import Invalid
-from shared.sampling_params import MAX_TOKENS
+from shared.model.sampling_params import MAX_TOKENS
+from shared.process.errors import Invalid
 
 TEXTS_SCHEMA = {
     "description": "a text, a list of texts, or a list of objects with a text",

@@ -5,7 +5,7 @@ from services.gateway.responses.items import Json, messages_of
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.tools import chat_choice, chat_tools
 from services.gateway.translate import make_chat
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 # Fields of a chat that this API takes under the same name: OpenAI's own, and the sampling parameters that it does not have
 SAME = (

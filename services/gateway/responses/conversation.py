@@ -11,7 +11,7 @@ from services.gateway.responses.chat import NAME_HERE, chat_of
 from services.gateway.responses.items import Json
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.translate import own_terms
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 UNFINISHED = ("queued", "in_progress")
 ITEM_ID = re.compile(r"[a-z]+_([0-9a-f]{32})_(?:in)?[0-9]+")  # as items.with_ids and events.py make them

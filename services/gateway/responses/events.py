@@ -14,7 +14,7 @@ from services.gateway.responses.chat import NAME_HERE
 from services.gateway.responses.tools import Named, names_of
 from services.gateway.sse import PING
 from services.gateway.translate import errors_in, name_of, told_of
-from shared.messages import RequestError, TokenEvent
+from shared.wire.messages import RequestError, TokenEvent
 
 Json = dict[str, Any]
 

@@ -5,7 +5,7 @@ from typing import Any
 from services.gateway.context import Context
 from services.gateway.generation import away, find_record
 from services.gateway.record import ResponseRecord, read_response
-from shared.streams import held_key, inflight_key, open_key, response_key, response_of, stored_key
+from shared.wire.streams import held_key, inflight_key, open_key, response_key, response_of, stored_key
 
 Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs
 

@@ -21,8 +21,8 @@ from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.stored import Stored
 from services.gateway.token_count import count_tokens
 from services.gateway.translate import TranslatedResponder, own_terms
-from shared.errors import Invalid
-from shared.messages import GenerateRequest
+from shared.process.errors import Invalid
+from shared.wire.messages import GenerateRequest
 
 router = APIRouter(prefix="/v1/responses")
 

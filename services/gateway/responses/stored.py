@@ -21,13 +21,13 @@ from services.gateway.responses.events import ResponseEvents
 from services.gateway.silence import GONE, PAGE
 from services.gateway.subscriptions import draining
 from services.gateway.translate import Fold, Json
-from shared.errors import Invalid, Lost
-from shared.messages import Control, RequestError, TokenEvent
-from shared.registry import broadcast
-from shared.streams import LOG_TTL_S, inflight_key, log_key, response_key, stored_key, tombstone_key
+from shared.process.errors import Invalid, Lost
 from shared.tenants import Tenant
-from shared.token_log import END, end_request, parse_log
-from shared.transport import Backoff, entries_of, is_temporary
+from shared.wire.messages import Control, RequestError, TokenEvent
+from shared.wire.registry import broadcast
+from shared.wire.streams import LOG_TTL_S, inflight_key, log_key, response_key, stored_key, tombstone_key
+from shared.wire.token_log import END, end_request, parse_log
+from shared.wire.transport import Backoff, entries_of, is_temporary
 
 LONG_BYTES = 256 << 10
 DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end

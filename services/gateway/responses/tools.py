@@ -10,7 +10,7 @@ from typing import Any
 
 from services.gateway.ignored import pass_over
 from services.gateway.openai.fields import kind_of, shortened
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 Json = dict[str, Any]
 

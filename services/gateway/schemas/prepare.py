@@ -8,9 +8,9 @@ from typing import Any
 
 from services.gateway.schemas.closing import closed
 from services.gateway.schemas.rewrite import Malformed, OneOf, Rewriter
-from shared.constraint import Constraint
-from shared.errors import Invalid
-from shared.grammar import check_grammar
+from shared.model.constraint import Constraint
+from shared.model.grammar import check_grammar
+from shared.process.errors import Invalid
 
 Json = dict[str, Any]
 

@@ -18,7 +18,7 @@ from services.gateway.schemas.objects import table, texts
 from services.gateway.schemas.one_of import exclusive
 from services.gateway.schemas.patterns import formatted, matched, takes
 from services.gateway.schemas.values import exclusive_bounds, is_contradictory, keeps_to, orders, sequence
-from shared.errors import Invalid
+from shared.process.errors import Invalid
 
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")

@@ -8,9 +8,9 @@ from tokenizers import Tokenizer
 from services.compute import __main__ as compute
 from services.compute import engine
 from services.compute.backends.backend import Backend
-from shared.model_files import ModelFiles
-from shared.settings import ComputeSettings
-from shared.stage import run_stage
+from shared.model.files import ModelFiles
+from shared.process.settings import ComputeSettings
+from shared.wire.stage import run_stage
 from tests.clients.scripted.model import ScriptedModel, follow
 from tests.clients.scripted.script import Script
 

@@ -36,8 +36,8 @@ from services.compute.candidates.reduction import Reduction, begin_reduction
 from services.compute.sequence import Sequence
 from services.compute.tools.make_model import make_model
 from services.compute.warm_up import warm_up
-from shared.errors import StartupError
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import StartupError
 
 CPU = torch.device("cpu")
 SHARED_BYTES = {

@@ -8,7 +8,7 @@ import pytest
 from bench.gpu import __main__ as bench
 from bench.gpu.journal import DID_NOT_END, Journal
 from bench.gpu.options import device_and_versions, parse
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 NAMES = ["first", "wrong", "failing", "dying", "hanging", "last"]
 

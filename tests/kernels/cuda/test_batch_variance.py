@@ -9,9 +9,9 @@ from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import FEW_ROWS, CudaLinear
 from services.compute.backends.matrix import Dense
 from services.compute.fingerprint import BATCH_VARIANT, fingerprint
-from shared.errors import StartupError
-from shared.model_files import open_model
-from shared.settings import ComputeSettings
+from shared.model.files import open_model
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import CPU
 
 BFLOAT16 = torch.bfloat16

@@ -17,9 +17,9 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.kv_cache import KVCache
 from services.compute.model_runner import ModelRunner
 from services.compute.warm_up import first_kernels, warm_up
-from shared.errors import StartupError
-from shared.model_files import open_model
-from shared.settings import ComputeSettings
+from shared.model.files import open_model
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import CPU
 
 ROOT = Path(__file__).parents[3]

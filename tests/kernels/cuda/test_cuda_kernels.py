@@ -22,7 +22,7 @@ from services.compute.backends.cuda.linear import CudaLinear, read_table
 from services.compute.backends.matrix import Dense, Grouped
 from services.compute.backends.torch.attention import Heads, Scores
 from services.compute.backends.torch.reference import FOUR_BIT_TABLES
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 from tests.kernels.backends import CPU
 
 BFLOAT16, FLOAT32 = torch.bfloat16, torch.float32

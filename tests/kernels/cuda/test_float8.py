@@ -21,9 +21,9 @@ from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.models.decoder import ModelWeights
 from services.compute.weights.loader import load_weights
-from shared.errors import StartupError
-from shared.model_files import open_model
-from shared.settings import ComputeSettings
+from shared.model.files import open_model
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.cuda.test_cuda_models import CONFIG
 from tests.kernels.families import reference_model

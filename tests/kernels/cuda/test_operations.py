@@ -17,7 +17,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import begin_reduction
 from services.compute.model_runner import DrawnTokens
 from services.compute.sequence import PENDING, Sequence
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU
 from tests.kernels.cuda.test_cuda_models import SIZES
 from tests.kernels.families import reference_model

@@ -12,8 +12,8 @@ from functools import partial
 import torch
 
 from services.compute.backends.cpu.build import INSTRUCTION_SETS, LIBRARY, source_id
-from shared.errors import StartupError
-from shared.telemetry import get_logger
+from shared.process.errors import StartupError
+from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 

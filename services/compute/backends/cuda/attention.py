@@ -12,7 +12,7 @@ from services.compute.backends.cuda.graphs import pad_to_bucket
 from services.compute.backends.cuda.kernels import attention as kernels
 from services.compute.backends.cuda.row_math import prepare, warps_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

@@ -19,8 +19,8 @@ from services.compute.backends.matrix import Dense, Float8, Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
-from shared.errors import StartupError
-from shared.sampling_params import SamplingParams
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

@@ -13,7 +13,7 @@ from services.compute.backends.torch.reference import kv_row_size, quantize_weig
 from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.host_memory import mapped_zeros
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

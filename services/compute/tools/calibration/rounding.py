@@ -10,7 +10,7 @@ import torch
 
 from services.compute.backends.matrix import Grouped
 from services.compute.backends.torch.reference import FOUR_BIT_TABLES, quantize_four_bit
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

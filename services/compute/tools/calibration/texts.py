@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer
 
-from shared.errors import StartupError
-from shared.model_files import ModelFiles
+from shared.model.files import ModelFiles
+from shared.process.errors import StartupError
 
 DEFAULT_TEXT = "default"
 WINDOW = 512  # tokens

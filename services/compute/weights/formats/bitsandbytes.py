@@ -13,7 +13,7 @@ import torch
 from services.compute.backends.matrix import Int8Columns
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS, Format, Kept, StoredLayer, widen
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

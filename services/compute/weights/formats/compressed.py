@@ -26,7 +26,7 @@ from services.compute.weights.formats.stored import (
     unpack,
     widen_permuted,
 )
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

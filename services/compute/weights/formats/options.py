@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from services.compute.weights.formats.patterns import check_pattern
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 LARGEST = 2**31 - 1
 

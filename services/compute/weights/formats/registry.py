@@ -11,7 +11,7 @@ from services.compute.weights.formats.fp8 import read_fp8
 from services.compute.weights.formats.gptq import read_gptq
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import Format
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 READERS: dict[str, Callable[[Options], Format]] = {
     "auto-round": read_auto_round,

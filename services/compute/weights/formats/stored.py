@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from services.compute.backends.matrix import Dense, Grouped, Matrix
-from shared.errors import StartupError
+from shared.process.errors import StartupError
 
 Tensor = torch.Tensor
 

@@ -46,7 +46,9 @@ def sum_masses(logits_ptr, rows_ptr, largest_ptr, temperatures_ptr, out_ptr, voc
 
 @triton.jit
 def draw_tokens(keys_ptr, masses_ptr, draws_ptr, out_ptr, vocab_size, num_parts, KEPT: tl.constexpr):
-    """Each row's token, by the rules of shared/decision.py, among its KEPT largest. out: [R] int64; keys: [R, KEPT], falling; masses: [n, num_parts] float32;
+    """Draw each row's token, by the rules of shared/model/decision.py, among its KEPT largest.
+
+    out: [R] int64; keys: [R, KEPT], falling; masses: [n, num_parts] float32;
     draws: [R, 7] float64 of temperature (0: the largest is taken), top_k, top_p, min_p, u, how many of the keys are listed, and the row of masses, or -1.
 
     Where the list does not hold the answer, it is the list's last token: the host will find another.

@@ -1,0 +1,282 @@
+"""`penstock`: the command line. A stage's code is imported only when that stage is asked for."""
+
+import argparse
+import importlib
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from services.operator.keys import add_arguments as add_keys_arguments
+from shared.process.arguments import Parser, positive_number, seconds, whole_number
+from shared.process.errors import StartupError
+from shared.process.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
+from shared.process.telemetry import setup_logging
+
+STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
+SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b", "qwen2.5-7b", "smollm2-135m", "tiny")
+
+EXAMPLES = """examples:
+  penstock up                                   a small model, fetched once, on http://127.0.0.1:8000
+  penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2
+  penstock chat                                 talk to it
+  penstock batch requests.jsonl                 answers to a file of requests
+  penstock status --watch                       replicas, queues, tokens/s
+  penstock serve sampler --redis-url redis://10.0.0.5:6379/0     one more sampler, on any host
+
+penstock COMMAND --help says more of each."""
+
+CHAT_EXAMPLES = """examples:
+  penstock chat                                         with the penstock up of this machine
+  penstock chat "What is a penstock?"                   one answer
+  git diff | penstock chat "Write a commit message."    about what a pipe brings
+  penstock chat --url https://host/v1 --model NAME      with any OpenAI-compatible server
+
+A key is taken from PENSTOCK_API_KEY or OPENAI_API_KEY."""
+
+BATCH_EXAMPLES = """examples:
+  penstock batch questions.jsonl
+  penstock batch batch_0123456789abcdef          wait for one again"""
+
+STATUS_EXAMPLES = """examples:
+  penstock status                               one look
+  penstock status --watch                       every two seconds, until Ctrl-C
+  penstock status --data-dir /srv/penstock      of a penstock up with that --data-dir
+  penstock status --json | jq .replicas         for programs
+
+It reads Redis alone, so it works while no gateway does. The exit code is 1 if a stage is missing."""
+
+QUANTIZE_EXAMPLES = """examples:
+  penstock quantize ~/models/mine ~/models/mine-w8a8
+  penstock quantize ~/models/mine ~/models/mine-w4 --quantization w4 --calibrate default
+
+What it writes is packed for a CPU's kernels. A GPU quantizes at load, in seconds: penstock up --device cuda --model ~/models/mine --quantization fp8"""
+
+MAKE_MODEL_EXAMPLES = """examples:
+  penstock make-model /tmp/m --shape qwen2.5-0.5b
+  penstock up --model /tmp/m"""
+
+PULL_EXAMPLES = """examples:
+  penstock pull smollm2-135m
+  penstock pull Qwen/Qwen2.5-0.5B-Instruct
+  penstock pull owner/name-GGUF --file name-Q4_K_M.gguf
+  penstock up --model owner/name-GGUF"""
+
+
+SERVE_EXAMPLES = """examples:
+  penstock serve compute --help                 what a stage can be told
+  penstock serve gateway --port 9000
+  penstock serve sampler --redis-url redis://10.0.0.5:6379/0"""
+
+
+class StageHelp(argparse.Action):
+    """--help of `penstock serve`; behind a stage it is the stage's, and is handed on."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: object) -> None:
+        if namespace.stage is None:
+            parser.print_help()
+            parser.exit()
+        namespace.stage_help = ["--help"]
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="penstock", description="Serve large language models as a durable pipeline.", epilog=EXAMPLES)
+    parser.add_argument("--version", action="version", version=f"penstock {version('penstock')}")
+    parser.set_defaults(parser=parser)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    commands.add_parser("up", add_help=False, help="start everything on this machine")
+    serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)", epilog=SERVE_EXAMPLES)
+    serve.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
+    serve.add_argument(
+        "-h", "--help", action=StageHelp, nargs=0, dest="stage_help", default=[], help="show this help message, or behind a stage all of its flags"
+    )
+    add_status(commands.add_parser("status", help="replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES))
+    add_chat(commands.add_parser("chat", help="a chat in the terminal", epilog=CHAT_EXAMPLES))
+    add_batch(commands.add_parser("batch", help="have a file of requests answered, and wait for it", epilog=BATCH_EXAMPLES))
+    pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name", epilog=PULL_EXAMPLES)
+    pull.add_argument("name", metavar="NAME", help="smollm2-135m, or a hub id, owner/name")
+    pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
+    commands.add_parser("models", help="the models that were pulled: name, size, form", epilog="example:\n  penstock models")
+    examples = "example:\n  penstock keys add team-a --rpm 600"
+    add_keys_arguments(commands.add_parser("keys", help="API keys: add, list, rotate, revoke", epilog=examples))
+    commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
+    add_quantize(commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES))
+    built = "example:\n  apt install g++ && penstock build-kernels"
+    commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)", epilog=built)
+    make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests", epilog=MAKE_MODEL_EXAMPLES)
+    make.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
+    make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
+    make.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of the random numbers (default: %(default)s)")
+    add_force(make)
+    for command in commands.choices.values():  # up, serve and simulate hand what they don't know to parsers of their own
+        command.set_defaults(parser=command if command.add_help else None)
+    serve.set_defaults(parser=None)
+    return parser
+
+
+def add_status(status: argparse.ArgumentParser) -> None:
+    place = status.add_mutually_exclusive_group()
+    place.add_argument("--redis-url", metavar="URL", help="the Redis that the stages share (default: PENSTOCK_REDIS_URL, else the one of penstock up)")
+    place.add_argument("--data-dir", type=Path, metavar="FOLDER", help="the --data-dir of the penstock up that is meant")
+    status.add_argument("--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="look again every so many seconds (default: %(const)s)")
+    status.add_argument("--json", action="store_true", help="for programs; with --watch, a line for each look")
+
+
+def add_chat(chat: argparse.ArgumentParser) -> None:
+    chat.add_argument("question", nargs="?", default="", metavar="QUESTION", help="asked instead of a chat; what a pipe brings is put below it")
+    chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
+    chat.add_argument("--model", help="default: the first that the server serves")
+    chat.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
+    chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
+    chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="of an answer, at most (default: what the context has room for)")
+    chat.add_argument("--seed", type=whole_number, metavar="N", help="the same conversation then gets the same answers")
+
+
+def add_batch(batch: argparse.ArgumentParser) -> None:
+    batch.add_argument("source", metavar="FILE", help="requests, a line each, as OpenAI's batches have them; or the id of a batch, to wait for it again")
+    batch.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
+    batch.add_argument(
+        "--out", type=Path, metavar="FILE", help="where the answers go; by default beside the file, FILE.out.jsonl, and what failed to FILE.out.errors.jsonl"
+    )
+    batch.add_argument("--window", default="24h", metavar="TIME", help="in which it is to be done, at most 24h (default: %(default)s)")
+    batch.add_argument("--api-key", default=os.environ.get("PENSTOCK_API_KEY", ""), metavar="KEY", help="default: PENSTOCK_API_KEY of the environment")
+
+
+def add_quantize(quantize: argparse.ArgumentParser) -> None:
+    quantize.add_argument("source", metavar="SOURCE", help="a checkpoint folder, a hub id, or demo")
+    quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    quantize.add_argument(
+        "--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s; fp8 is a GPU's, at load: penstock up --quantization fp8"
+    )
+    quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
+    quantize.add_argument("--attention-output", action="store_true", help="quantize attention's output projection too, whose inputs have outliers")
+    quantize.add_argument("--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight")
+    quantize.add_argument(
+        "--calibrate", metavar="TEXT", help="a text file, or default: round by what the layers see of it. Takes minutes, and keeps more of what the model knows"
+    )
+    quantize.add_argument("--calibration-tokens", type=positive_number, default=16_384, metavar="N", help="of the text, at most (default: %(default)s)")
+    add_force(quantize)
+
+
+def add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--force", action="store_true", help="replace the model that the folder holds already")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a command. Errors are one line on standard error and exit code 2."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    if args.command is None and not rest:
+        parser.error("the following arguments are required: COMMAND")
+    if rest and args.parser is not None:
+        args.parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    try:
+        return run(args, rest)
+    except StartupError as error:
+        print(f"penstock: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as head does; what is still buffered must not fail at the exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    match args.command:
+        case "up":
+            from services.operator.launcher import up
+
+            settings = load_settings(UpSettings, rest)
+            setup_logging(settings.log_level, settings.log_format)
+            return up(settings)
+        case "serve":
+            from shared.wire.stage import run_stage
+
+            sys.argv = [f"penstock serve {args.stage}", *rest, *args.stage_help]
+            run_stage(importlib.import_module(f"services.{args.stage}.__main__").main)
+        case "status":
+            from services.operator.status import show_status
+
+            return show_status(redis_of(args.redis_url, args.data_dir), watch_s=args.watch, as_json=args.json)
+        case "chat":
+            from services.chat.chat import ChatOptions, chat
+
+            return chat(ChatOptions(args.url, args.model, args.system, args.temperature, args.max_tokens, args.seed), args.question)
+        case "batch":
+            from services.operator.batch import run_batch
+
+            return run_batch(args.url, args.source, args.out, args.window, args.api_key)
+        case "simulate":
+            from services.compute.simulation.__main__ import simulate
+
+            simulate(rest)
+        case _:
+            run_tool(args)
+    return 0
+
+
+def run_tool(args: argparse.Namespace) -> None:
+    """The commands about models and this package, which no server takes part in."""
+    match args.command:
+        case "pull":
+            from services.operator.model_store import pull
+
+            print(f"{args.name} is in {pull(args.name, args.file)}")
+        case "models":
+            from services.operator.model_store import list_models
+
+            print(list_models())
+        case "keys":
+            from services.operator.keys import keys
+
+            keys(args)
+        case "quantize":
+            run_quantize(args)
+        case "build-kernels":
+            from services.compute.backends.cpu.build import LIBRARY, build
+
+            if (problem := build()) is not None:
+                raise StartupError(f"the kernels were not built: {problem}")
+            print(f"built {LIBRARY}")
+        case "make-model":
+            from services.compute.tools.make_model import make_model
+
+            make_model(args.out, shape=args.shape, dtype=args.dtype, seed=args.seed, force=args.force)
+            print(f"written to {args.out}; serve it: penstock up --model {args.out}")
+
+
+def run_quantize(args: argparse.Namespace) -> None:
+    from services.compute.models.config import Packed
+    from services.compute.tools.quantize import quantize
+
+    packing = Packed(args.quantization, args.group, args.attention_output, args.lm_head)
+    result = quantize(args.source, args.out, packing, calibration=args.calibrate, tokens=args.calibration_tokens, force=args.force)
+    texts = ["", ""]
+    if result.perplexities is not None:
+        before, after = result.perplexities
+        print(f"{'':12}{'size':>12}{'perplexity':>14}")
+        texts = [f"{before:14.3f}", f"{after:14.3f} ({after / before - 1:+.1%}, of text that calibration did not see)"]
+    for name, size, text in zip(("before", args.quantization), result.num_bytes, texts, strict=True):
+        print(f"{name:12}{size / 1e6:9.1f} MB{text}")
+    print(f"written to {args.out}; serve it: penstock up --model {args.out}")
+
+
+def redis_of(redis_url: str | None, data_dir: Path | None) -> str:
+    """The Redis that is meant: by a flag, by the environment, or penstock up's own. Raises StartupError if it can't be there."""
+    if redis_url is None and data_dir is None:
+        redis_url = os.environ.get("PENSTOCK_REDIS_URL")
+    if redis_url is not None:
+        return redis_url
+    from services.operator.redis_server import socket_path, url_of
+
+    folder = data_dir or Path(os.environ.get("PENSTOCK_DATA_DIR") or DEFAULT_DATA_DIR)
+    if not socket_path(folder).exists():
+        hint = "" if data_dir else "; of another --data-dir, or of a Redis of your own (--redis-url), say which"
+        raise StartupError(f"nothing runs with its data in {folder}: penstock up starts it{hint}")
+    return url_of(folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

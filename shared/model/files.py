@@ -1,0 +1,260 @@
+"""Finding and reading a model's files: config.json, generation_config.json, the tokenizer. No torch."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from shared.model.gguf.checkpoint import unpack_metadata
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import Invalid, StartupError
+
+DEMO_MODEL = Path(__file__).parents[2] / "services" / "demo" / "model"
+PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
+TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
+WEIGHT_FILES = ["*.safetensors"]
+OTHER_FORMS = ["*/*", "consolidated*.safetensors"]  # in a hub's repository, of the same model, with names of their makers' own
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+CLASSIFIER = "ForSequenceClassification"  # how the architecture of a model with a classification head ends
+DTYPES = frozenset(("auto", "float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # whatever else a config.json has
+LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
+
+
+# A config.json leaves out of its text_config what has the default of the model's class.
+TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
+}
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+
+MAX_ADDED_TOKENS = 1 << 17  # models that speak add some 65,000
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """A checkpoint and what its JSON files say."""
+
+    folder: Path  # the JSON files, the tokenizer's among them
+    weights: Path  # the same folder, or a GGUF file
+    name: str  # as clients call it
+    config: dict[str, Any]
+    generation_config: dict[str, Any]
+    aliases: tuple[str, ...] = ()  # further names
+
+    def file(self, name: str) -> Path:
+        """What the user knows the file by, for messages: of a GGUF file's metadata, that file."""
+        return self.weights if self.weights.is_file() else self.folder / name
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The longest sequence the model was made for; None: config.json does not say, as where positions are not learned (ALiBi)."""
+        name = next((name for name in LENGTHS if self.config.get(name) is not None), None)
+        if name is None:
+            return None
+        length = self.config[name]
+        if not isinstance(length, int) or length < 1:
+            raise StartupError(f"{self.file('config.json')}: {name} is not a positive number")
+        return length
+
+    @property
+    def vocab_size(self) -> int:
+        """Raises StartupError."""
+        size = self.config.get("vocab_size")
+        if not isinstance(size, int) or size < 1:
+            raise StartupError(f"{self.folder / 'config.json'}: vocab_size is not a positive number")
+        return size
+
+    @property
+    def hidden_size(self) -> int | None:
+        """The dimensions of a token's hidden state; None: config.json does not say."""
+        size = self.config.get("hidden_size", self.config.get("n_embd"))
+        return size if isinstance(size, int) else None
+
+    @property
+    def pooling(self) -> Literal["", "mean", "last", "cls"]:
+        """How the model makes one vector of a text, as sentence-transformers wrote it down; empty: nobody did."""
+        said = _read_json(self.folder / "1_Pooling" / "config.json") or {}
+        names: dict[str, Literal["mean", "last", "cls"]] = {
+            "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls",
+        }  # fmt: skip
+        return next((pooling for name, pooling in names.items() if said.get(name) is True), "")
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names that a classification head tells texts apart by, in the order of its outputs; empty: the model has no such head."""
+        if not any(str(name).endswith(CLASSIFIER) for name in self.config.get("architectures") or []):
+            return ()
+        names = self.config.get("id2label")
+        if not isinstance(names, dict) or not names:
+            count = self.config.get("num_labels", 2)
+            return tuple(f"LABEL_{number}" for number in range(count if isinstance(count, int) else 2))
+        return tuple(str(names.get(str(number), f"LABEL_{number}")) for number in range(len(names)))
+
+    @property
+    def is_multi_label(self) -> bool:
+        """Whether several labels may be true of one text."""
+        return self.config.get("problem_type") == "multi_label_classification"
+
+    def can_shorten(self, dimensions: int) -> bool:
+        """Whether the first so many dimensions of an embedding are one, too: of models that were trained for it (Kusupati et al. 2022), and say so."""
+        sizes = self.config.get("matryoshka_dimensions")
+        if isinstance(sizes, list):
+            return dimensions in sizes
+        return bool(self.config.get("is_matryoshka")) and dimensions <= (self.hidden_size or 0)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer's files bring a template, in one of the places that transformers looks at."""
+        is_own_file = any((self.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
+        return is_own_file or bool((_read_json(self.folder / "tokenizer_config.json") or {}).get("chat_template"))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The tokens that end an answer: generation_config.json's word before config.json's."""
+        for source in (self.generation_config, self.config):
+            value = source.get("eos_token_id")
+            if isinstance(value, int):
+                return (value,)
+            if isinstance(value, list) and value:
+                return tuple(value)
+        return ()
+
+    @property
+    def sampling(self) -> dict[str, float]:
+        """What the model's makers say for requests that do not say it, by the names of SamplingParams. Raises StartupError."""
+        given = {name: self.generation_config[name] for name in SAMPLING if self.generation_config.get(name) is not None}
+        if strange := next((name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)), None):
+            raise StartupError(f"{self.file('generation_config.json')}: {strange} is {repr(given[strange])[:80]}, not a number")
+        if given.get("top_k", 0) < 0:
+            given["top_k"] = 0  # -1 is some makers' way to say "off"
+        try:
+            SamplingParams(**given)
+        except Invalid as error:
+            raise StartupError(f"{self.file('generation_config.json')}: {error}") from None
+        return given
+
+
+def open_model(model: str, served_name: str = "", *, weights: bool = False) -> ModelFiles:
+    """The model's files: `demo`, a folder, a GGUF file or a folder with one, a model that was pulled, or a hub id, which is downloaded (the weights only
+    if asked). Raises StartupError.
+
+    served_name: the names that clients use, joined by commas; the first stands in streams, metrics and lists.
+    """
+    folder, name = _find(model, weights)
+    file = folder if folder.is_file() else _only_gguf(folder)
+    folder, location = (unpack_metadata(file), file) if file is not None else (folder, folder)
+    config = _read_json(folder / "config.json")
+    if config is None:
+        raise StartupError(f"{folder} holds no config.json: is it a Hugging Face checkpoint folder?")
+    if not (folder / "tokenizer.json").is_file():
+        raise StartupError(f"{folder} holds no tokenizer.json, the fast tokenizer's file")
+    _check_added_tokens(folder)
+    if weights and file is None:
+        _check_weights(folder)
+    names = [each.strip() for each in served_name.split(",") if each.strip()] or [name]
+    generation = _read_json(folder / "generation_config.json") or {}
+    if file is not None:  # whose metadata seldom says how to sample: a file beside it does
+        generation |= _read_json(file.parent / "generation_config.json") or {}
+    files = ModelFiles(folder, location, names[0], text_config(config), generation, tuple(names[1:]))
+    _check_config(files)
+    return files
+
+
+def _check_added_tokens(folder: Path) -> None:
+    """That they are not more than a tokenizer's library can hold in a sensible memory, some 3 KB for each. Counted without reading the JSON: each has a field
+    `content`. Raises StartupError."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        try:
+            count = (folder / name).read_bytes().count(b'"content"')
+        except OSError:
+            continue  # whoever needs it says so
+        if count > MAX_ADDED_TOKENS:
+            raise StartupError(f"{folder / name} adds {count} tokens to the vocabulary; at most {MAX_ADDED_TOKENS} are taken")
+
+
+def _check_weights(folder: Path) -> None:
+    """That there are some; what is in them is compute's to read. Raises StartupError."""
+    if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
+        return
+    pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+    why = f"; {pickles[0]} is a pickle, which may run code when it is read: convert it to safetensors" if pickles else "; other formats are not read"
+    raise StartupError(f"{folder} holds no *.safetensors{why}")
+
+
+def _check_config(files: ModelFiles) -> None:
+    """What every stage's library stumbles over in words of its own. Raises StartupError."""
+    for name in COUNTS:
+        value = files.config.get(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise StartupError(f"{files.file('config.json')}: {name} is {repr(value)[:80]}, not a positive number")
+    if not isinstance(files.config.get("quantization_config"), dict | None):
+        raise StartupError(f"{files.file('config.json')}: quantization_config is not an object")
+    for name in ("dtype", "torch_dtype"):
+        if (dtype := files.config.get(name)) is not None and (not isinstance(dtype, str) or dtype.removeprefix("torch.") not in DTYPES):
+            raise StartupError(f"{files.file('config.json')}: {name} is {repr(dtype)[:80]}, which is no dtype that is known")
+    for file, source in (("generation_config.json", files.generation_config), ("config.json", files.config)):
+        value = source.get("eos_token_id")
+        for token_id in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or not 0 <= token_id < files.config.get("vocab_size", 1 << 31):
+                raise StartupError(f"{files.file(file)}: eos_token_id is {repr(value)[:80]}, which names no token of the vocabulary")
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """Of a model that takes images too, what its text part has to say beside what is said of the whole, all on one level."""
+    text = config.get("text_config")
+    if not isinstance(text, dict):
+        return config
+    whole = {name: value for name, value in config.items() if name not in ("text_config", "vision_config", "model_type")}
+    return TEXT_DEFAULTS.get(str(text.get("model_type")), {}) | text | whole
+
+
+def _find(model: str, weights: bool) -> tuple[Path, str]:
+    """Where the model is, a folder or a file, and what it is called."""
+    path = Path(model).expanduser()
+    if model == "demo":
+        return DEMO_MODEL, "penstock-demo"
+    if path.is_dir():
+        return path.resolve(), path.resolve().name
+    if path.is_file():
+        return path.resolve(), path.resolve().stem
+    if model and not model.startswith((".", "/", "~")) and (PULLED_MODELS / model).is_dir():
+        return PULLED_MODELS / model, model
+    return _download(model, weights), model
+
+
+def _only_gguf(folder: Path) -> Path | None:
+    """The folder's GGUF file, if it is that which the folder is about. Raises StartupError for several."""
+    if any(folder.glob("*.safetensors")):
+        return None
+    files = sorted(folder.glob("*.gguf"))
+    if len(files) > 1:
+        raise StartupError(f"{folder} holds {len(files)} GGUF files: name one of them, as {files[0]}")
+    return files[0] if files else None
+
+
+def _download(model: str, weights: bool) -> Path:
+    if model.startswith((".", "/", "~")) or model.count("/") != 1:
+        raise StartupError(f"no folder {model!r} and no file, penstock pull has brought no such model, and it is not a hub id (owner/name) either")
+    from huggingface_hub import snapshot_download  # 0.4 s that a local model need not pay
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=TOKENIZER_FILES + (WEIGHT_FILES if weights else []), ignore_patterns=OTHER_FORMS))
+    except Exception as error:  # the hub's client raises its own, httpx's and OSError's kinds
+        raise StartupError(f"no folder {model!r}, and the hub has no such model or can't be reached: {download_error(error)}") from None
+
+
+def download_error(error: Exception) -> str:
+    """What went wrong with the hub, in one line."""
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise StartupError(f"{path}: {error}") from None
+    if not isinstance(value, dict):
+        raise StartupError(f"{path}: expected an object")
+    return value

@@ -1,0 +1,146 @@
+"""SamplingParams: everything about a request that changes which tokens come out, and its validation.
+
+A new parameter is added here (the field and its bounds), in decision.py or in compute's candidates.py (its effect), and in the
+gateway's schema (its name in the API).
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from shared.process.errors import Invalid
+
+MAX_LOGPROBS = 20
+MAX_PROMPT_LOGPROBS = 1 << 18  # values for one prompt, its tokens times 1 + prompt_logprobs: 2 MB in a message
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256  # characters
+MAX_LOGIT_BIAS = 1024
+MAX_ALLOWED_TOKENS = 16_384
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_LENGTH = 256  # characters
+MAX_TOKENS = 1 << 24  # beyond any model: keeps counts within int32
+SEEDS = 1 << 64
+MIN_TEMPERATURE = 1e-3  # below, only the likeliest token has a weight that a float holds: it is greedy decoding
+MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition: logits that it multiplies stay finite
+MAX_BREAKERS = 32  # dry_sequence_breakers
+MAX_BREAKER_LENGTH = 40  # characters
+
+
+@dataclass(frozen=True, slots=True)
+class DryParams:
+    """DRY ("don't repeat yourself"), as llama.cpp has it: a token that would go on with a repetition of L tokens that are there already, L at least
+    allowed_length, loses multiplier * base^(L - allowed_length) of its logit. A repetition does not reach over a breaker."""
+
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    penalty_last_n: int = -1  # tokens that are looked at, the prompt's among them; -1: all
+    sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
+
+    def __post_init__(self) -> None:
+        _between("dry_multiplier", self.multiplier, 0.0, 100.0)
+        _between("dry_base", self.base, 1.0, 100.0)
+        _between("dry_allowed_length", self.allowed_length, 0, MAX_TOKENS)
+        _between("dry_penalty_last_n", self.penalty_last_n, -1, MAX_TOKENS)
+        if len(self.sequence_breakers) > MAX_BREAKERS or any(not 0 < len(text) <= MAX_BREAKER_LENGTH for text in self.sequence_breakers):
+            raise Invalid(f"dry_sequence_breakers takes at most {MAX_BREAKERS} strings of 1 to {MAX_BREAKER_LENGTH} characters", param="dry_sequence_breakers")
+
+
+@dataclass(frozen=True, slots=True)
+class ChainParams:
+    """llama.cpp's samplers beside top-k, top-p and min-p. A request with any of them is sampled in llama.cpp's order, in which temperature comes last
+    (services/compute/candidates/chain.py)."""
+
+    top_n_sigma: float = 0.0  # 0: off
+    typical_p: float = 1.0  # 1: off
+    xtc_probability: float = 0.0  # 0: off
+    xtc_threshold: float = 0.1  # above 0.5: off
+    dynatemp_range: float = 0.0  # 0: off
+    dynatemp_exponent: float = 1.0
+
+    def __post_init__(self) -> None:
+        _between("top_n_sigma", self.top_n_sigma, 0.0, 1000.0)
+        if not 0.0 < self.typical_p <= 1.0:
+            raise Invalid(f"typical_p must be above 0 and at most 1, got {self.typical_p}", param="typical_p")
+        _between("xtc_probability", self.xtc_probability, 0.0, 1.0)
+        _between("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
+        _between("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
+        _between("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether any of them does anything."""
+        has_xtc = self.xtc_probability > 0.0 and self.xtc_threshold <= 0.5
+        return self.top_n_sigma > 0.0 or self.typical_p < 1.0 or has_xtc or self.dynatemp_range > 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding."""
+
+    max_tokens: int | None = None  # None until the tokenizer fills in what the model's length leaves; 0: the request ends after its prompt
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # [0, 2^64); the gateway draws one for a request that names none
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    logprobs: int | None = None  # None: off; 0: of the chosen token only; n: the n likeliest beside it
+    prompt_logprobs: int | None = None  # the same of the prompt's tokens after the first
+    allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all
+    bad_words: tuple[str, ...] = ()  # that the answer must not hold
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # how the model spells them, with a space before and without; the tokenizer fills them in
+    skip_special_tokens: bool = True  # in the text; False: they are spelt out
+    dry: DryParams | None = None  # None: off
+    chain: ChainParams | None = None  # None: off
+    include_stop_str_in_output: bool = False
+    returns_prompt_token_ids: bool = False  # the request's first event brings them
+
+    def __post_init__(self) -> None:
+        _between("max_tokens", self.max_tokens, 0, MAX_TOKENS)
+        _between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else MAX_TOKENS)
+        _between("temperature", self.temperature, 0.0, 100.0)
+        _between("top_k", self.top_k, 0, MAX_TOKENS)
+        _between("min_p", self.min_p, 0.0, 1.0)
+        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _between("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        _between("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _between("seed", self.seed, 0, SEEDS - 1)
+        if not 0.0 < self.top_p <= 1.0:
+            raise Invalid(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
+        _between("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
+        if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
+            raise Invalid(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop")
+        if len(self.stop_token_ids) > MAX_LOGIT_BIAS or any(not 0 <= token < 1 << 31 for token in self.stop_token_ids):
+            raise Invalid(f"stop_token_ids takes at most {MAX_LOGIT_BIAS} token ids from 0 to 2^31 - 1", param="stop_token_ids")
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise Invalid(f"logit_bias takes at most {MAX_LOGIT_BIAS} tokens, got {len(self.logit_bias)}", param="logit_bias")
+        for token, bias in self.logit_bias.items():
+            if not 0 <= token < 1 << 31:
+                raise Invalid(f"logit_bias names token {token}, which no vocabulary has", param="logit_bias")
+            _between("logit_bias", bias, -100.0, 100.0)
+        if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS or any(not 0 <= token < 1 << 31 for token in self.allowed_token_ids):
+            raise Invalid(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids from 0 to 2^31 - 1", param="allowed_token_ids")
+        if len(self.bad_words) > MAX_BAD_WORDS or any(not 0 < len(word) <= MAX_BAD_WORD_LENGTH for word in self.bad_words):
+            raise Invalid(f"bad_words takes at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_LENGTH} characters", param="bad_words")
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything changes the row of logits before the candidates are taken (min_tokens aside)."""
+        return bool(self.logit_bias) or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _between(name: str, value: float | None, low: float, high: float) -> None:
+    if value is not None and not (math.isfinite(value) and low <= value <= high):
+        raise Invalid(f"{name} must be between {low} and {high}, got {value}", param=name)

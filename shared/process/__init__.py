@@ -1,0 +1,1 @@
+"""What every process has: settings from flags and the environment, kinds of errors, logs, traces, free memory."""

@@ -1,0 +1,285 @@
+"""Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made from the descriptions here."""
+
+import ipaddress
+import re
+import sys
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+from pydantic import ByteSize, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import BaseSettings, CliSettingsSource, NoDecode, SettingsConfigDict, SettingsError
+
+from shared.process.arguments import Parser, add_setting
+from shared.process.errors import StartupError
+
+ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
+ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+DEFAULT_DATA_DIR = Path.home() / ".penstock"
+DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
+DEFAULT_REDIS_URL = f"unix://{DEFAULT_DATA_DIR}/redis.sock"
+
+
+def split_list(value: Any) -> Any:
+    return [part for part in value.split(",") if part] if isinstance(value, str) else value
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches what listens there."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+class StageSettings(BaseSettings):
+    """What every stage takes."""
+
+    command: ClassVar[str] = "penstock"  # that takes these settings as flags
+    examples: ClassVar[str] = ""  # lines of it, for --help
+    model_config = SettingsConfigDict(env_prefix="PENSTOCK_", extra="ignore", frozen=True, cli_kebab_case=True, cli_implicit_flags=True)
+
+    redis_url: str = Field(DEFAULT_REDIS_URL, description="Redis or Valkey, 6.2 or newer: redis://host:port/0 or unix:///path")
+    redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
+    replica_id: str = Field("", description="this replica's name in the registry; made up by default", pattern=r"^[A-Za-z0-9._-]*$")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
+    log_format: Literal["text", "json"] = Field("text", description="of the log, on standard error; json: an object a line")
+
+
+class ModelSettings(StageSettings):
+    """What the stages that read the model's files take."""
+
+    model: str = Field("demo", description="a Hugging Face checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo")
+    served_model_name: str = Field("", description="the name clients use, or several joined by commas; the folder's name by default")
+
+
+class RequestSettings(StageSettings):
+    """What those take that make requests of bodies: gateways, and the workers of batch jobs. Give all of them the same."""
+
+    max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
+    max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
+    max_held_size: ByteSize = Field(ByteSize(256 << 20), gt=0, description="what one key's requests and stored responses hold in Redis; beyond: 429")
+    max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body; of a batch, longest line")
+    min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
+    strict_fields: bool = Field(False, description="refuse fields of requests that are unknown or not supported; else the header X-Penstock-Ignored names them")
+    trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
+    files_url: str = Field(
+        str(DEFAULT_DATA_DIR / "files"),
+        description="where files are kept: a folder that gateways and workers share, or a URL that fsspec knows, as s3://bucket/penstock",
+    )
+
+
+class GatewaySettings(RequestSettings):
+    """The front door: OpenAI's API over HTTP."""
+
+    command: ClassVar[str] = "penstock serve gateway"
+    examples: ClassVar[str] = "penstock serve gateway --redis-url redis://10.0.0.5:6379/0 --host 0.0.0.0 --port 8000"
+
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 for every interface")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on")
+    tls_certificate: Path | None = Field(None, description="a PEM file of the certificate and those above it: the gateway then speaks HTTPS")
+    tls_key: Path | None = Field(None, description="a PEM file of its private key; by default it is in the certificate's file")
+    auth: bool = Field(True, description="--no-auth: whoever reaches the gateway may use it, with a key or without")
+    keys_file: Path = Field(DEFAULT_KEYS_FILE, description="API keys, as penstock keys writes them; where the file is, requests need one")
+    api_key: SecretStr = Field(SecretStr(""), description="one more API key, of an administrator; others see a flag: set PENSTOCK_API_KEY instead")
+    max_file_bytes: ByteSize = Field(ByteSize(200 << 20), gt=0, description="longest file that may be uploaded")
+    max_files_size: ByteSize = Field(ByteSize(10 << 30), gt=0, description="all files of one owner; beyond: 413")
+    max_body_memory: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bodies that are received and read at once; beyond: 503")
+    max_connections: int = Field(4096, gt=0, description="open connections; beyond: 503")
+    header_timeout_s: float = Field(10.0, gt=0, description="for a request's headers to come; then the connection is closed")
+    keep_alive_timeout_s: int = Field(130, gt=0, description="an idle connection is closed after this: later than a proxy closes its own")
+    body_timeout_s: float = Field(60.0, gt=0, description="for a request's body to come; then: 408")
+    write_timeout_s: float = Field(60.0, gt=0, description="a client that has not read for this long loses its connection")
+    ping_interval_s: float = Field(5.0, gt=0, description="between the pings that keep a waiting stream open, and between looks at silent logs")
+    stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
+    allow_origin: Annotated[list[str], NoDecode] = Field(
+        [],
+        description="an origin whose pages may call the API, as https://chat.example; *: all; null: files and sandboxed pages; may be given several times",
+    )
+    chaos_demo: bool = Field(False, description="the playground may kill this machine's replicas, to show that nothing is lost; on a loopback address only")
+
+    @model_validator(mode="after")
+    def check_chaos(self) -> "GatewaySettings":
+        if self.chaos_demo and not is_loopback(self.host):
+            where = self.host or "every interface"
+            raise ValueError(f"--chaos-demo lets whoever reaches this gateway kill processes: it takes a loopback --host, not {where}")
+        return self
+
+    @field_validator("allow_origin", mode="before")
+    @classmethod
+    def split_origins(cls, value: Any) -> Any:
+        """From the environment, joined by commas."""
+        return split_list(value)
+
+    @field_validator("allow_origin")
+    @classmethod
+    def check_origins(cls, value: list[str]) -> list[str]:
+        for origin in value:
+            if origin not in ("*", "null") and ORIGIN.fullmatch(origin) is None:
+                raise ValueError(f"an origin is scheme://host or scheme://host:port, without a path, not {origin!r}")
+        return value
+
+
+class FormatSettings(StageSettings):
+    """How the model writes what is not plain text."""
+
+    tool_call_parser: ToolCallParser = Field("auto", description="the form of the model's tool calls; auto: what its chat template says")
+    reasoning_parser: ReasoningParser = Field("auto", description="the marks of the model's reasoning; auto: what its chat template says")
+
+
+class TokenizerSettings(ModelSettings, FormatSettings):
+    """Text to token ids."""
+
+    command: ClassVar[str] = "penstock serve tokenizer"
+    examples: ClassVar[str] = "penstock serve tokenizer --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
+
+    max_batch: int = Field(64, gt=0, description="requests encoded together")
+
+
+class SamplerSettings(ModelSettings):
+    """Candidates to tokens and text."""
+
+    command: ClassVar[str] = "penstock serve sampler"
+    examples: ClassVar[str] = "penstock serve sampler --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
+
+    drain_s: float = Field(2.5, ge=0, description="after SIGTERM, how long no candidates must have come before it exits")
+
+
+class EngineSettings(StageSettings):
+    """How the model runs."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
+    model_impl: Literal["auto", "native", "transformers"] = Field(
+        "auto", description="whose layers run: our own, or the transformers library's; auto: our own where they know the architecture"
+    )
+    quantization: Literal["none", "w8a8", "w4", "nf4", "fp8"] = Field(
+        "none", description="of weights, at load; activations then are int8, or FP8 with fp8, which takes a GPU: docs/kernels.md"
+    )
+    quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
+    quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")
+    quantize_lm_head: bool = Field(False, description="with four bits, the LM head in four bits too; else it has eight, like w8a8")
+    max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
+    max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
+    max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
+    target_itl_ms: float | None = Field(None, gt=0, description="time between tokens: chunks of prompts are cut to keep to it, as far as they can")
+    admission: Literal["predicted", "paged", "reserve"] = Field("predicted", description="what must fit before a sequence begins: docs/scheduling.md")
+    admission_confidence: float = Field(0.99, ge=0.5, lt=1, description="with which a predicted peak of the KV cache must fit")
+    aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
+    block_size: int = Field(16, gt=0, multiple_of=16, description="tokens in a KV cache block, a multiple of 16")
+    prefix_caching: bool = Field(True, description="keep the KV of finished sequences for those that begin alike")
+    kv_cache_dtype: Literal["auto", "int8"] = Field("auto", description="of keys and values; int8: in groups, nearly twice the tokens")
+    kv_cache_group: Literal["8", "32", "64"] | None = Field(None, description="dimensions that share a scale with int8; by default 64 where heads allow")
+    kv_cache_memory: ByteSize | None = Field(None, gt=0, description="size of the KV cache, as in 4GiB; else --kv-cache-share decides")
+    kv_cache_share: float | None = Field(
+        None, gt=0, le=1, description="share of the memory that is free beside the weights; by default 0.9 of a GPU's, 0.25 of a CPU's"
+    )
+    allow_batch_variance: bool = Field(
+        False, description="on a GPU, use the vendor's matrix products where they may be faster: a token's bits then depend on the batch; docs/gpu.md"
+    )
+    reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
+    step_timeout_s: float | None = Field(
+        None, gt=0, description="a step that takes longer has hung: compute ends, and another replica goes on; by default 300 on a GPU, 3600 on a CPU"
+    )
+    num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
+    run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed upon before the log holds them; 0: wait for each")
+    publish_interval_ms: float | None = Field(
+        None, ge=0, le=1000, description="tokens of shorter steps go out together, first and last ones at once; by default 50 where the model has all cores"
+    )
+
+
+class ComputeSettings(ModelSettings, EngineSettings):
+    """The model."""
+
+    command: ClassVar[str] = "penstock serve compute"
+    examples: ClassVar[str] = (
+        "penstock serve compute --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct --quantization w8a8 --kv-cache-memory 4GiB"
+    )
+
+
+class WorkerSettings(StageSettings):
+    """How batch jobs are run."""
+
+    batch_requests: int = Field(32, gt=0, description="sequences of batches that one worker has in the pipeline at once")
+    busy_batch_requests: int = Field(8, gt=0, description="the same while others than batches have requests in the pipeline")
+
+
+class JobsSettings(RequestSettings, WorkerSettings):
+    """Batches."""
+
+    command: ClassVar[str] = "penstock serve jobs"
+    examples: ClassVar[str] = "penstock serve jobs --redis-url redis://10.0.0.5:6379/0 --files-url s3://bucket/penstock"
+
+
+class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings):
+    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url names none."""
+
+    command: ClassVar[str] = "penstock up"
+    examples: ClassVar[str] = """penstock up                                    a small model, fetched once, on http://127.0.0.1:8000
+  penstock up --model ~/models/Qwen2.5-0.5B-Instruct --samplers 2 --port 9000
+  penstock up --model owner/name --quantization w8a8 --kv-cache-memory 4GiB
+  penstock up --model ~/models/A --model ~/models/B     both behind one address"""
+
+    model: Annotated[list[str], NoDecode] = Field(
+        [], description="a checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo; may be given several times. "
+        "By default SmolLM2-135M-Instruct, which is fetched once, or the demo where it can't be had",
+    )  # fmt: skip
+    served_model_name: Annotated[list[str], NoDecode] = Field(
+        [], description="the name clients use, by default the folder's; may be given several times: further names of one model, or one for each of several"
+    )
+    gateways: int = Field(1, gt=0, description="gateway replicas, on ports from --port upwards")
+    tokenizers: int = Field(1, gt=0, description="tokenizer replicas")
+    samplers: int = Field(1, gt=0, description="sampler replicas")
+    jobs: int = Field(1, ge=0, description="workers for batches; 0: batches wait until there is one")
+    files_url: str = Field(
+        "", description="where files are kept: a folder, or a URL that fsspec knows, as s3://bucket/penstock; by default the data folder's files"
+    )
+    data_dir: Path = Field(DEFAULT_DATA_DIR, description="where the embedded Redis keeps its data and socket")
+    redis_port: int = Field(0, ge=0, le=65535, description="loopback TCP port of the embedded Redis; 0: Unix socket only")
+    redis_memory: ByteSize | None = Field(
+        None,
+        ge=32 << 20,
+        description="what the embedded Redis may take, as in 2GiB: near it new requests get 503; by default a quarter of the machine's memory",
+    )
+
+    @field_validator("model", "served_model_name", mode="before")
+    @classmethod
+    def split(cls, value: Any) -> Any:
+        """From the environment, names joined by commas."""
+        return split_list(value)
+
+    @model_validator(mode="after")
+    def check_names(self) -> "UpSettings":
+        if len(self.model) > 1 and len(self.served_model_name) not in (0, len(self.model)):
+            raise ValueError(f"{len(self.model)} models need as many --served-model-name, or none")
+        return self
+
+    def names_of(self, number: int) -> str:
+        """The names of the number-th model as a stage takes them; empty: its own."""
+        if len(self.model) == 1:
+            return ",".join(self.served_model_name)
+        return self.served_model_name[number] if self.served_model_name else ""
+
+
+S = TypeVar("S", bound=StageSettings)
+
+
+def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed: Any) -> S:
+    """Settings from flags (argv, by default the command line's) over the environment. Raises StartupError in one line."""
+    arguments = sys.argv[1:] if argv is None else argv
+    name = settings_type.command
+    parser = Parser(
+        prog=name, usage=f"{name} [--FLAG VALUE ...]", description=f"{settings_type.__doc__} Every flag can also be set as PENSTOCK_<FLAG> in the environment.",
+        epilog=f"examples:\n  {settings_type.examples}",
+    )  # fmt: skip
+    flags: CliSettingsSource[Any] = CliSettingsSource(settings_type, root_parser=parser, add_argument_method=add_setting)
+    try:
+        return settings_type(_cli_settings_source=flags(args=arguments), **fixed)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"])
+        if not name:
+            raise StartupError(first["msg"].removeprefix("Value error, ")) from None
+        raise StartupError(f"--{name.replace('_', '-')}: {first['msg']}, got {first['input']!r}") from None
+    except SettingsError as error:
+        raise StartupError(str(error)) from None

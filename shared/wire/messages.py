@@ -1,0 +1,393 @@
+"""Every message that crosses a process, and the one way to bytes and back: `encode` and `decode`.
+
+A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array `[tag, version, field, …]` in the
+order of its fields; arrays travel as raw little-endian bytes. A field is only ever appended, with a default: an older message
+then decodes with the default. `decode` checks every field's type and says which one was wrong. docs/protocol.md says who sends what.
+"""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgpack
+import numpy as np
+
+from shared.model.constraint import Constraint
+from shared.model.dry_breakers import unpack_breakers
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import Invalid
+from shared.wire.codec import map_unpacker, packer, unpacker
+from shared.wire.views import ComputeView
+
+Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
+Float32Array = Annotated[np.ndarray[Any, np.dtype[np.float32]], "<f4"]
+Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
+UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+Task = Literal["generate", "tokenize", "detokenize", "describe", "render"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A call of a function, in an assistant's message."""
+
+    call_id: str
+    name: str
+    arguments: str  # JSON, an object; of a call that the model broke off or got wrong, what it wrote
+
+
+@dataclass(frozen=True, slots=True)
+class ChatMessage:
+    """One message of a conversation."""
+
+    role: str
+    content: str
+    name: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None  # of a tool's answer
+    reasoning: str | None = None  # what the assistant thought before
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """What a chat template is given beside the messages. Empty: nothing."""
+
+    tools: str = ""  # JSON, a list in OpenAI's form
+    documents: str = ""  # JSON, a list of objects
+    template_kwargs: str = ""  # JSON, an object: further variables of the template
+    chat_template: str = ""  # instead of the model's own
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulingParams:
+    """How a request wants to be scheduled."""
+
+    priority: int = 0  # smaller is sooner
+    deadline_at: float = 0.0  # wall clock, s: not begun by then, it fails; 0: none
+    group_id: str = ""  # requests of one group and one prompt are its choices, and share its KV
+    cache_salt: str = ""  # only requests of one salt share cached prefixes
+    tenant_id: str = ""  # whose it is: tenants share compute's places
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingParams:
+    """What makes one vector of a prompt's hidden states."""
+
+    pooling: Literal["", "mean", "last", "cls"] = ""  # of all tokens, of the last, of the first; empty: as the model was made for
+    dimensions: int | None = None  # only the first so many, of models that are made for that
+    is_normalized: bool = True  # to length 1
+
+    def __post_init__(self) -> None:
+        if self.dimensions is not None and self.dimensions < 1:
+            raise Invalid(f"dimensions must be at least 1, got {self.dimensions}", param="dimensions")
+
+
+@dataclass(frozen=True, slots=True)
+class EncodingParams:
+    """How a prompt becomes tokens."""
+
+    add_special_tokens: bool | None = None  # a BOS and the like; None: of a plain prompt yes, of a rendered conversation, which brings its own, no
+    parse_special_tokens: bool | None = None  # that users spelt; None: of a plain prompt yes, of a conversation no: there they are text
+    truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: as many as leave room for max_tokens
+    return_token_strs: bool = False  # of a task "tokenize": the tokens as the vocabulary has them, too
+    keeps_beginning: bool = False  # where tokens are cut off: at the end, but for the special ones that stand there
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """A client asked for one continuation, for one embedding, or for something else that takes a tokenizer. Exactly one of messages, prompt and
+    prompt_token_ids is set (of a task "describe", none)."""
+
+    request_id: str
+    gateway_id: str | None  # whose events stream; None: nobody reads, the log is enough
+    model: str
+    params: SamplingParams
+    messages: tuple[ChatMessage, ...] | None = None
+    prompt: str | None = None
+    prompt_token_ids: Int32Array | None = None
+    echo: bool = False
+    created_at: float = 0.0  # wall clock, s
+    scheduling: SchedulingParams = SchedulingParams()
+    constraint: Constraint | None = None  # what the answer must match
+    chat: ChatOptions = ChatOptions()
+    encoding: EncodingParams = EncodingParams()
+    task: Task = "generate"  # the others end with the tokenizer's answer, JSON in the text of their one event
+    embedding: EmbeddingParams | None = None  # set: the prompt's embedding is wanted, and no token
+    traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
+    pair: str | None = None  # of an embedding: a second text, which the model reads after the prompt, as its tokenizer joins the two
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedRequest:
+    """The prompt is token ids that fit the model, and params.max_tokens is set."""
+
+    request_id: str
+    gateway_id: str | None
+    model: str
+    params: SamplingParams
+    prompt_token_ids: Int32Array
+    eos_token_ids: tuple[int, ...]  # empty with ignore_eos
+    echo_text: str | None = None
+    created_at: float = 0.0
+    scheduling: SchedulingParams = SchedulingParams()
+    echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # where each prompt token begins in echo_text; empty: nobody asked
+    constraint: Constraint | None = None
+    dry_breakers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # shared/model/dry_breakers.py packs them
+    embedding: EmbeddingParams | None = None
+    traceparent: str = ""
+    tokenized_at: float = 0.0  # wall clock, s
+
+    def __post_init__(self) -> None:
+        if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
+            raise Invalid("TokenizedRequest: without a prompt, with a negative token id, or without max_tokens")
+        unpack_breakers(self.dry_breakers)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """The logprobs of a prompt's P tokens at temperature 1, before penalties and bias. Row r is of token r + 1: nothing predicts the first."""
+
+    token_ids: Int32Array  # [P]
+    logprobs: Float32Array  # [P - 1]
+    ranks: Int32Array  # [P - 1] 1 + how many tokens of the vocabulary were likelier
+    top_token_ids: Int32Array  # [(P - 1) * k] the k likeliest of each row, by falling logprob, ties by token id
+    top_logprobs: Float32Array  # [(P - 1) * k]
+    spelled_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # all of the above, each once: the sampler knows their texts
+    texts: tuple[str, ...] = ()  # of the spelled tokens
+    text_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [P] where each token begins in the echoed text; empty: none is
+
+    def __post_init__(self) -> None:
+        num_rows, num_top = len(self.logprobs), len(self.top_token_ids)
+        if len(self.token_ids) != num_rows + 1 or len(self.ranks) != num_rows or len(self.text_offsets) not in (0, num_rows + 1):
+            raise Invalid("PromptLogprobs: not a row for each token after the first, or not an offset for each token")
+        if num_top != len(self.top_logprobs) or num_top % max(num_rows, 1) or len(self.texts) != len(self.spelled_token_ids):
+            raise Invalid("PromptLogprobs: columns of different lengths")
+
+    @property
+    def num_top(self) -> int:
+        """k, how many of the likeliest each row has."""
+        return len(self.top_token_ids) // max(len(self.logprobs), 1)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceIntro:
+    """What a sampler must know of a sequence; sent with its first candidates to that sampler."""
+
+    handle: int  # the sequence's number at its compute replica
+    request_id: str
+    gateway_id: str | None
+    params: SamplingParams
+    eos_token_ids: tuple[int, ...]
+    num_prompt_tokens: int
+    prompt_tail: Int32Array  # the last prompt tokens: they seed the detokenizer
+    echo_text: str | None = None
+    num_cached_tokens: int = 0
+    num_decided_tokens: int = 0  # of the output, as far as compute was told: a log with fewer has lost some
+    prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
+    prompt_token_ids: Int32Array | None = None  # the same
+    traceparent: str = ""
+    tokenized_at: float = 0.0  # wall clock, s
+    scheduled_at: float = 0.0  # the same, by the compute replica that introduces it
+
+
+@dataclass(frozen=True, slots=True)
+class StepCandidates:
+    """One step's undecided rows for one sampler. Row r has counts[r] candidates, by falling logit, ties by token id."""
+
+    compute_id: str
+    step: int
+    intros: tuple[SequenceIntro, ...]
+    forget: Int32Array  # handles whose sequences ended or moved without this sampler's doing
+    handles: Int32Array  # [R]
+    positions: Int32Array  # [R] num_output_tokens after this decision; 1 is the first token
+    counts: Int32Array  # [R]
+    token_ids: Int32Array  # [sum(counts)]
+    logits: Float32Array  # [sum(counts)]
+    logsumexp: Float32Array  # [R] of the whole row at temperature 1; 0 where no logprobs are asked
+    kept_mass: Float64Array  # [R] sum over the kept tokens of exp((logit - largest) / temperature); 0: greedy
+    tail_token_ids: Int32Array  # [R] the token beyond the candidates on which the draw falls, or -1
+    tail_logits: Float32Array  # [R]
+    previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [R] at position - 1, as computed upon; -1: none. Empty: unknown
+    temperatures: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))  # [R] below 0: the request's own. Empty: so are all
+
+    def __post_init__(self) -> None:
+        count = len(self.handles)
+        columns = (self.positions, self.counts, self.logsumexp, self.kept_mass, self.tail_token_ids, self.tail_logits)
+        if any(len(each) != count for each in columns) or any(len(each) not in (0, count) for each in (self.previous_token_ids, self.temperatures)):
+            raise Invalid("StepCandidates: columns of different lengths")
+        if count and (self.counts.min() < 1 or self.positions.min() < 1):
+            raise Invalid("StepCandidates: a row without candidates, or before the first position")
+        if not len(self.token_ids) == len(self.logits) == int(self.counts.sum()):
+            raise Invalid("StepCandidates: not as many candidates as the rows say")
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecisions:
+    """The tokens decided for rows of one step. The log already holds them."""
+
+    sampler_id: str
+    step: int
+    handles: Int32Array
+    positions: Int32Array
+    token_ids: Int32Array  # -1: none, it has ended without; -2: none, the sampler does not know the sequence
+    is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
+
+    def __post_init__(self) -> None:
+        if any(len(each) != len(self.handles) for each in (self.positions, self.token_ids, self.is_finished)):
+            raise Invalid("StepDecisions: columns of different lengths")
+
+
+@dataclass(frozen=True, slots=True)
+class TopLogprob:
+    token: str
+    raw: bytes
+    logprob: float
+    token_id: int = -1  # -1: an older sender's
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A released token's logprob, and the likeliest alternatives'."""
+
+    token: str
+    raw: bytes
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+    text_offset: int = 0  # characters of the text that the client gets, an echoed prompt's included, before this token's
+    token_id: int = -1  # -1: an older sender's
+    is_end: bool = False  # it ends the answer, and is no part of the text
+
+
+@dataclass(frozen=True, slots=True)
+class RequestError:
+    """Why a request failed, in the API's terms."""
+
+    message: str
+    status: int = 500
+    param: str | None = None
+    code: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """One entry of the token log: a token was decided, or the request ended without one."""
+
+    request_id: str
+    position: int  # num_output_tokens so far, this one included
+    token_id: int | None
+    text: str
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] | None = None  # of the tokens whose text is out, this one's last
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that matched
+    error: RequestError | None = None
+    withheld: TokenLogprob | None = None  # this token's own logprob while its text is held back; for replay, never for the client
+    prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
+    prompt_token_ids: Int32Array | None = None  # the same
+    embedding: Float32Array | None = None  # of the prompt, with the request's one event
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """When what happened to a request, and where: s on the wall clocks of those who did it, 0 for what did not happen. They go with a request's first
+    and last event, and no log has them: it says what was decided, the same bytes whenever that was."""
+
+    request_id: str
+    position: int  # of the event; up to 1 it is the first
+    tokenized_at: float
+    scheduled_at: float  # its prompt began to be computed, by the compute replica that has it now
+    decided_at: float  # the event
+    compute_id: str
+    sampler_id: str = ""  # empty: no sampler had a part in it
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """The encoded TokenEvents of one step for one gateway."""
+
+    events: tuple[bytes, ...]
+    moments: tuple[Moments, ...] = ()  # of the requests that begin or end with them
+
+
+@dataclass(frozen=True, slots=True)
+class Control:
+    """To every replica: cancel requests, send a response's events elsewhere, or look at the registry again."""
+
+    action: Literal["cancel", "attach", "refresh"]
+    request_ids: tuple[str, ...] = ()
+    gateway_id: str | None = None
+    generation: int = 0  # of the response's readers; the gateway that submitted it is 0, each that resumes it one more
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """A live process, as it announces itself in the registry."""
+
+    stage: str
+    replica_id: str
+    host: str
+    pid: int
+    started_at: float
+    model: str | None = None
+    max_model_len: int | None = None
+    idle_s: float = 0.0  # since its loop last came round: large means stuck
+    load: dict[str, float] = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()  # further names of the model
+    problem: str = ""  # what keeps it from Redis at the moment
+    parsers: dict[str, str] = field(default_factory=dict)  # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all
+    fingerprint: str = ""  # of compute: changes with whatever may change its tokens
+    is_encoder: bool = False  # of compute: the model makes embeddings, and no text
+    sampling: dict[str, float] = field(default_factory=dict)  # of a tokenizer: what the model's makers say for requests that do not say it
+    labels: tuple[str, ...] = ()  # of compute: what the model tells texts apart by; empty: it has no classification head
+    is_multi_label: bool = False  # several of them may be true of one text
+
+
+TAGS: dict[type, tuple[str, int]] = {
+    GenerateRequest: ("generate", 1),
+    TokenizedRequest: ("tokenized", 1),
+    StepCandidates: ("candidates", 1),
+    StepDecisions: ("decisions", 1),
+    TokenEvent: ("token", 1),
+    StepEvents: ("events", 1),
+    Control: ("control", 1),
+    Replica: ("replica", 1),
+    ComputeView: ("view", 1),
+}
+
+M = TypeVar("M")
+
+
+def encode(message: Any) -> bytes:
+    """The message as bytes."""
+    tag, version = TAGS[type(message)]
+    packed: bytes = msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)])
+    return packed
+
+
+def decode(message_type: type[M], data: bytes) -> M:
+    """The message in `data`. Raises Invalid, naming the field, if it is not one of that type."""
+    tag, version = TAGS[message_type]
+    values = _unpacked(data)
+    if not isinstance(values, list) or len(values) < 2 or values[0] != tag:
+        raise Invalid(f"not a {tag} message")
+    if not isinstance(values[1], int) or values[1] > version:
+        raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
+    return typing.cast(M, unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag))
+
+
+def decode_record(record_type: type[M], data: bytes) -> M:
+    """The record in `data`, a map of its fields. Raises Invalid, naming the field, if it is not one of that type."""
+    return typing.cast(M, map_unpacker(typing.cast(typing.Hashable, record_type))(_unpacked(data), record_type.__name__))
+
+
+def _unpacked(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, strict_map_key=False)
+    except Exception as error:  # msgpack raises a dozen kinds, ValueError and its own among them
+        raise Invalid(f"not msgpack: {error}") from None

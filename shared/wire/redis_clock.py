@@ -1,0 +1,37 @@
+"""Redis' clock may go back. A stream's ids are made of it: they still grow while the stream is there, but one that has expired begins anew with older ids.
+
+Who read the stream before waits for newer ones, and would never see them: so readers look now and then whether it is still the same stream.
+"""
+
+from typing import Any
+
+from shared.process.telemetry import get_logger
+from shared.wire.transport import DirectReader, Transport
+
+log = get_logger("penstock.transport")
+
+# KEYS: streams. Returns the last id that each has given out; '' for one that is not there.
+NEWEST = """
+local newest = {}
+for i, key in ipairs(KEYS) do newest[i] = redis.call('EXISTS', key) == 1 and redis.call('XINFO', 'STREAM', key)[8] or '' end
+return newest
+"""
+
+
+def has_begun_anew(last_id: str, newest: bytes) -> bool:
+    """Whether the stream whose last id is `newest` is another one than that of which last_id was read."""
+    return bool(newest) and _order_of(newest.decode()) < _order_of(last_id)
+
+
+def _order_of(entry_id: str) -> tuple[int, int]:
+    milliseconds, _, number = entry_id.partition("-")
+    return int(milliseconds), int(number)
+
+
+def follow_clock(transport: Transport, readers: list[DirectReader]) -> None:
+    """Have streams that have begun anew read from their beginning."""
+    newest: Any = transport.persist(lambda: transport.client.eval(NEWEST, len(readers), *(each.stream.key for each in readers)))
+    for reader, entry_id in zip(readers, newest, strict=True):
+        if has_begun_anew(reader.last_id, entry_id):
+            log.warning("a stream has begun anew: Redis' clock went back", stream=reader.stream.key, last_id=reader.last_id)
+            reader.last_id = "0-0"

@@ -1,0 +1,168 @@
+"""What every process of the pipeline does: settings to objects, logging, signals, the registry, draining. A library: it calls no stage.
+
+A stage's `__main__` is its composition root:
+
+    settings = load_settings(SamplerSettings)
+    stage = Stage("sampler", settings)
+    SamplerService(stage, …).run()
+"""
+
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from typing import NoReturn
+
+from shared.process.errors import Recoverable, StartupError
+from shared.process.settings import StageSettings
+from shared.process.telemetry import get_logger, setup_logging
+from shared.process.tracing import open_tracer
+from shared.wire.line import DENIED, reason_of
+from shared.wire.messages import Replica
+from shared.wire.registry import LEASE_S, Heartbeat, Registry
+from shared.wire.transport import RELEASED_MS, Pipeline, Transport
+
+log = get_logger("penstock.stage")
+
+LIFELINE = "PENSTOCK_LIFELINE"  # in the environment of a launcher's stage: the descriptor of a pipe that ends with the launcher
+STOP_TIMEOUT_S = 10.0  # for a stage that was told to stop
+
+
+class Stage:
+    """One replica of one stage: its id, its connections, and whether it has been told to stop."""
+
+    def __init__(
+        self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None,
+        step_timeout_s: float | None = None,
+    ) -> None:  # fmt: skip
+        """step_timeout_s: how long a turn of the loop may take, but for waits for Redis, until the process ends; None: it does not."""
+        self.name = name
+        self.settings = settings
+        self.model = model
+        self.aliases = aliases
+        self.max_model_len = max_model_len
+        self.replica_id = settings.replica_id or f"{name}-{uuid.uuid4().hex[:12]}"
+        self.stopping = threading.Event()
+        self.transport = Transport(settings.redis_url, self.stopping)
+        self.tracer = open_tracer(name, self.replica_id)
+        self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
+        self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
+        self.sampling: dict[str, float] = {}  # the same
+        self.fingerprint = ""  # compute's, the same
+        self.is_encoder = False  # the same
+        self.labels: tuple[str, ...] = ()  # the same
+        self.is_multi_label = False  # the same
+        self._started_at = time.time()
+        self._turned_at = self._served_at = time.monotonic()  # when the loop came round last; the same, with no trouble with Redis
+        self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
+        own_line = Transport(settings.redis_url, self.stopping, LEASE_S)
+        self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), lambda: self._served_at, step_timeout_s)
+
+    def turn(self) -> None:
+        """The loop came round: the sign of life that /health shows."""
+        self._turned_at = time.monotonic()
+        if not self.transport.problem:
+            self._served_at = self._turned_at
+
+    @property
+    def registry(self) -> Registry:
+        """Who is alive, as of the last second."""
+        return self._heartbeat.registry
+
+    @property
+    def sight_since(self) -> float:
+        """Monotonic, s: since when this replica sees without a gap who is alive."""
+        return self.registry.sight_since(time.monotonic())
+
+    def claim_idle_ms(self, idle_ms: int) -> int:
+        """How long nobody may have renewed an entry that is to be claimed: idle_ms. After a gap in which this replica could not see, the others have that
+        time to renew theirs; until then it claims only what was released."""
+        return idle_ms if time.monotonic() - self.sight_since >= idle_ms / 1000 else RELEASED_MS
+
+    def refresh(self) -> None:
+        """Have the registry looked at again, soon."""
+        self._heartbeat.refresh()
+
+    @property
+    def problem(self) -> str:
+        """What keeps the loop or the heartbeat from Redis at the moment; empty: nothing."""
+        return self.transport.problem or self._heartbeat.transport.problem
+
+    def describe(self) -> Replica:
+        return Replica(
+            stage=self.name,
+            replica_id=self.replica_id,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            started_at=self._started_at,
+            model=self.model,
+            max_model_len=self.max_model_len,
+            idle_s=time.monotonic() - max(self._turned_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),  # who asks Redis again is not stuck
+            load=dict(self.load),
+            aliases=self.aliases,
+            problem=self.problem,
+            parsers=self.parsers,
+            fingerprint=self.fingerprint,
+            is_encoder=self.is_encoder,
+            sampling=self.sampling,
+            labels=self.labels,
+            is_multi_label=self.is_multi_label,
+        )
+
+    def catch_signals(self) -> None:
+        """SIGTERM and SIGINT ask the loop to leave."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: self.stopping.set())
+
+    def join(self) -> None:
+        """Enter the registry: from now on work may arrive. What is loaded by now stays: the garbage collector need not look at it again and again."""
+        gc.freeze()
+        self.transport.wait_until_up(self.settings.redis_timeout_s)
+        self.turn()
+        self.transport.persist(self._heartbeat.beat)
+        self._heartbeat.start()
+        log.info("ready", stage=self.name, replica_id=self.replica_id, model=self.model or "-")
+
+    def leave(self) -> None:
+        """Leave the registry; safe to call twice."""
+        self._heartbeat.leave()
+
+
+def run_stage(main: Callable[[], None]) -> NoReturn:
+    """Run a stage's main. A failure exits non-zero, so that whoever watches the process replaces it; a bad setting is one line."""
+    if (lifeline := os.environ.pop(LIFELINE, None)) is not None:
+        threading.Thread(target=leave_with_launcher, args=(int(lifeline),), name="lifeline", daemon=True).start()
+    try:
+        main()
+    except StartupError as error:
+        sys.stderr.write(f"penstock: {error}\n")
+        sys.exit(2)
+    except DENIED as error:
+        sys.stderr.write(f"penstock: Redis refuses: {reason_of(error)}\n")
+        sys.exit(1)
+    except (Recoverable, KeyboardInterrupt):
+        log.warning("stopped in the middle of something; its work will be claimed by another")
+        sys.exit(0)
+    finally:
+        for thread in threading.enumerate():
+            if isinstance(thread, Heartbeat):
+                thread.end()
+    sys.exit(0)
+
+
+def leave_with_launcher(lifeline: int) -> None:
+    """Once the launcher is gone, end like on its SIGTERM, and after STOP_TIMEOUT_S like on its SIGKILL."""
+    os.read(lifeline, 1)  # nobody writes: this returns at the end
+    log.warning("the launcher is gone, stopping")
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+    time.sleep(STOP_TIMEOUT_S)
+    os._exit(1)
+
+
+def start_logging(settings: StageSettings) -> None:
+    setup_logging(settings.log_level, settings.log_format)

@@ -1,0 +1,188 @@
+"""The wiring: every stream and key this system uses, who writes it, who reads it, what it carries.
+
+Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they say is messages.py.
+"""
+
+from dataclasses import dataclass
+
+from shared.wire.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
+
+LOG_TTL_S = 3600  # of a finished request's token log: how long a client may still read it
+RUNNING_LOG_TTL_S = 7 * 24 * 3600  # of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
+REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
+CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
+MAX_DEAD_LETTERS = 10_000
+FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
+
+# The one field of a stream entry; group entries also carry the request's id and gateway in the clear, so that a message that
+# does not decode can still fail its request.
+MESSAGE, REQUEST_ID, GATEWAY_ID = b"m", b"r", b"g"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStream:
+    """Shared by the replicas of one stage: each entry goes to one of them and stays pending until its work is done."""
+
+    key: str
+    message_type: type
+    group: str
+
+
+@dataclass(frozen=True, slots=True)
+class DirectStream:
+    """Read by one replica, which trims it behind itself."""
+
+    key: str
+    message_type: type
+
+
+CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
+DEAD_LETTER = "dead-letter"  # anyone → an operator
+REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
+BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended
+BATCH_FIGURES = "batch-figures"  # hash: what was counted of all batches, and what waits. Gateway, jobs → gateways
+CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
+JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
+WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
+
+
+def requests(model: str) -> GroupStream:
+    """gateway → any tokenizer of that model"""
+    return GroupStream(f"requests:{model}", GenerateRequest, group="tokenizer")
+
+
+def prompts(model: str) -> GroupStream:
+    """tokenizer → any compute of that model"""
+    return GroupStream(f"prompts:{model}", TokenizedRequest, group="compute")
+
+
+def candidates(sampler_id: str) -> DirectStream:
+    """compute → that sampler"""
+    return DirectStream(f"candidates:{sampler_id}", StepCandidates)
+
+
+def decisions(compute_id: str) -> DirectStream:
+    """sampler → that compute"""
+    return DirectStream(f"decisions:{compute_id}", StepDecisions)
+
+
+def events(gateway_id: str) -> DirectStream:
+    """sampler, or whoever fails a request → that gateway"""
+    return DirectStream(f"events:{gateway_id}", StepEvents)
+
+
+def log_key(request_id: str) -> str:
+    """The token log: sampler, or whoever fails the request → anyone. Entry IDs are `<position>-0`; see token_log.py."""
+    return f"log:{request_id}"
+
+
+def response_key(response_id: str) -> str:
+    """What a gateway needs to stream a response again: gateway → any gateway."""
+    return f"response:{response_id}"
+
+
+def stored_key(response_id: str) -> str:
+    """What a stored response was asked, its conversation included: gateway → any gateway. It lives as long as the response's log."""
+    return f"stored:{response_id}"
+
+
+def open_key(response_id: str) -> str:
+    """Of a response that runs, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for what it holds in Redis, and for how
+    much; `keeps`, how long what is stored may be to stay should it be refused. Gateway → whoever ends a request."""
+    return f"open:{response_id}"
+
+
+def held_key(tenant_id: str) -> str:
+    """What a tenant's requests and stored responses hold: a sorted set of "<bytes>/<response>" by when they are forgotten (s, Redis' clock). Gateways, and
+    whoever ends a request."""
+    return f"held:{tenant_id}"
+
+
+def held_bytes_key(account: str) -> str:
+    """The sum over the sorted set of that key."""
+    return f"{account}:bytes"
+
+
+def tombstone_key(request_id: str) -> str:
+    """Set when a request is cancelled: gateway, compute → whoever is about to take up work for it."""
+    return f"cancelled:{request_id}"
+
+
+def reader_key(response_id: str) -> str:
+    """Who reads a resumed response: a hash of its `generation` and its `gateway`; gateway → whoever sends it events. Not there: who submitted it."""
+    return f"reader:{response_id}"
+
+
+def response_of(request_id: str) -> str:
+    """The response that a request is a sequence of: ids are `<response>.<index>`."""
+    return request_id.rpartition(".")[0] or request_id
+
+
+def inflight_key(model: str) -> str:
+    """What was admitted and has not ended: a hash of tokens by request id, and their sum under "". Gateways add, whoever ends a request removes."""
+    return f"inflight:{model}"
+
+
+def quota_key(tenant_id: str) -> str:
+    """What a tenant may still ask in this minute: a hash of its `requests` and `tokens`, and the moment `at` which they are from. Gateways."""
+    return f"quota:{tenant_id}"
+
+
+def running_key(tenant_id: str) -> str:
+    """A tenant's requests that were admitted: a hash of their inflight keys by request id. Gateways; those that are no longer in flight count no more."""
+    return f"running:{tenant_id}"
+
+
+def attempts_key(request_id: str) -> str:
+    """Whether a request has been in a step, in how many trials a replica died, and the length of its log then: compute → the compute that claims it."""
+    return f"attempts:{request_id}"
+
+
+def replica_key(stage: str, replica_id: str) -> str:
+    """A live replica's announcement; expires with its lease."""
+    return f"replica:{stage}:{replica_id}"
+
+
+def file_key(file_id: str) -> str:
+    """What a file is called, and whose it is: gateway, jobs → any gateway. Gone when the file has expired."""
+    return f"file:{file_id}"
+
+
+def files_key(owner: str) -> str:
+    """An owner's files by their age: a sorted set. Names of files that are gone are taken out by whoever finds them."""
+    return f"files:{owner}"
+
+
+def uploads_key(owner: str) -> str:
+    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by when their room is given up. Gateways."""
+    return f"uploads:{owner}"
+
+
+def batch_key(batch_id: str) -> str:
+    """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both."""
+    return f"batch:{batch_id}"
+
+
+def batches_key(owner: str) -> str:
+    """An owner's batches by their age: a sorted set."""
+    return f"batches:{owner}"
+
+
+def batch_lease_key(batch_id: str) -> str:
+    """The worker that runs the batch at the moment, as long as it renews this."""
+    return f"batch-lease:{batch_id}"
+
+
+def batch_queued_key(batch_id: str) -> str:
+    """Set while a task for the batch is in Celery's queue: whoever would send one more need not."""
+    return f"batch-queued:{batch_id}"
+
+
+def upkeep_key(name: str) -> str:
+    """Set by the worker that does this part of the upkeep, for as long as nobody else need do it."""
+    return f"upkeep:{name}"
+
+
+def view_key(replica_id: str) -> str:
+    """What a replica shows while it is watched: compute → gateways. It expires with the replica's lease."""
+    return f"view:{replica_id}"

@@ -1,0 +1,247 @@
+"""The token log: one stream a request, the truth about what was decided.
+
+The entry of the token at position p has the ID `p-0`, and an end without a token (cancelled, failed, none asked) after p tokens `p-1`. The scripts here
+are the only writers, and they keep three rules: a token follows the one before it (no gap), a position is decided once (whoever comes
+second is told what the log holds), and nothing follows an end. An entry that ends its request carries the field `e`.
+
+A step is written by one script, in this order: the logs, then the events, then the decisions. What compute acts on is already durable.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgpack
+
+from shared.process.errors import Invalid, Lost
+from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode
+from shared.wire.streams import (
+    LOG_TTL_S,
+    MESSAGE,
+    REPLICA_STREAM_TTL_S,
+    RUNNING_LOG_TTL_S,
+    DirectStream,
+    GroupStream,
+    events,
+    held_bytes_key,
+    inflight_key,
+    log_key,
+    open_key,
+    reader_key,
+    response_key,
+    response_of,
+    stored_key,
+)
+from shared.wire.transport import Pipeline
+
+END = b"e"  # the field of an entry after which nothing follows
+
+# Of what a tenant holds (streams.held_key). A response ends: `release` counts what is left of it, which expires with its log, in place of what it held.
+RELEASE = f"""
+local function release(account, member, left)
+  if not redis.call('ZSCORE', account, member) then return end
+  local size, id = string.match(member, '^(%d+)/(.*)$')
+  local kept = left .. '/' .. id
+  local change = left > 0 and left * redis.call('ZADD', account, redis.call('TIME')[1] + {LOG_TTL_S}, kept) or 0
+  if kept ~= member then change = change - size * redis.call('ZREM', account, member) end
+  redis.call('INCRBY', account .. '{held_bytes_key("")}', change)
+end
+"""
+
+_COMMON = f"""
+{RELEASE}
+local function last_of(key)
+  local last = redis.call('XREVRANGE', key, '+', '-', 'COUNT', 1)[1]
+  if not last then return 0, false, nil end
+  return tonumber(string.match(last[1], '^%d+')), #last[2] > 2, last[2][2]
+end
+local function close(response, open, is_refused)
+  local account, size, keeps = unpack(redis.call('HMGET', open, 'account', 'size', 'keeps'))
+  redis.call('DEL', open)
+  local stored = '{stored_key("")}' .. response
+  if is_refused and redis.call('STRLEN', stored) > tonumber(keeps) then redis.call('UNLINK', stored) end
+  redis.call('EXPIRE', stored, {LOG_TTL_S})
+  redis.call('EXPIRE', '{response_key("")}' .. response, {LOG_TTL_S})
+  redis.call('EXPIRE', '{reader_key("")}' .. response, {LOG_TTL_S})
+  release(account, size .. '/' .. response, redis.call('STRLEN', stored))
+end
+local function leave(inflight, request, is_refused)
+  local tokens = redis.call('HGET', inflight, request)
+  if tokens then
+    redis.call('HDEL', inflight, request)
+    redis.call('HINCRBY', inflight, '', -tokens)
+    if redis.call('HLEN', inflight) == 1 then redis.call('DEL', inflight) end
+    local response = string.match(request, '^(.*)%.') or request
+    local open = '{open_key("")}' .. response
+    if redis.call('EXISTS', open) == 1 and redis.call('HINCRBY', open, 'left', -1) <= 0 then close(response, open, is_refused) end
+  end
+end
+local function write_end(key, id, event, inflight, request, is_refused)
+  redis.call('XADD', key, id, '{MESSAGE.decode()}', event, '{END.decode()}', '1')
+  redis.call('EXPIRE', key, {LOG_TTL_S})
+  leave(inflight, request, is_refused)
+end
+"""
+
+# ARGV[1]: msgpack of [inflight key, [[log key, request id, position, event, is end], …], [[stream key, message], …]]. One packed argument,
+# because hundreds of commands a step cost the client more than the whole decision. Returns what was refused: [index from 1, what the log
+# holds at that position or as its end; nil: the log has lost what came before]. What follows a refused entry in its log is refused with it, unseen:
+# it was computed upon that one. If anything was refused, no message is sent.
+WRITE_STEP = (
+    _COMMON
+    + f"""
+local inflight, entries, messages = unpack(cmsgpack.unpack(ARGV[1]))
+local refused, is_cut = {{}}, {{}}
+for i, entry in ipairs(entries) do
+  local key, request, position, event, is_end = unpack(entry)
+  local last, has_ended, payload = last_of(key)
+  if is_cut[key] then
+    refused[#refused + 1] = {{i, ''}}
+  elseif has_ended or last >= position then
+    is_cut[key] = true
+    local found = redis.call('XRANGE', key, position .. '-0', position .. '-0')[1]
+    refused[#refused + 1] = {{i, found and found[2][2] or payload}}
+  elseif last < position - 1 then
+    is_cut[key] = true
+    refused[#refused + 1] = {{i, false}}
+  elseif is_end then
+    write_end(key, position .. '-0', event, inflight, request)
+  else
+    redis.call('XADD', key, position .. '-0', '{MESSAGE.decode()}', event)
+    if position == 1 then redis.call('EXPIRE', key, {RUNNING_LOG_TTL_S}) end
+  end
+end
+if #refused == 0 then
+  for _, message in ipairs(messages) do
+    redis.call('XADD', message[1], '*', '{MESSAGE.decode()}', message[2])
+    redis.call('EXPIRE', message[1], {REPLICA_STREAM_TTL_S})
+  end
+end
+return refused
+"""
+)
+
+# ARGV: log key, request id, inflight key, reader key, the gateway's events stream if nobody resumed ('' for none), the events streams' prefix, the
+# event before and after its position, a StepEvents message before and after its one event, '1' if the request was refused: then little of it
+# stays stored. The position is the log's own. The event of the end that the log holds, this one or an earlier one, goes to whoever reads the response.
+WRITE_END = (
+    _COMMON
+    + f"""
+local key, request, inflight, reader, stream, prefix, head, tail, before, behind, refused = unpack(ARGV)
+local last, has_ended, event = last_of(key)
+if has_ended then
+  leave(inflight, request)
+else
+  event = head .. cmsgpack.pack(last) .. tail
+  write_end(key, last .. '-1', event, inflight, request, refused == '1')
+end
+local resumed = redis.call('HGET', reader, 'gateway')
+if resumed then stream = prefix .. resumed end
+if stream ~= '' then
+  redis.call('XADD', stream, '*', '{MESSAGE.decode()}', before .. '\\198' .. struct.pack('>I4', #event) .. event .. behind)
+  redis.call('EXPIRE', stream, {REPLICA_STREAM_TTL_S})
+end
+return last
+"""
+)
+_NO_EVENT = msgpack.packb(b"")  # two bytes, which nothing before the event in a StepEvents has: the script puts the event in their place
+_POSITION = 0x7FFFFFFF  # stands for the position until the script knows it; its bytes are in no request id
+_POSITION_BYTES = b"\xce\x7f\xff\xff\xff"
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry:
+    """A TokenEvent of a token, on its way to the log."""
+
+    event: TokenEvent
+    payload: bytes  # the event, encoded once for the log and the gateway
+
+
+def log_entry(event: TokenEvent) -> LogEntry:
+    return LogEntry(event, encode(event))
+
+
+def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]) -> None:
+    """Queue one step: append the entries to their logs and, unless one of them is refused, send the messages in order. WRITE_STEP says what is returned."""
+    logs = [
+        [log_key(each.event.request_id), each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries
+    ]
+    # Lua's cmsgpack knows msgpack's old raw type only, which holds bytes and text alike
+    packed = msgpack.packb([inflight_key(model), logs, [[stream.key, encode(message)] for stream, message in messages]], use_bin_type=False)
+    pipe.eval(WRITE_STEP, 0, packed)
+
+
+def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | None, *, error: RequestError | None = None, num_prompt_tokens: int = 0) -> None:
+    """End a request that will get no more tokens: with `error`, or as cancelled without one. A log that has an end keeps it. Safe to repeat."""
+    reason: FinishReason = "error" if error else "cancelled"
+    write_end(pipe, model, TokenEvent(request_id, 0, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error), gateway_id)
+
+
+def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> None:
+    """Queue an end without a token. Its position is the log's, whatever the event says. A log that has an end keeps it. Safe to repeat."""
+    request_id = event.request_id
+    head, tail = encode(replace(event, position=_POSITION)).split(_POSITION_BYTES, 1)  # the first occurrence: before it, there is only the request id
+    stream = events(gateway_id).key if gateway_id else ""
+    keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
+    is_refused = event.error is not None and 400 <= event.error.status < 500
+    pipe.eval(WRITE_END, 0, *keys, head, tail, *encode(StepEvents((b"",), moments)).split(_NO_EVENT, 1), "1" if is_refused else "")
+
+
+# ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when its log has an end: Redis may have lost that end
+# since it was written, and the entry is then what brings the request back.
+FINISH_ENDED = (
+    _COMMON
+    + """
+local stream, group = ARGV[1], ARGV[2]
+for i = 3, #ARGV, 2 do
+  local _, has_ended = last_of(ARGV[i + 1])
+  if has_ended then
+    redis.call('XACK', stream, group, ARGV[i])
+    redis.call('XDEL', stream, ARGV[i])
+  end
+end
+"""
+)
+
+
+def finish_ended(pipe: Pipeline, stream: GroupStream, request_by_entry: dict[bytes, str]) -> None:
+    """Acknowledge and delete the entries whose requests have ended; leave those whose end is not in their logs to be claimed again."""
+    if request_by_entry:
+        arguments = [each for entry_id, request_id in request_by_entry.items() for each in (entry_id, log_key(request_id))]
+        pipe.eval(FINISH_ENDED, 0, stream.key, stream.group, *arguments)
+
+
+def queue_read(pipe: Pipeline, request_id: str, after_position: int = 0) -> None:
+    """Ask, within a pipeline (or of a client), for the log after a position; `parse_log` reads the reply."""
+    pipe.xrange(log_key(request_id), min=f"({after_position}-0" if after_position else "-")
+
+
+def queue_entry(pipe: Pipeline, request_id: str, position: int) -> None:
+    """Ask, within a pipeline, for the entry of the token at a position."""
+    pipe.xrange(log_key(request_id), min=f"{position}-0", max=f"{position}-0")
+
+
+def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
+    """The events of a log after a position, in order, up to the request's end. Raises Lost for a log with a gap, or with what is no event."""
+    found: list[TokenEvent] = []
+    position = after_position
+    for entry_id, values in entries:
+        try:
+            event = decode(TokenEvent, values[MESSAGE])
+        except (Invalid, KeyError) as error:
+            raise Lost(f"the token log holds what nobody can read at {entry_id.decode()}: {error}") from None
+        position += event.token_id is not None
+        if event.position != position:
+            raise Lost(f"the token log has a gap: position {event.position} follows {position - (event.token_id is not None)}")
+        found.append(event)
+        if event.finish_reason is not None:
+            break
+    return found
+
+
+def decode_entry(payload: bytes) -> TokenEvent:
+    """An event as a script returned it. Raises Lost if it is none."""
+    try:
+        return decode(TokenEvent, payload)
+    except Invalid as error:
+        raise Lost(f"the token log holds what nobody can read: {error}") from None
