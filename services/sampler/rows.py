@@ -1,6 +1,5 @@
 """A step's rows: what one came to, and some of a step."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -52,14 +51,12 @@ def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at
     )
 
 
-def select(step: StepCandidates, rows: list[int]) -> Iterator[StepCandidates]:
-    """The step with some of its rows; nothing for none."""
-    if not rows:
-        return
+def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
+    """The step with some of its rows, at least one."""
     listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
     by_row = {
         name: getattr(step, name)[rows]
         for name in ("handles", "positions", "counts", "logsumexp", "kept_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures")
         if len(getattr(step, name))
     }
-    yield replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
+    return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
