@@ -41,6 +41,28 @@ class Draft:
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # and how many of its uncomputed tokens
 
 
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The head of the queue begins."""
+
+    matched: list[int]  # blocks of its first tokens that are computed already
+    twin: Sequence | None  # a sequence of the same prompt whose blocks it takes
+
+
+@dataclass(frozen=True, slots=True)
+class MakeRoom:
+    """The head of the queue begins once another sequence has given its place back."""
+
+    victim: Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """The head of the queue waits, and so does all behind it."""
+
+    num_steps: int | None = None  # since there was too little memory for it; None: it waits for something else
+
+
 class Scheduler:
     """Plain Python over plain data. `schedule` a step, and when it has run `append` a token to each sequence that was sampled."""
 
@@ -76,6 +98,7 @@ class Scheduler:
         self.num_prefix_hits = 0  # those that were found
         self._groups: dict[str, dict[int, Sequence]] = {}  # what runs of each group
         self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
+        self._is_surveyed = False  # the admission has looked at what runs now
 
     @property
     def num_unfinished(self) -> int:
@@ -228,40 +251,40 @@ class Scheduler:
 
     def _admit(self, draft: Draft, budget: int) -> None:
         """Waiting sequences begin, in the order of their ranks, while there are budget, a place, and memory as the strategy counts it."""
-        is_surveyed = False
-        while budget > 0:
-            sequence = self._next_waiting()
-            if sequence is None or not self._can_run(sequence) or not self._fits_step(sequence, budget) or self._was_refused(sequence):
+        self._is_surveyed = False
+        while budget > 0 and (sequence := self._next_waiting()) is not None:
+            verdict = self._verdict(sequence, budget)
+            if isinstance(verdict, MakeRoom):
+                self._preempt(verdict.victim, draft)
+                self._is_surveyed = False
+                verdict = self._verdict(sequence, budget)
+            if not isinstance(verdict, Begin):
+                if isinstance(verdict, Wait) and verdict.num_steps is not None:
+                    self._refused = (sequence.handle, verdict.num_steps)
                 return
-            if len(self.running) >= self.max_num_seqs:
-                if not self._give_way(sequence, draft):
-                    return
-                is_surveyed = False
-            twin = self._twin(sequence)
-            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens and self._can_run(twin):
-                return  # when the twin's prompt is computed, this one need not be
-            if not is_surveyed:
-                self.admission.survey(self.running.values())
-                is_surveyed = True
-            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
-                twin = None
-            matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
-            if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
-                budget -= self._begin(sequence, matched, twin, draft, budget)
-            else:
-                self._refused = (sequence.handle, 0)
-                return
+            budget -= self._begin(sequence, verdict, draft, budget)
 
-    def _fits_step(self, sequence: Sequence, budget: int) -> bool:
-        """Whether it can begin with so many tokens."""
-        return self.splits_prompts or sequence.num_tokens <= budget
-
-    def _was_refused(self, sequence: Sequence) -> bool:
-        """Whether it did not fit a few steps ago, and nothing has ended since."""
-        if self._refused is None or self._refused[0] != sequence.handle or self._refused[1] >= SURVEY_EVERY:
-            return False
-        self._refused = (sequence.handle, self._refused[1] + 1)
-        return True
+    def _verdict(self, sequence: Sequence, budget: int) -> Begin | MakeRoom | Wait:
+        """Whether the head of the queue may begin. What keeps it is looked for in the order of what it costs to find out."""
+        if not self._can_run(sequence) or not (self.splits_prompts or sequence.num_tokens <= budget):
+            return Wait()
+        if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < SURVEY_EVERY:
+            return Wait(self._refused[1] + 1)  # it did not fit a few steps ago, and nothing has ended since
+        if len(self.running) >= self.max_num_seqs:
+            victim = self._victim(sequence)
+            return Wait() if victim is None else MakeRoom(victim)
+        twin = self._twin(sequence)
+        if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
+            if self._can_run(twin):
+                return Wait()  # when the twin's prompt is computed, this one need not be
+            twin = None
+        if not self._is_surveyed:
+            self.admission.survey(self.running.values())
+            self._is_surveyed = True
+        matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
+        if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
+            return Begin(matched, twin)
+        return Wait(0)
 
     def _next_waiting(self) -> Sequence | None:
         """Whose turn it is to begin."""
@@ -269,23 +292,21 @@ class Scheduler:
             return self.waiting.head_of(self.apart)
         return self.waiting.head(lambda tenant_id: self.aging_s * self._num_running[tenant_id], self.apart)
 
-    def _give_way(self, sequence: Sequence, draft: Draft) -> bool:
-        """Every place is taken: have one given up for a tenant's first sequence, or for its first one of such urgency. Returns whether there was one.
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """Every place is taken: whose place goes to a tenant's first sequence, or to its first one of such urgency. None: nobody's.
 
         One that is less urgent and later in rank gives way; for a tenant that has no place at all, also one of a tenant that has many.
         """
         if not self.admission.preempts or self._is_apart:
-            return False
+            return None
         own = [each.priority for each in self.running.values() if each.tenant_id == sequence.tenant_id]
         if own and min(own) <= sequence.priority:
-            return False
+            return None
         others = [each for each in self.running.values() if each.priority >= sequence.priority and each.handle not in self.apart and not each.is_ending]
         able = [each for each in others if each.priority > sequence.priority and each.rank > sequence.rank]
         if not able and not own:  # each of the others' places but the first counts like aging_s of waiting, as it does for who begins
             able = [each for each in others if each.rank + self.aging_s * (self._num_running[each.tenant_id] - 1) > sequence.rank]
-        if able:
-            self._preempt(max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each))), draft)
-        return bool(able)
+        return max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each)), default=None)
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
         """Whether there are free blocks for the sequence's first chunk now."""
@@ -294,8 +315,9 @@ class Scheduler:
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
         return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
 
-    def _begin(self, sequence: Sequence, matched: list[int], twin: Sequence | None, draft: Draft, budget: int) -> int:
+    def _begin(self, sequence: Sequence, verdict: Begin, draft: Draft, budget: int) -> int:
         """The sequence leaves the queue, with its first chunk. Returns its tokens."""
+        matched, twin = verdict.matched, verdict.twin
         self.waiting.remove(sequence)
         self.running[sequence.handle] = sequence
         self._num_running[sequence.tenant_id] += 1
