@@ -83,7 +83,7 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
         for _, entries in reply.items() if isinstance(reply, dict) else reply or []:
             for entry_id, values in [each for group in entries for each in group] if isinstance(reply, dict) else entries:
                 last_id, message = entry_id, decode(StepDecisions, values[MESSAGE])
-                undecided.heard(message.sampler_id)
+                undecided.record_reply(message.sampler_id)
                 columns = (message.handles, message.positions, message.token_ids, message.is_finished)
                 decided = [Decision(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
                 if undecided.settle(message.step, decided):

@@ -201,7 +201,7 @@ class ComputeService:
             self.meter.lap("wait")
         for decision in inbox.decisions:
             self.apply(decision)
-        for handle in self.exchange.tend():
+        for handle in self.exchange.resend_overdue():
             self.cancel(self.active[handle], RequestError("no sampler could decide this request's next token"))
         for message in inbox.control:
             self.obey(message)

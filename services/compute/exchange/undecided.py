@@ -106,7 +106,7 @@ class Undecided:
             del self.rows[handle]
         return found
 
-    def heard(self, sampler_id: str) -> None:
+    def record_reply(self, sampler_id: str) -> None:
         """The sampler has answered something: it lives, and works."""
         self.patience[sampler_id] = Patience(time.monotonic())
 
