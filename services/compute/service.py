@@ -1,10 +1,11 @@
-"""THE LOOP: collect, apply, schedule, run, reduce, land, send. What it does not do itself is one call away.
+"""THE LOOP: receive, apply, schedule, run, reduce, collect, send. What it does not do itself is one call away.
 
 No step waits for its decisions. Compute has the candidates, the parameters, the seed and the position, and deciding is a pure function: so it
 takes the token that the sampler will decide and goes on. The sampler stays the authority. What the log holds comes in while a later step
 runs; where it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
 
-A device that draws its tokens is not waited for either: a step lands, is read and sent, when the one after it has been launched (flight.py).
+A device that draws its tokens is not waited for either: a step is collected and sent when the one after it has been launched (flight.py). So there are
+two orders of one step's work, `step_waiting` and `step_ahead`. The first is the specification: the second sends the same rows.
 """
 
 import time
@@ -14,14 +15,14 @@ import torch
 
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates.constraints import Constraints
+from services.compute.candidates.constraints import Constraints, Masking
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
-from services.compute.flight import Flight, land, standing, take_off
+from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.pooling import pool
 from services.compute.readers import Readers
 from services.compute.sequence import Sequence
@@ -90,29 +91,47 @@ class ComputeService:
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
         self.scheduler.held = self.constraints.sitting_out()
         if self.scheduler.apart and self.flight is not None:
-            self.land()  # a trial's step runs with no other
+            self.collect(self.flight)  # a trial's step runs with no other
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
-        if batch is not None:
-            self.compute(batch)
-        elif self.flight is not None:
-            self.land()
+        flight = self.flight
+        if batch is not None and flight is not None:
+            self.step_ahead(batch, flight)
+        elif batch is not None:
+            self.step_waiting(batch)
+        elif flight is not None:
+            self.collect(flight)
         else:
             self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
 
-    def compute(self, batch: ScheduledBatch) -> None:
-        """Run a scheduled step, beside the grammars' masks for it. It lands at once, unless a device has drawn what the next one needs."""
-        began_at, started_at, is_ahead = self.meter.began_at, time.time(), self.flight is not None
+    def step_waiting(self, batch: ScheduledBatch) -> None:
+        """Run a scheduled step while no other runs. The masks of its grammars are filled beside it."""
+        began_at = self.meter.began_at
+        self.announce(batch)
+        sequences = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(sequences.values())
+        hidden = self.runner.run(batch)
+        self.reduce(batch, hidden, sequences, masking, began_at)
+
+    def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
+        """Launch a scheduled step upon what the step before draws; then collect that one, which says what of this one is still valid, and its masks."""
+        began_at = self.meter.began_at
+        self.announce(batch)
+        hidden = self.runner.run(batch, before.drawn)
+        self.collect(before)
+        sequences = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(sequences.values())
+        self.reduce(batch, hidden, sequences, masking, began_at)
+
+    def announce(self, batch: ScheduledBatch) -> None:
+        """Before the step runs: write down what may be blamed if it kills this replica."""
         if batch.num_decodes < len(batch.rows):
-            self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], started_at)
+            self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
-        sequences = standing(batch, self.scheduler)
-        masking = None if is_ahead else self.constraints.start(sequences.values())
-        hidden = self.runner.run(batch, self.flight.drawn if self.flight is not None else None)
-        if is_ahead:
-            self.land()  # now it is known which rows of this step stand, and where their grammars are
-            sequences = standing(batch, self.scheduler)
-            masking = self.constraints.start(sequences.values())
+
+    def reduce(self, batch: ScheduledBatch, hidden: torch.Tensor, sequences: dict[int, Sequence], masking: Masking | None, began_at: float) -> None:
+        """Make candidates of the step's hidden states, for the sequences whose rows are valid. The step is in flight then; it is collected at once unless a
+        device has drawn what the next one needs."""
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
         sequences = {handle: each for handle, each in sequences.items() if handle not in failures}
         logits = self.runner.logits(batch, hidden, sequences)
@@ -120,11 +139,11 @@ class ComputeService:
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
         reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masks)
         self.hold_back([sequences[handle] for handle in masks.late if handle in sequences])
-        self.flight = take_off(batch, reduction, self.scheduler, began_at)
+        self.flight = launch(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
         is_embedding = any(not row.is_sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
         if self.flight.drawn is None or is_embedding:
-            self.land()
+            self.collect(self.flight)
         if is_embedding:
             failures |= self.embed(batch, hidden)
         self.fail(failures | reduction.failures)
@@ -148,21 +167,20 @@ class ComputeService:
             self.scheduler.take_back(sequence)
         self.num_surplus_tokens += len(late)
 
-    def land(self) -> None:
-        """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates go on their way."""
-        assert self.flight is not None
-        flight, batch, self.flight = self.flight, self.flight.batch, None
+    def collect(self, flight: Flight) -> None:
+        """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates are sent."""
+        batch, self.flight = flight.batch, None
         flight.reduction.searching.wait()
         self.meter.lap("forward")
         if self.spans is not None:
             self.spans.computed(batch, self.active, time.time() - (time.perf_counter() - flight.began_at))
-        landing = land(flight, self.scheduler)
+        collected = collect(flight, self.scheduler)
         self.meter.lap("reduce")
-        if len(landing.rows.handles):
-            self.exchange.send(landing.rows, is_urgent=landing.is_urgent)
+        if len(collected.rows.handles):
+            self.exchange.send(collected.rows, is_urgent=collected.is_urgent)
             self.meter.lap("publish")
-        self.fail(landing.failures)
-        self.num_surplus_tokens += landing.num_surplus
+        self.fail(collected.failures)
+        self.num_surplus_tokens += collected.num_surplus
         self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
         seconds = self.meter.end(batch.num_tokens, flight.began_at)
         if not batch.has_targets:  # the head's work for a prompt is no part of what tokens cost
