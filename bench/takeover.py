@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import redis
 
-from services.compute.candidates.reduction import REQUESTS_OWN, CandidateRows
-from services.compute.exchange.exchange import TEND_EVERY_S
+from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.exchange.exchange import RESEND_EVERY_S
 from services.compute.exchange.undecided import Decision, Undecided
 from services.operator.redis_server import socket_path, start_server
 from services.sampler.detokenizer import load_tokenizer
@@ -79,7 +79,7 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
     undecided.add(rows, 1)
     undecided.unsent()
     while undecided.rows:
-        reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(TEND_EVERY_S * 1000))
+        reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(RESEND_EVERY_S * 1000))
         for _, entries in reply.items() if isinstance(reply, dict) else reply or []:
             for entry_id, values in [each for group in entries for each in group] if isinstance(reply, dict) else entries:
                 last_id, message = entry_id, decode(StepDecisions, values[MESSAGE])

@@ -26,7 +26,8 @@ from services.compute.backends.torch.reference import (
 )
 from services.compute.backends.torch.reference import write_kv as write_reference
 from services.compute.backends.torch.row_math import TorchRowMath
-from services.compute.candidates.reduction import CandidateRows, begin_reduction
+from services.compute.candidates.reduction import begin_reduction
+from services.compute.candidates.rows import CandidateRows
 from services.compute.sequence import Array, Sequence
 from shared.model.sampling_params import SamplingParams
 

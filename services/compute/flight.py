@@ -10,7 +10,8 @@ Where only the host draws, a step is collected as soon as it is launched.
 from dataclasses import dataclass
 
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates.reduction import CandidateRows, Reduction
+from services.compute.candidates.reduction import Reduction
+from services.compute.candidates.rows import CandidateRows
 from services.compute.model_runner import DrawnTokens
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import PENDING, Sequence

@@ -90,11 +90,9 @@ def pick(columns: Array, counts: Array, listed: Array, tail_token_ids: Array, ta
     return chosen
 
 
-def falls_beyond(mass: Array, counts: Array, kept_mass: Array, u: Array) -> Array:
-    """Whether each row's draw falls beyond its listed candidates. mass: [R, K] from cumulative_mass. Returns [R] bool."""
-    last = mass[np.arange(len(mass)), counts - 1]
-    beyond: Array = (kept_mass != GREEDY) & (last <= u * kept_mass)
-    return beyond
+def falls_beyond(listed_mass: float, kept_mass: float, u: float) -> bool:
+    """Whether the draw of a random row falls beyond its listed candidates, which have that mass together."""
+    return bool(listed_mass <= u * kept_mass)
 
 
 def kept_count(mass: Array, top_k: int, top_p: float, min_p: float, temperature: float, logits: Array, total: float) -> int:

@@ -15,7 +15,8 @@ from services.compute.backends.buffers import ensure_works
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.torch.row_search import CHUNK, TorchRowSearch, largest_on_device
 from services.compute.candidates import reduction as reduction_module
-from services.compute.candidates.reduction import NOT_FINITE, CandidateRows, reduce
+from services.compute.candidates.reduction import NOT_FINITE, reduce
+from services.compute.candidates.rows import CandidateRows
 from services.compute.candidates.sorted_head import SortedHead
 from services.compute.sequence import Sequence
 from shared.model.decision import decide, pad, pick, uniform

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import redis
 
-from services.compute.candidates.reduction import REQUESTS_OWN, CandidateRows
+from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.exchange import inbox as inbox_module
 from services.compute.exchange import undecided as undecided_module
 from services.compute.exchange.active import ActiveRequest

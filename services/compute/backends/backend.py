@@ -122,7 +122,7 @@ class RowMath(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MassesWanted:
+class MassRequest:
     """Of some rows, the sum of exp((logit - the largest) / temperature)."""
 
     rows: Array  # [n] int64, rising
@@ -130,28 +130,28 @@ class MassesWanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class SearchRequest:
     """What rows of logits [R, vocab], edited already, are searched for, and what else decides the draw from each."""
 
     params: Sequence[SamplingParams]  # [R]: of the draws
     u: Array  # [R] float64: the uniform numbers that decide them
     num_listed: Array  # [R] int32, from 1: how many of its largest logits are wanted
-    scored: MassesWanted  # for logprobs
-    whole: MassesWanted  # of rows whose draw depends on the mass of all tokens
+    scored: MassRequest  # for logprobs
+    whole: MassRequest  # of rows whose draw depends on the mass of all tokens
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRows:
+class SearchResult:
     """As find_largest and total_masses have it. What is beyond a row's num_listed means nothing."""
 
     values: Array  # [R, max(num_listed)] float32
     token_ids: Array  # [R, max(num_listed)] int64
-    scored_masses: Array  # of Wanted.scored, [n] float64
-    whole_masses: Array  # of Wanted.whole, [n] float64
+    scored_masses: Array  # of SearchRequest.scored, [n] float64
+    whole_masses: Array  # of SearchRequest.whole, [n] float64
 
 
-class Search(Protocol):
-    """Under way."""
+class RunningSearch(Protocol):
+    """A row search that the device runs."""
 
     @property
     def drawn(self) -> Tensor | None:
@@ -163,7 +163,7 @@ class Search(Protocol):
         """Until a device has come to it."""
         ...
 
-    def read(self) -> FoundRows:
+    def read(self) -> SearchResult:
         """Waits, too."""
         ...
 
@@ -175,7 +175,7 @@ class Search(Protocol):
 class RowSearch(Protocol):
     """Logits [R, vocab] float32 to what candidates are made of."""
 
-    def start(self, logits: Tensor, wanted: Wanted) -> Search:
+    def start(self, logits: Tensor, wanted: SearchRequest) -> RunningSearch:
         """Begin the search, and do not wait for the device. The logits stay as they are until it is read."""
         ...
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from redis.exceptions import RedisError
 
-from services.compute.candidates.reduction import CandidateRows
+from services.compute.candidates.rows import CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.inbox import Inbox
 from services.compute.exchange.outbox import Outbox

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from services.compute.candidates.prompt_logprobs import prompt_logprobs
-from services.compute.candidates.reduction import CandidateRows
+from services.compute.candidates.rows import CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from shared.wire.messages import SequenceIntro, StepCandidates
 from shared.wire.registry import choose_replica

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from services.compute.candidates.reduction import CandidateRows, gather
+from services.compute.candidates.rows import CandidateRows, gather
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 30.0
 NOT_ASKED = float("inf")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.backends.backend import Wanted
+from services.compute.backends.backend import SearchRequest
 from services.compute.backends.cpu.library import Context, Largest, Masses
 from services.compute.backends.torch.row_search import HostSearch
 
@@ -19,7 +19,7 @@ class NativeRowSearch:
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def start(self, logits: torch.Tensor, wanted: Wanted) -> HostSearch:
+    def start(self, logits: torch.Tensor, wanted: SearchRequest) -> HostSearch:
         return HostSearch(self, logits, wanted)
 
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:

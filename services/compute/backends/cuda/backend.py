@@ -6,7 +6,7 @@ from importlib.metadata import version
 import numpy as np
 import torch
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassesWanted, Wanted, Wiring
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
@@ -140,10 +140,10 @@ class CudaBackend:
             qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
             step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)
         logits = step.head.logits(torch.zeros((step.num_logits, step.head.k), dtype=self.dtype, device=self.device))
-        all_masses = MassesWanted(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
+        all_masses = MassRequest(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
         for k in (1, LISTED):
             listed = np.full(step.num_logits, min(k, step.head.num_outputs), np.int32)
-            wanted = Wanted([SamplingParams()] * step.num_logits, np.zeros(step.num_logits), listed, all_masses, all_masses)
+            wanted = SearchRequest([SamplingParams()] * step.num_logits, np.zeros(step.num_logits), listed, all_masses, all_masses)
             self.row_search.start(logits, wanted).read()
 
     def _reserve(self, attention: CudaAttention, lens: list[int], longest: int) -> CudaPlan:

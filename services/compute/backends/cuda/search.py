@@ -7,7 +7,7 @@ import numpy as np
 import torch
 import triton
 
-from services.compute.backends.backend import FoundRows, Wanted
+from services.compute.backends.backend import SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
 from services.compute.backends.cuda.kernels import search as kernels
 
@@ -24,7 +24,7 @@ class CudaSearch:
     """A search under way."""
 
     drawn: Tensor  # [R] int64, on the device
-    wanted: Wanted
+    wanted: SearchRequest
     copies: tuple[Tensor, Tensor, Tensor]  # here, once `copied` has happened: keys, masses and `drawn`
     copied: torch.cuda.Event | None  # None: without a GPU
 
@@ -32,12 +32,12 @@ class CudaSearch:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def read(self) -> FoundRows:
+    def read(self) -> SearchResult:
         self.wait()
         keys, masses, _ = (each.numpy() for each in self.copies)
         values, token_ids = unpack_keys(keys[:, : int(self.wanted.num_listed.max(initial=1))])
         scored, whole = np.split(sum_parts(masses), [len(self.wanted.scored.rows)])
-        return FoundRows(values, token_ids, scored, whole)
+        return SearchResult(values, token_ids, scored, whole)
 
     def read_drawn(self) -> Array:
         self.wait()
@@ -48,7 +48,7 @@ class CudaSearch:
 class CudaRowSearch:
     """As TorchRowSearch, on the device. What a row gets does not depend on the others."""
 
-    def start(self, logits: Tensor, wanted: Wanted) -> CudaSearch:
+    def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
         """All is launched, the draws as well: they read what the searches before them have found."""
         num_rows = len(wanted.params)
         rows = to_device(np.concatenate([wanted.scored.rows, wanted.whole.rows]), logits.device)
@@ -113,7 +113,7 @@ def sum_parts(masses: Array) -> Array:
     return total
 
 
-def draws_of(wanted: Wanted) -> Array:
+def draws_of(wanted: SearchRequest) -> Array:
     """What draw_tokens takes: [R, 7] float64."""
     masses_rows = np.full(len(wanted.params), -1.0)
     masses_rows[wanted.whole.rows] = len(wanted.scored.rows) + np.arange(len(wanted.whole.rows))

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from services.compute.backends.backend import FoundRows, MassesWanted, RowSearch, Wanted
+from services.compute.backends.backend import MassRequest, RowSearch, SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
 
 Array = np.ndarray[Any, Any]
@@ -20,7 +20,7 @@ class HostSearch:
 
     search: RowSearch
     logits: torch.Tensor
-    wanted: Wanted
+    wanted: SearchRequest
     drawn: None = None
 
     def wait(self) -> None:
@@ -29,7 +29,7 @@ class HostSearch:
     def read_drawn(self) -> None:
         pass
 
-    def read(self) -> FoundRows:
+    def read(self) -> SearchResult:
         logits, num_listed = self.logits, self.wanted.num_listed
         num_rows, width = len(num_listed), int(num_listed.max(initial=1))
         values, token_ids = np.full((num_rows, width), -np.inf, np.float32), np.zeros((num_rows, width), np.int64)
@@ -39,14 +39,14 @@ class HostSearch:
                 k = int(num_listed[rows].max())
                 some = logits if len(rows) == num_rows else logits[to_device(rows, logits.device)]
                 values[rows, :k], token_ids[rows, :k] = self.search.find_largest(some, k)
-        return FoundRows(values, token_ids, *(self._masses(values, each) for each in (self.wanted.scored, self.wanted.whole)))
+        return SearchResult(values, token_ids, *(self._masses(values, each) for each in (self.wanted.scored, self.wanted.whole)))
 
-    def _masses(self, values: Array, asked: MassesWanted) -> Array:
+    def _masses(self, values: Array, asked: MassRequest) -> Array:
         return self.search.total_masses(self.logits, asked.rows, values[asked.rows, 0], asked.temperatures) if len(asked.rows) else np.zeros(0)
 
 
 class TorchRowSearch:
-    def start(self, logits: torch.Tensor, wanted: Wanted) -> HostSearch:
+    def start(self, logits: torch.Tensor, wanted: SearchRequest) -> HostSearch:
         return HostSearch(self, logits, wanted)
 
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
