@@ -52,6 +52,7 @@ class StepDecider:
                     astray.add(handle)
                     continue
                 found = self._append(step, row, state, token_ids[row], logits[row])
+                token_before.pop(handle, None)  # `is_next` compares the next row with the state
             elif found.event is not None:
                 token_before[handle] = found.event.token_id
             decided.append(found)

@@ -45,7 +45,7 @@ def rows_of(*keys: tuple[int, int]) -> CandidateRows:
 def ask(undecided: Undecided, rows: CandidateRows, step: int) -> None:
     """A step's rows, sent at once."""
     undecided.add(rows, step)
-    assert undecided.unsent() is not None
+    assert undecided.unsent(step) is not None
 
 
 def decision(handle: int, position: int, token_id: int = 5) -> Decision:
@@ -110,11 +110,11 @@ def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_spe
     while clock.now < began + 100:
         clock.now += 0.5
         if late := undecided.silent({1: "sampler-1"}):
-            undecided.of(late)
+            undecided.of(late, 2)
             asked.append(clock.now - began)
     gaps = [after - before for before, after in itertools.pairwise([0.0, *asked])]
     assert gaps == [gap + 0.5 for gap in (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S, LONGEST_PATIENCE_S)][: len(gaps)] and len(gaps) >= 5
-    undecided.record_reply("sampler-1")
+    undecided.record_reply("sampler-1", 1)
     clock.now += FIRST_PATIENCE_S + 0.1
     assert undecided.silent({1: "sampler-1"}) == [1]
 
@@ -124,13 +124,13 @@ def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
     undecided = Undecided()
     ask(undecided, rows_of((1, 1)), 1)
     for _ in range(10 * MAX_SILENCES):
-        undecided.of([1])
+        undecided.of([1], 2)
     assert undecided.given_up() == []
     for number in range(MAX_SILENCES + 1):
         assert undecided.given_up() == [], number
         clock.now += LONGEST_PATIENCE_S + 1
         assert undecided.silent({1: "sampler-1"}) == [1]
-        undecided.of([1])
+        undecided.of([1], 2)
     assert undecided.given_up() == [1]
 
 
@@ -144,20 +144,25 @@ def test_what_could_not_be_heard_is_no_silence(clock: Clock) -> None:
     assert undecided.silent({1: "sampler-1"}, seen_since=clock.now - FIRST_PATIENCE_S - 0.1) == [1]
 
 
-def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(clock: Clock) -> None:
-    """Others of its sequences go on, so it is never silent; yet this row will not come by itself."""
-    undecided = Undecided()
+@pytest.mark.parametrize("answers_later", [True, False])
+def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(answers_later: bool, clock: Clock) -> None:
+    """Others of its sequences go on, so it is never silent; yet this row will not come by itself.
+
+    A later message's answer shows it at once: a sampler takes its messages in order.
+    """
+    undecided, asked_at, began = Undecided(), [], clock.now
     ask(undecided, rows_of((1, 1)), 1)
-    began, asked_at = clock.now, 0.0
     for step in range(2, 200):
         ask(undecided, rows_of((2, step)), step)
         clock.now += 0.5
-        undecided.record_reply("sampler-1")
+        undecided.record_reply("sampler-1", step if answers_later else 1)
         undecided.settle(step, [decision(2, step)])
         if undecided.silent({1: "sampler-1", 2: "sampler-1"}) == [1]:
-            asked_at = asked_at or clock.now - began
-            undecided.of([1])
-    assert LONGEST_PATIENCE_S <= asked_at <= LONGEST_PATIENCE_S + 1
+            asked_at.append(clock.now - began)
+            undecided.of([1], step)
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *asked_at])]
+    wanted = (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S) if answers_later else (LONGEST_PATIENCE_S,) * 3
+    assert all(seconds <= gap <= seconds + 1 for gap, seconds in zip(gaps, wanted, strict=False)) and len(gaps) >= 3
 
 
 # --- and on a real Redis

@@ -195,6 +195,16 @@ def test_what_was_computed_upon_another_history_is_passed_over(bench: Bench) -> 
     assert told == {(1, 2): (555, 0), (1, 3): (302, 0)} and len(bench.log(1)) == 3
 
 
+@pytest.mark.parametrize("num_logged", [1, 2, 3])
+def test_rows_behind_those_that_the_log_holds_are_decided_in_the_same_message(num_logged: int, bench: Bench) -> None:
+    """As compute asks a sampler that takes a sequence over: for all that it has not heard of, decided or not."""
+    tokens = (300, 301, 302, 303, 304)
+    bench.fill(1, *tokens[:num_logged])
+    rows = [(1, position, token, before) for position, (token, before) in enumerate(zip(tokens, (-1, *tokens), strict=False), 1)]
+    assert bench.answer(*rows, intros=(intro(1),)) == {(1, position): (token, 0) for position, token in enumerate(tokens, 1)}
+    assert [event.token_id for event in bench.log(1)] == list(tokens)
+
+
 @pytest.mark.parametrize("theirs", [301, 555])
 def test_what_follows_a_row_that_was_decided_elsewhere_is_decided_anew(theirs: int, bench: Bench) -> None:
     """Another sampler has written position 2 meanwhile, the same token or another. What was computed upon the other is not to be."""

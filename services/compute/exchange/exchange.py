@@ -158,7 +158,7 @@ class Exchange:
         self.prompts.release_all()
 
     def _settle(self, message: StepDecisions) -> list[Decision]:
-        self.undecided.record_reply(message.sampler_id)
+        self.undecided.record_reply(message.sampler_id, message.step)
         columns = (message.handles, message.positions, message.token_ids, message.is_finished)
         found = [Decision(handle, position, token, bool(end)) for handle, position, token, end in zip(*(each.tolist() for each in columns), strict=True)]
         unknown = {each.handle for each in found if each.token_id == UNKNOWN and each.position in self.undecided.rows.get(each.handle, {})}
@@ -174,12 +174,12 @@ class Exchange:
     def _send_again(self, handles: list[int]) -> None:
         """All that is undecided of some sequences, with their introductions."""
         self.samplers.reintroduce(handles)
-        self._address(self.undecided.of(handles))
+        self._address(self.undecided.of(handles, self._step))
 
     def _publish(self) -> None:
         """What was held back goes out with the next write."""
         self._follow_samplers()
-        self._address(self.undecided.unsent())
+        self._address(self.undecided.unsent(self._step))
         self.outbox.rows_are_queued()
 
     def _address(self, rows: CandidateRows | None) -> None:
