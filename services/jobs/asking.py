@@ -9,29 +9,29 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.gateway.admission import estimate_output, estimate_prompt
-from services.gateway.anthropic.chat import NAME_HERE as MESSAGE_NAMES
-from services.gateway.anthropic.chat import chat_of as message_chat
-from services.gateway.anthropic.events import MessageEvents
-from services.gateway.anthropic.schemas import MessagesBody
-from services.gateway.batches.store import BatchRecord, Totals
-from services.gateway.context import RequestContext
-from services.gateway.errors import RequestFailed
-from services.gateway.held import check_size
-from services.gateway.ignored import collecting
-from services.gateway.openai import parse
-from services.gateway.openai.embeddings import embeddings_body, prepare_embeddings
-from services.gateway.openai.formats import Choice, usage
-from services.gateway.openai.respond import check, whole_body
-from services.gateway.openai.routes import prepare_chat, prepare_completion
-from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
-from services.gateway.record import ResponseRecord
-from services.gateway.responses.conversation import with_conversation
-from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.routes import prepare_response
-from services.gateway.responses.schemas import ResponseBody
-from services.gateway.translate import Fold, Translation, in_own_terms, own_terms
 from services.jobs.input import Line
+from services.requests.admission.admission import estimate_output, estimate_prompt
+from services.requests.admission.held import check_size
+from services.requests.answers.embeddings import embeddings_body
+from services.requests.answers.formats import Choice, usage, whole_body
+from services.requests.answers.translate import Fold, Translation
+from services.requests.anthropic.chat import NAME_HERE as MESSAGE_NAMES
+from services.requests.anthropic.chat import chat_of as message_chat
+from services.requests.anthropic.events import MessageEvents
+from services.requests.anthropic.schemas import MessagesBody
+from services.requests.batches.store import BatchRecord, Totals
+from services.requests.bodies import parse
+from services.requests.bodies.ignored import collecting
+from services.requests.context import RequestContext
+from services.requests.errors import RequestFailed, check
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
+from services.requests.neutral.translate import in_own_terms, own_terms
+from services.requests.prepare import prepare_chat, prepare_completion, prepare_embeddings
+from services.requests.record import ResponseRecord
+from services.requests.responses.conversation import ConversationContext, with_conversation
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.prepare import prepare_response
+from services.requests.responses.schemas import ResponseBody
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest, TokenEvent, encode
 
@@ -60,7 +60,7 @@ def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
     return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
+async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
     with collecting(is_strict=context.settings.strict_fields):
         asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
@@ -104,7 +104,7 @@ async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int)
     return Asked(record, requests, b"", fold)
 
 
-async def ask_response(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+async def ask_response(context: ConversationContext, value: Json, key: str, seed: int) -> Asked:
     body = parse.take(ResponseBody, value)
     if body.stream or body.background:
         field = "stream" if body.stream else "background"
@@ -145,7 +145,7 @@ def fold_translation(record: ResponseRecord, logs: Logs, translation: Translatio
     return translation.whole(), count(usage([folded.choice], 1))
 
 
-ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]]] = {
+ENDPOINTS: dict[str, Callable[[ConversationContext, Json, str, int], Awaitable[Asked]]] = {
     "/v1/chat/completions": ask_chat,
     "/v1/completions": ask_completion,
     "/v1/embeddings": ask_embeddings,

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from services.gateway.anthropic.blocks import read_messages
-from services.gateway.anthropic.chat import chat_of
-from services.gateway.anthropic.events import MessageEvents
-from services.gateway.openai.parse import parse
-from services.gateway.record import make_record
-from services.gateway.translate import is_broken_off
+from services.requests.answers.translate import is_broken_off
+from services.requests.anthropic.blocks import read_messages
+from services.requests.anthropic.chat import chat_of
+from services.requests.anthropic.events import MessageEvents
+from services.requests.anthropic.schemas import MessagesBody
+from services.requests.bodies.parse import parse
+from services.requests.record import make_record
 from shared.process.errors import Invalid
 from shared.wire.messages import RequestError
 from tests.unit.test_response_events import USAGE, chats
@@ -119,7 +120,7 @@ def test_blocks_become_messages_with_calls_and_their_answers() -> None:
 def test_a_wrong_field_has_anthropic_s_name(more: dict[str, Any], param: str) -> None:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]} | more
     with pytest.raises(Invalid) as caught:
-        chat_of(parse("message", orjson.dumps(body)))  # type: ignore[arg-type]
+        chat_of(parse(MessagesBody, orjson.dumps(body)))
     assert caught.value.param == param, caught.value
 
 

@@ -7,9 +7,9 @@ import orjson
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.ollama.lines import OllamaLines
-from services.gateway.record import make_record
-from services.gateway.translate import is_broken_off
+from services.gateway.api.ollama.lines import OllamaLines
+from services.requests.answers.translate import is_broken_off
+from services.requests.record import make_record
 from tests.unit.test_anthropic_messages import last_arguments, said
 from tests.unit.test_response_events import USAGE, chats
 

@@ -6,25 +6,29 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.anthropic.chat import chat_of as message_chat
-from services.gateway.anthropic.schemas import MessagesBody
-from services.gateway.ignored import collecting, pass_over
-from services.gateway.openai.answers import Answer, delta_of
-from services.gateway.openai.parse import parse
-from services.gateway.openai.schemas import ChatCompletionBody
-from services.gateway.record import make_record
-from services.gateway.responses.chat import chat_of as response_chat
-from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.schemas import ResponseBody
-from services.gateway.responses.tools import chat_name
+from services.requests.answers.answer import Answer, delta_of
+from services.requests.anthropic.chat import chat_of as message_chat
+from services.requests.anthropic.schemas import MessagesBody
+from services.requests.bodies.body import Body
+from services.requests.bodies.ignored import collecting, pass_over
+from services.requests.bodies.parse import parse
+from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.record import make_record
+from services.requests.responses.chat import chat_of as response_chat
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.schemas import ResponseBody
+from services.requests.responses.tools import chat_name
 from shared.process.errors import Invalid
 from tests.unit.test_response_events import USAGE
 
 RECORDED = sorted(Path("tests/recorded").glob("*.json"))
 
 
+BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "message": MessagesBody, "response": ResponseBody}
+
+
 def chat_of(kind: str, body: dict[str, Any]) -> ChatCompletionBody:
-    parsed = parse(kind, orjson.dumps(body))
+    parsed = parse(BODIES[kind], orjson.dumps(body))
     pass_over(*parsed.passed_over)
     if isinstance(parsed, MessagesBody):
         return message_chat(parsed)
@@ -53,9 +57,7 @@ def test_a_real_client_s_body_is_taken_and_what_is_passed_over_is_named(path: Pa
 
 
 def codex(**more: Any) -> ResponseBody:
-    body = parse("response", orjson.dumps(read(Path("tests/recorded/codex.json"))["body"] | more))
-    assert isinstance(body, ResponseBody)
-    return body
+    return parse(ResponseBody, orjson.dumps(read(Path("tests/recorded/codex.json"))["body"] | more))
 
 
 def test_codex_s_tools_are_functions_of_the_chat_and_its_items_are_messages() -> None:

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from services.gateway.record import make_record
-from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.items import messages_of, read_input, with_ids
+from services.requests.record import make_record
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.items import messages_of, read_input, with_ids
 from shared.wire.messages import RequestError
 
 USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1}}
