@@ -12,8 +12,9 @@ from typing import Any, TypeVar
 from services.jobs.input import Line
 from services.requests.admission.admission import estimate_output, estimate_prompt
 from services.requests.admission.held import check_size
+from services.requests.answers.choice import Choice, Usage, usage_of
 from services.requests.answers.embeddings import embeddings_body
-from services.requests.answers.formats import Choice, usage, whole_body
+from services.requests.answers.formats import whole_body
 from services.requests.answers.translate import Fold, Translation
 from services.requests.anthropic.chat import NAME_HERE as MESSAGE_NAMES
 from services.requests.anthropic.chat import chat_of as message_chat
@@ -142,7 +143,7 @@ def fold_translation(record: ResponseRecord, logs: Logs, translation: Translatio
         except RequestFailed as failed:
             raise RequestFailed(in_own_terms(failed.error, translation.names)) from None
         folded.add(event)
-    return translation.whole(), count(usage([folded.choice], 1))
+    return translation.whole(), count(usage_of([folded.choice], 1))
 
 
 ENDPOINTS: dict[str, Callable[[ConversationContext, Json, str, int], Awaitable[Asked]]] = {
@@ -164,8 +165,8 @@ def seeded(body: G, seed: int) -> G:
 
 
 def fold_choices(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-    body = whole_body(record, choices_of(record, logs))
-    return body, count(body["usage"])
+    choices = choices_of(record, logs)
+    return whole_body(record, choices), count(usage_of(choices, record.n))
 
 
 def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
@@ -179,7 +180,6 @@ def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
     return choices
 
 
-def count(used: Json) -> Totals:
+def count(used: Usage) -> Totals:
     """One completed line, of its usage."""
-    thought = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-    return Totals(1, 0, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], used["completion_tokens"], thought)
+    return Totals(1, 0, used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens or 0)

@@ -6,7 +6,8 @@ from typing import Any
 import orjson
 import pytest
 
-from services.requests.answers.answer import Answer, delta_of
+from services.requests.answers.answer import Answer
+from services.requests.answers.formats import delta_fields, message_fields
 from services.requests.anthropic.chat import chat_of as message_chat
 from services.requests.anthropic.schemas import MessagesBody
 from services.requests.bodies.body import Body
@@ -19,7 +20,7 @@ from services.requests.responses.events import ResponseEvents
 from services.requests.responses.schemas import ResponseBody
 from services.requests.responses.tools import chat_name
 from shared.process.errors import Invalid
-from tests.unit.test_response_events import USAGE
+from tests.unit.deltas import USAGE
 
 RECORDED = sorted(Path("tests/recorded").glob("*.json"))
 
@@ -85,16 +86,15 @@ def test_calls_of_custom_tools_and_namespaces_come_back_by_their_own_names() -> 
     texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     pieces = [text[at : at + 5] for text in texts for at in range(0, len(text), 5)]
     for number, piece in enumerate(pieces):
-        answer.add(piece, is_end=number == len(pieces) - 1)
-        events += made.chunk({"choices": [{"index": 0, "delta": delta_of(answer), "finish_reason": None}]})
-    made.closing(USAGE)
+        events += made.add(answer.add(piece, is_end=number == len(pieces) - 1))
+    made.closing(USAGE, {})
     patch, lookup = made.whole()["output"]
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", 'a "b"\n')
     assert (lookup["type"], lookup["name"], lookup["namespace"]) == ("function_call", "lookup", "mcp__calendar__")
     assert orjson.loads(lookup["arguments"]) == {"day": 1}
     deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
     assert "".join(deltas) == 'a "b"\n'
-    whole = answer.message()["tool_calls"]
+    whole = message_fields(answer)["tool_calls"]
     assert whole[0] == {"id": patch["call_id"], "type": "custom", "custom": {"name": "apply_patch", "input": 'a "b"\n'}}
 
 
@@ -146,9 +146,9 @@ def test_functions_are_tools_by_their_older_name() -> None:
     said, told = [message.to_wire() for message in chat.messages][1:]
     assert (said.tool_calls[0].name, told.role) == ("add", "tool") and told.tool_call_id == said.tool_calls[0].call_id
     answer = Answer(chat.calling().parsing("hermes", ""), "c.0", has_reasoning=True)
-    answer.add('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', is_end=True)
-    assert answer.message() == {"content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
-    assert delta_of(answer) == {"function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    delta = answer.add('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', is_end=True)
+    assert message_fields(answer) == {"content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    assert delta_fields(delta, is_legacy=True) == {"function_call": {"name": "add", "arguments": '{"a": 1}'}}
     for wrong, param in (
         ({"functions": [add], "tools": [{"type": "function", "function": add}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),

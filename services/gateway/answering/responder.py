@@ -13,7 +13,8 @@ from services.gateway.http.disconnect import until_disconnect
 from services.gateway.reading.generation import Generation
 from services.gateway.reading.subscription import ResponseFailed
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.formats import Choice, content_and_calls, format_for, whole_body
+from services.requests.answers.choice import Choice, content_and_calls
+from services.requests.answers.formats import format_for, whole_body
 from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
 from services.requests.grammars.answers import unchecked
@@ -183,12 +184,12 @@ class Responder:
             except RequestFailed as failed:
                 return bytes(encoded), failed.error
             choice = self.choices[index]
-            choice.add(event)
+            delta = choice.add(event)
             if event.token_id is not None and event.position <= self.generation.positions[index]:  # the client has it: it is here for what follows
                 chunks = [self.format.end(choice)] if event.finish_reason is not None else []
             else:
                 positions[index] = max(event.position, positions[index])
-                chunks = self.format.chunks(choice, event)
+                chunks = self.format.chunks(choice, event, delta)
             for chunk in chunks:
                 encoded += encode_event(chunk, self._id(positions))
         return bytes(encoded), None

@@ -1,7 +1,6 @@
-"""Other APIs than OpenAI's chat completions, as translations of it: a body becomes a chat's, and a chat's chunks become the other API's events.
+"""Answers in the events of other APIs than OpenAI's. Their requests are chats inside, so there is one way through the pipeline.
 
-What a chat can do, these can do, and there is one way through the pipeline. A translation is a pure function of the chunks, which are one of the token
-log: whoever reads the same log makes the same events.
+The events are a pure function of the token log: every reader of the same log makes the same events.
 """
 
 from collections.abc import AsyncIterator

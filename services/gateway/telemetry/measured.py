@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from services.gateway.telemetry.metrics import Metrics, ModelMetrics
 from services.gateway.telemetry.timeline import Timeline
 from services.gateway.telemetry.traces import current_root
-from services.requests.answers.formats import Choice
+from services.requests.answers.choice import Choice
 from services.requests.errors import CLIENT_CLOSED
 from services.requests.record import ResponseRecord
 from shared.process.telemetry import get_logger

@@ -1,13 +1,14 @@
-"""Answer: a chat's text, parsed, as OpenAI's clients read it: an assistant's message, or the deltas that make one."""
+"""Answer: a chat's text, parsed, and Delta: what one event adds to it. Both are of no API: each API has its own way to write them."""
 
 import hashlib
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import orjson
 
 from services.requests.parsing.answer import INPUT, AnswerParser, Parsing
 from services.requests.parsing.pieces import Piece, merged
+from shared.wire.messages import TokenLogprob
 
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -20,12 +21,58 @@ class Call:
     is_custom: bool = False
 
 
+@dataclass(slots=True)
+class CallDelta:
+    """A part of a call: its beginning, more of its arguments, or both."""
+
+    number: int  # of the answer's calls
+    call: Call
+    arguments: str = ""
+    is_new: bool = False
+
+
+@dataclass(slots=True)
+class Delta:
+    """What one event adds to a choice."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)  # of these three those that are there, in the order in which they began
+    logprobs: Sequence[TokenLogprob] | None = None  # None: nobody asked
+    finish_reason: str | None = None  # None: the choice goes on
+    stop_reason: str | int | None = None
+
+    @property
+    def is_told(self) -> bool:
+        """Whether a client hears of it."""
+        return bool(self.kinds) or self.finish_reason is not None or any(not each.is_end for each in self.logprobs or ())
+
+    def add_content(self, text: str) -> None:
+        self._note("content")
+        self.content += text
+
+    def add_reasoning(self, text: str) -> None:
+        self._note("reasoning")
+        self.reasoning += text
+
+    def add_call(self, part: CallDelta) -> None:
+        self._note("calls")
+        if self.calls and self.calls[-1].number == part.number:
+            self.calls[-1].arguments += part.arguments
+        else:
+            self.calls.append(part)
+
+    def _note(self, kind: str) -> None:
+        if kind not in self.kinds:
+            self.kinds.append(kind)
+
+
 class Answer:
-    """What was made of the text so far; and of the last event, what is new."""
+    """What was made of the text so far."""
 
     def __init__(self, parsing: Parsing, name: str, *, has_reasoning: bool) -> None:
         """name: of the choice; the ids of its calls are made of it, so that whoever reads the answer again finds the same."""
-        self.fresh: list[Piece] = []
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
@@ -34,7 +81,7 @@ class Answer:
         self._parser = AnswerParser(parsing)
         self._parsing = parsing
         self._name = name
-        self._has_reasoning = has_reasoning
+        self.has_reasoning = has_reasoning
         self._held: list[str] | None = None  # the arguments so far of the call of a custom tool that is being made
 
     def _with_inputs(self, pieces: list[Piece], *, is_end: bool) -> list[Piece]:
@@ -63,36 +110,29 @@ class Answer:
         """Whether it ends with calls that the model chose to make. (OpenAI's answers to a named tool_choice end with stop.)"""
         return bool(self.calls) and self._parsing.tool_calls != "arguments"
 
-    def add(self, text: str, *, is_end: bool) -> None:
-        """The text of one event, which is one token."""
+    def add(self, text: str, *, is_end: bool) -> Delta:
+        """The text of one event, which is one token. Returns what is new."""
         pieces = self._parser.feed(text)
         self.num_reasoning_tokens += self._parser.is_reasoning or any(piece.kind == "reasoning" for piece in pieces)
         if is_end:
             pieces = merged(pieces + self._parser.finish())
         if self._parsing.customs:
             pieces = self._with_inputs(pieces, is_end=is_end)
-        self.fresh = [piece for piece in pieces if piece.kind != "reasoning" or self._has_reasoning]
-        for piece in self.fresh:
+        delta = Delta()
+        for piece in pieces:
             if piece.kind == "content":
                 self.content.append(piece.text)
-            elif piece.kind == "reasoning":
+                delta.add_content(piece.text)
+            elif piece.kind == "reasoning" and self.has_reasoning:
                 self.reasoning.append(piece.text)
+                delta.add_reasoning(piece.text)
             elif piece.kind == "call":
                 self.calls.append(Call(self._call_id(len(self.calls)), piece.text, [], piece.text in self._parsing.customs))
-            else:
+                delta.add_call(CallDelta(len(self.calls) - 1, self.calls[-1], is_new=True))
+            elif piece.kind == "arguments":
                 self.calls[-1].arguments.append(piece.text)
-
-    def message(self) -> dict[str, Any]:
-        """The message's fields, but for its role."""
-        content, reasoning = "".join(self.content), "".join(self.reasoning)
-        made: dict[str, Any] = {"content": content if content or not (self.calls or reasoning) else None}
-        if self.is_reasoning_model and self._has_reasoning:
-            made |= {"reasoning_content": reasoning or None, "reasoning": reasoning or None}
-        if self.calls and self.is_legacy:
-            made["function_call"] = {"name": self.calls[0].name, "arguments": "".join(self.calls[0].arguments)}
-        elif self.calls:
-            made["tool_calls"] = [call_entry(call, "".join(call.arguments)) for call in self.calls]
-        return made
+                delta.add_call(CallDelta(len(self.calls) - 1, self.calls[-1], piece.text))
+        return delta
 
     def _call_id(self, number: int) -> str:
         """Mistral's templates take ids of nine letters and digits only."""
@@ -100,13 +140,6 @@ class Answer:
         length = 9 if self._parsing.tool_calls == "mistral" else 24
         letters = "".join(LETTERS[digest // len(LETTERS) ** place % len(LETTERS)] for place in range(length))
         return letters if self._parsing.tool_calls == "mistral" else f"call_{letters}"
-
-
-def call_entry(call: Call, arguments: str) -> dict[str, Any]:
-    """Of tool_calls."""
-    if call.is_custom:
-        return {"id": call.call_id, "type": "custom", "custom": {"name": call.name, "input": arguments}}
-    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
 
 
 def input_of(arguments: str) -> str:
@@ -117,27 +150,3 @@ def input_of(arguments: str) -> str:
         return arguments
     text = value.get(INPUT) if isinstance(value, dict) else None
     return text if isinstance(text, str) else arguments
-
-
-def delta_of(answer: Answer) -> dict[str, Any]:
-    """What the last event added; one delta, so that no connection breaks in the middle of an event."""
-    delta: dict[str, Any] = {}
-    number = len(answer.calls) - sum(piece.kind == "call" for piece in answer.fresh) - 1  # of the call that is being made
-    for piece in answer.fresh:
-        if piece.kind == "content":
-            delta["content"] = delta.get("content", "") + piece.text
-        elif piece.kind == "reasoning":
-            thought = delta.get("reasoning", "") + piece.text
-            delta |= {"reasoning_content": thought, "reasoning": thought}
-        elif piece.kind == "call":
-            number += 1
-            delta.setdefault("tool_calls", []).append({"index": number, **call_entry(answer.calls[number], "")})
-        else:
-            kind, field = ("custom", "input") if answer.calls[number].is_custom else ("function", "arguments")
-            entries = delta.setdefault("tool_calls", [])
-            if not entries or entries[-1]["index"] != number:
-                entries.append({"index": number, kind: {field: ""}})
-            entries[-1][kind][field] += piece.text
-    if answer.is_legacy and "tool_calls" in delta:
-        delta["function_call"] = delta.pop("tool_calls")[0]["function"]
-    return delta

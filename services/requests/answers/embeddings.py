@@ -3,7 +3,7 @@
 import base64
 from typing import Any
 
-from services.requests.answers.formats import Choice
+from services.requests.answers.choice import Choice
 from services.requests.record import ResponseRecord
 from shared.wire.messages import Float32Array
 

@@ -1,59 +1,15 @@
 """What a response looks like, in a stream and whole: one class for chat completions, one for completions."""
 
-import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from typing import Any, Protocol
 
-from services.requests.answers.answer import Answer, delta_of
+from services.requests.answers.answer import Answer, Call, CallDelta, Delta
+from services.requests.answers.choice import Choice, Usage, best, usage_of
 from services.requests.answers.prompt_logprobs import EchoedLogprobs, by_token_id, echoed, finite, likeliest
 from services.requests.parsing.answer import FORCED
 from services.requests.record import ResponseRecord
-from shared.wire.messages import Float32Array, Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
-
-
-@dataclass(slots=True)
-class Choice:
-    """One sequence's answer so far."""
-
-    index: int
-    answer: Answer | None = None  # the text, parsed; None: it is not to be
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprob] | None = None
-    prompt_logprobs: PromptLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: str | int | None = None
-    num_prompt_tokens: int = 0
-    num_cached_tokens: int = 0
-    num_output_tokens: int = 0
-    token_ids: list[int] = field(default_factory=list)
-    prompt_token_ids: Int32Array | None = None
-    embedding: Float32Array | None = None
-    schema_errors: list[dict[str, Any]] = field(default_factory=list)  # where it breaks what of its schema could not be enforced
-
-    @classmethod
-    def begin(cls, index: int, record: ResponseRecord) -> "Choice":
-        answer = Answer(record.parsing, f"{record.response_id}.{index}", has_reasoning=record.has_reasoning) if record.parsing is not None else None
-        return cls(index, answer)
-
-    def add(self, event: TokenEvent) -> None:
-        self.text.append(event.text)
-        if event.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + list(event.logprobs)
-        self.embedding = event.embedding if event.embedding is not None else self.embedding
-        self.prompt_logprobs = event.prompt_logprobs or self.prompt_logprobs
-        if event.num_prompt_tokens:  # an end that a gateway wrote does not know it
-            self.num_prompt_tokens, self.num_cached_tokens = event.num_prompt_tokens, event.num_cached_tokens
-        self.num_output_tokens = event.position
-        if event.token_id is not None:
-            self.token_ids.append(event.token_id)
-        if event.prompt_token_ids is not None:
-            self.prompt_token_ids = event.prompt_token_ids
-        self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
-        if self.answer is not None:
-            self.answer.add(event.text, is_end=event.finish_reason is not None)
-            if self.answer.has_called and event.finish_reason == "stop":
-                self.finish_reason = "function_call" if self.answer.is_legacy else "tool_calls"
+from shared.wire.messages import Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
 
 
 class Format(Protocol):
@@ -63,8 +19,8 @@ class Format(Protocol):
         """The first chunk of a choice, before any token."""
         ...
 
-    def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
-        """The chunks that an event makes, which the choice has been given; none, if nothing of it is for the client."""
+    def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
+        """The chunks that an event makes, which has added `delta` to the choice; none, if nothing of it is for the client."""
         ...
 
     def end(self, choice: Choice) -> dict[str, Any]:
@@ -80,19 +36,59 @@ class Format(Protocol):
         ...
 
 
-def usage(choices: list[Choice], n: int) -> dict[str, Any]:
-    """A prompt counts once, however many choices were drawn from it."""
-    firsts = choices[::n]
-    prompt_tokens = sum(choice.num_prompt_tokens for choice in firsts)
-    completion_tokens = sum(choice.num_output_tokens for choice in choices)
-    thinking = [choice.answer.num_reasoning_tokens for choice in choices if choice.answer is not None and choice.answer.is_reasoning_model]
+def usage_fields(usage: Usage) -> dict[str, Any]:
+    """OpenAI's object."""
+    thinking = usage.num_reasoning_tokens
     return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": sum(choice.num_cached_tokens for choice in firsts)},
-        **({"completion_tokens_details": {"reasoning_tokens": sum(thinking)}} if thinking else {}),
+        "prompt_tokens": usage.num_prompt_tokens,
+        "completion_tokens": usage.num_output_tokens,
+        "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
+        **({"completion_tokens_details": {"reasoning_tokens": thinking}} if thinking is not None else {}),
     }
+
+
+def delta_fields(delta: Delta, *, is_legacy: bool) -> dict[str, Any]:
+    """One delta of a message, so that no connection breaks in the middle of an event."""
+    fields: dict[str, Any] = {}
+    for kind in delta.kinds:
+        if kind == "content":
+            fields["content"] = delta.content
+        elif kind == "reasoning":
+            fields |= {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
+        else:
+            fields["tool_calls"] = [call_delta(part) for part in delta.calls]
+    if is_legacy and "tool_calls" in fields:
+        fields["function_call"] = fields.pop("tool_calls")[0]["function"]
+    return fields
+
+
+def call_delta(part: CallDelta) -> dict[str, Any]:
+    """An entry of a delta's tool_calls."""
+    if part.is_new:
+        return {"index": part.number, **call_entry(part.call, part.arguments)}
+    kind, field = ("custom", "input") if part.call.is_custom else ("function", "arguments")
+    return {"index": part.number, kind: {field: part.arguments}}
+
+
+def call_entry(call: Call, arguments: str) -> dict[str, Any]:
+    """An entry of a message's tool_calls."""
+    if call.is_custom:
+        return {"id": call.call_id, "type": "custom", "custom": {"name": call.name, "input": arguments}}
+    return {"id": call.call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def message_fields(answer: Answer) -> dict[str, Any]:
+    """The message's fields, but for its role."""
+    content, reasoning = "".join(answer.content), "".join(answer.reasoning)
+    made: dict[str, Any] = {"content": content if content or not (answer.calls or reasoning) else None}
+    if answer.is_reasoning_model and answer.has_reasoning:
+        made |= {"reasoning_content": reasoning or None, "reasoning": reasoning or None}
+    if answer.calls and answer.is_legacy:
+        made["function_call"] = {"name": answer.calls[0].name, "arguments": "".join(answer.calls[0].arguments)}
+    elif answer.calls:
+        made["tool_calls"] = [call_entry(call, "".join(call.arguments)) for call in answer.calls]
+    return made
 
 
 def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: ResponseRecord, choice: Choice | None) -> dict[str, Any]:
@@ -100,7 +96,7 @@ def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: Respons
     chunk = {**head, "choices": made}
     if not record.has_usage:
         return chunk
-    return {**chunk, "usage": usage([choice], 1) if record.has_continuous_usage and choice is not None else None}
+    return {**chunk, "usage": usage_fields(usage_of([choice], 1)) if record.has_continuous_usage and choice is not None else None}
 
 
 class ChatFormat:
@@ -113,14 +109,14 @@ class ChatFormat:
         delta = {"role": "assistant", "content": None if begins_with_call else ""}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], None)
 
-    def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
+    def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
         made = []
         of_prompt = self._of_prompt(choice.index, event.prompt_logprobs) | self._prompt_ids(choice.index, event.prompt_token_ids)
         ids = ids_field(self.record, [] if event.token_id is None else [event.token_id])
-        delta = delta_of(choice.answer) if choice.answer is not None else {"content": event.text} if event.text else {}
-        if delta or any(not each.is_end for each in event.logprobs or ()) or of_prompt or ids.get("token_ids"):
-            logprobs = chat_logprobs(event.logprobs, self.record) if event.logprobs is not None else None
-            own = {"index": choice.index, "delta": delta or {"content": ""}, "logprobs": logprobs, "finish_reason": None} | ids
+        fields = delta_fields(delta, is_legacy=choice.answer is not None and choice.answer.is_legacy)
+        if fields or any(not each.is_end for each in delta.logprobs or ()) or of_prompt or ids.get("token_ids"):
+            logprobs = chat_logprobs(delta.logprobs, self.record) if delta.logprobs is not None else None
+            own = {"index": choice.index, "delta": fields or {"content": ""}, "logprobs": logprobs, "finish_reason": None} | ids
             made.append(self._chunk([own], choice) | of_prompt)
         return [*made, self.end(choice)] if event.finish_reason is not None else made
 
@@ -129,7 +125,7 @@ class ChatFormat:
         return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([], None) | {"usage": usage(choices, self.record.n)}
+        return self._chunk([], None) | {"usage": usage_fields(usage_of(choices, self.record.n))}
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
@@ -141,7 +137,7 @@ class ChatFormat:
                     "message": {
                         "role": "assistant",
                         "refusal": None,
-                        **(choice.answer.message() if choice.answer is not None else {"content": "".join(choice.text)}),
+                        **(message_fields(choice.answer) if choice.answer is not None else {"content": "".join(choice.text)}),
                     },
                     "logprobs": chat_logprobs(choice.logprobs, self.record) if choice.logprobs is not None else None,
                     "finish_reason": choice.finish_reason,
@@ -176,19 +172,19 @@ class CompletionFormat:
     def opening(self, index: int) -> None:
         """None: completions begin with their first token."""
 
-    def chunks(self, choice: Choice, event: TokenEvent) -> list[dict[str, Any]]:
+    def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
         prompt = event.prompt_logprobs
         ids = ids_field(self.record, [] if event.token_id is None else [event.token_id])
-        if not event.text and not event.logprobs and event.finish_reason is None and prompt is None and not ids.get("token_ids"):
+        if not delta.content and not delta.logprobs and delta.finish_reason is None and prompt is None and not ids.get("token_ids"):
             return []
         own = {
             "index": choice.index,
-            "text": event.text,
-            "logprobs": self._logprobs(event.logprobs, prompt),
-            "finish_reason": event.finish_reason,
-            "stop_reason": event.stop_reason,
+            "text": delta.content,
+            "logprobs": self._logprobs(delta.logprobs, prompt),
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
         }
-        told = errors_field([choice]) if event.finish_reason is not None else {}
+        told = errors_field([choice]) if delta.finish_reason is not None else {}
         return [self._chunk([own | prompt_field(self.record, prompt) | ids | prompt_ids_field(self.record, event.prompt_token_ids)], choice) | told]
 
     def end(self, choice: Choice) -> dict[str, Any]:
@@ -196,7 +192,7 @@ class CompletionFormat:
         return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([], None) | {"usage": usage(choices, self.record.n)}
+        return self._chunk([], None) | {"usage": usage_fields(usage_of(choices, self.record.n))}
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
@@ -274,36 +270,6 @@ def prompt_ids_field(record: ResponseRecord, token_ids: Int32Array | None) -> di
     return {"prompt_token_ids": token_ids.tolist()} if record.has_token_ids and token_ids is not None else {}
 
 
-def best(choices: list[Choice], record: ResponseRecord) -> list[Choice]:
-    """The answers: all sequences, or of each prompt's the num_best whose tokens are likeliest on average (an empty one, last)."""
-    found = choices
-    if record.num_best is not None:
-        ranked = [sorted(choices[at : at + record.n], key=mean_logprob, reverse=True)[: record.num_best] for at in range(0, len(choices), record.n)]
-        found = [replace(choice, index=index) for index, choice in enumerate(choice for group in ranked for choice in group)]
-    return [replace(choice, logprobs=None) for choice in found] if record.hides_logprobs else found
-
-
-def content_and_calls(choice: Choice, record: ResponseRecord) -> tuple[str, list[tuple[str, str]]]:
-    """A whole answer's content, and name and arguments of its calls."""
-    answer = parsed(choice, record).answer
-    if answer is None:
-        return "".join(choice.text), []
-    return "".join(answer.content), [(call.name, "".join(call.arguments)) for call in answer.calls]
-
-
-def parsed(choice: Choice, record: ResponseRecord) -> Choice:
-    """A choice whose text came whole, read as its record says."""
-    answer = Choice.begin(choice.index, record).answer
-    if answer is not None:
-        answer.add("".join(choice.text), is_end=True)
-    return replace(choice, answer=answer)
-
-
-def mean_logprob(choice: Choice) -> float:
-    logprobs = [entry.logprob for entry in choice.logprobs or ()]
-    return sum(logprobs) / len(logprobs) if logprobs else -math.inf
-
-
 def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[str, Any]:
     """The field prompt_logprobs, where the client asked for it and the prompt's are here."""
     if prompt is None or record.num_prompt_logprobs is None:
@@ -318,4 +284,4 @@ def format_for(record: ResponseRecord) -> Format:
 
 def whole_body(record: ResponseRecord, choices: list[Choice]) -> dict[str, Any]:
     """The answer that was not asked for as a stream. Its usage is all that was generated, whatever became of it."""
-    return format_for(record).whole(best(choices, record)) | {"usage": usage(choices, record.n)}
+    return format_for(record).whole(best(choices, record)) | {"usage": usage_fields(usage_of(choices, record.n))}

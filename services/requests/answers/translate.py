@@ -1,10 +1,12 @@
-"""A chat's answer as another API's: its chunks become that API's events, by a pure function of the token log."""
+"""An answer as another API's than OpenAI's: its deltas become that API's events, by a pure function of the token log."""
 
 from typing import Any, ClassVar, Protocol
 
 import orjson
 
-from services.requests.answers.formats import Choice, format_for, usage
+from services.requests.answers.answer import Delta
+from services.requests.answers.choice import Choice, Usage, usage_of
+from services.requests.answers.formats import errors_field
 from services.requests.errors import RequestFailed, check
 from services.requests.record import ResponseRecord
 from shared.wire.messages import RequestError, TokenEvent
@@ -19,11 +21,6 @@ def arguments_of(text: str) -> Json:
     except orjson.JSONDecodeError:
         value = text
     return value if isinstance(value, dict) else {"": value}
-
-
-def errors_in(chunk: Json) -> Json:
-    """The field of a chat's last chunk that says where the answer breaks its schema, if it is there."""
-    return {"penstock": chunk["penstock"]} if "penstock" in chunk else {}
 
 
 def is_broken_off(arguments: str) -> bool:
@@ -45,15 +42,15 @@ class Translation(Protocol):
         """Before any token; first: the first event, if it is there already."""
         ...
 
-    def chunk(self, chunk: Json) -> list[Json]:
-        """A chunk of the chat: `choices[0]` has the delta, and at the end the finish_reason."""
+    def add(self, delta: Delta) -> list[Json]:
+        """What an event adds, of which a client hears."""
         ...
 
-    def closing(self, usage: Json) -> list[Json]:
-        """After the last chunk; usage is the chat's."""
+    def closing(self, usage: Usage, told: Json) -> list[Json]:
+        """After the last delta. told: the field that says where the answer breaks its schema, if it does."""
         ...
 
-    def failed(self, error: RequestError, usage: Json) -> list[Json]:
+    def failed(self, error: RequestError, usage: Usage) -> list[Json]:
         """The log has ended with an error, or as cancelled."""
         ...
 
@@ -74,7 +71,6 @@ class Fold:
     def __init__(self, record: ResponseRecord, translation: Translation) -> None:
         self.translation = translation
         self.choice = Choice.begin(0, record)
-        self._format = format_for(record)
 
     @property
     def is_over(self) -> bool:
@@ -82,13 +78,13 @@ class Fold:
 
     def add(self, event: TokenEvent) -> list[Json]:
         """What the event makes. Events after the log's end do not come."""
-        self.choice.add(event)
+        delta = self.choice.add(event)
         try:
             check(event)
         except RequestFailed as failed:
-            return self.translation.failed(failed.error, usage([self.choice], 1))
-        events = [each for chunk in self._format.chunks(self.choice, event) for each in self.translation.chunk(chunk)]
-        return events + (self.translation.closing(usage([self.choice], 1)) if self.is_over else [])
+            return self.translation.failed(failed.error, usage_of([self.choice], 1))
+        events = self.translation.add(delta) if delta.is_told else []
+        return events + (self.translation.closing(usage_of([self.choice], 1), errors_field([self.choice])) if self.is_over else [])
 
     def encode(self, events: list[Json]) -> bytes:
         return b"".join(map(self.translation.encode, events))

@@ -4,7 +4,9 @@ from typing import ClassVar
 
 import orjson
 
-from services.requests.answers.translate import arguments_of, errors_in, is_broken_off
+from services.requests.answers.answer import Delta
+from services.requests.answers.choice import Usage
+from services.requests.answers.translate import arguments_of, is_broken_off
 from services.requests.anthropic.blocks import Json
 from services.requests.anthropic.chat import NAME_HERE
 from services.requests.anthropic.errors import error_of
@@ -21,7 +23,7 @@ KINDS: dict[str, tuple[Json, str, str]] = {
 
 
 class MessageEvents:
-    """A Translation: chunks of the chat become blocks, one after the other."""
+    """A Translation: what is said becomes blocks, one after the other."""
 
     media_type = "text/event-stream"
     names: ClassVar[dict[str, str]] = NAME_HERE
@@ -32,7 +34,7 @@ class MessageEvents:
         self.content: list[Json] = []
         self.stop_reason: str | None = None
         self.stop_sequence: str | None = None
-        self.usage: Json = usage_of(0, 0, 0)
+        self.usage: Json = usage_fields(0, 0, 0)
         self._told: Json = {}  # where the answer breaks its schema
         self._is_open = False  # the last block may grow
         self._text: list[str] = []  # of that block
@@ -57,38 +59,34 @@ class MessageEvents:
     def opening(self, first: TokenEvent | None) -> list[Json]:
         """The prompt's length is in it if it is known: the stream opens with the first token, unless that takes long."""
         if first is not None:
-            self.usage = usage_of(first.num_prompt_tokens, first.num_cached_tokens, 0)
+            self.usage = usage_fields(first.num_prompt_tokens, first.num_cached_tokens, 0)
         return [{"type": "message_start", "message": self.whole()}]
 
-    def chunk(self, chunk: Json) -> list[Json]:
+    def add(self, delta: Delta) -> list[Json]:
         events = []
-        self._told |= errors_in(chunk)
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            if delta.get("reasoning_content"):
-                events += self._grow("thinking", delta["reasoning_content"])
-            if delta.get("content"):
-                events += self._grow("text", delta["content"])
-            for call in delta.get("tool_calls") or ():
-                function = call.get("function") or {}
-                if "id" in call:
-                    events += self._open("tool_use", {"id": call["id"], "name": function["name"]})
-                if function.get("arguments"):
-                    events += self._grow("tool_use", function["arguments"])
-            if choice.get("finish_reason"):
-                self.stop_reason = STOP_REASONS[choice["finish_reason"]]
-                if self.stop_reason == "end_turn" and any(block["type"] == "tool_use" for block in self.content):  # a chat's named tool ends with stop
-                    self.stop_reason = "tool_use"
-                if isinstance(choice.get("stop_reason"), str):
-                    self.stop_reason, self.stop_sequence = "stop_sequence", choice["stop_reason"]
+        if delta.reasoning:
+            events += self._grow("thinking", delta.reasoning)
+        if delta.content:
+            events += self._grow("text", delta.content)
+        for part in delta.calls:
+            if part.is_new:
+                events += self._open("tool_use", {"id": part.call.call_id, "name": part.call.name})
+            if part.arguments:
+                events += self._grow("tool_use", part.arguments)
+        if delta.finish_reason is not None:
+            self.stop_reason = STOP_REASONS[delta.finish_reason]
+            if self.stop_reason == "end_turn" and any(block["type"] == "tool_use" for block in self.content):  # a chat's named tool ends with stop
+                self.stop_reason = "tool_use"
+            if isinstance(delta.stop_reason, str):
+                self.stop_reason, self.stop_sequence = "stop_sequence", delta.stop_reason
         return events
 
-    def closing(self, usage: Json) -> list[Json]:
-        self.usage = usage_of(usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"], usage["completion_tokens"])
-        delta = {"type": "message_delta", "delta": {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}, "usage": self.usage, **self._told}
+    def closing(self, usage: Usage, told: Json) -> list[Json]:
+        self.usage, self._told = usage_fields(usage.num_prompt_tokens, usage.num_cached_tokens, usage.num_output_tokens), told
+        delta = {"type": "message_delta", "delta": {"stop_reason": self.stop_reason, "stop_sequence": self.stop_sequence}, "usage": self.usage, **told}
         return [*self._close(), delta, {"type": "message_stop"}]
 
-    def failed(self, error: RequestError, _: Json) -> list[Json]:
+    def failed(self, error: RequestError, _: Usage) -> list[Json]:
         return self.interrupted(error)
 
     def interrupted(self, error: RequestError) -> list[Json]:
@@ -122,6 +120,6 @@ class MessageEvents:
         return [stop]
 
 
-def usage_of(num_prompt: int, num_cached: int, num_output: int) -> Json:
+def usage_fields(num_prompt: int, num_cached: int, num_output: int) -> Json:
     """Anthropic counts what was cached apart."""
     return {"input_tokens": num_prompt - num_cached, "cache_creation_input_tokens": 0, "cache_read_input_tokens": num_cached, "output_tokens": num_output}

@@ -8,8 +8,10 @@ from typing import Any, ClassVar
 
 import orjson
 
+from services.requests.answers.answer import CallDelta, Delta
+from services.requests.answers.choice import Usage
+from services.requests.answers.formats import chat_logprobs
 from services.requests.answers.sse import PING
-from services.requests.answers.translate import errors_in
 from services.requests.errors import CLIENT_CLOSED
 from services.requests.neutral.translate import name_of, told_of
 from services.requests.record import ResponseRecord
@@ -28,7 +30,7 @@ CALLS = {
 
 
 class ResponseEvents:
-    """A Translation: chunks of the chat become output items, one after the other."""
+    """A Translation: what is said becomes output items, one after the other."""
 
     media_type = "text/event-stream"
     ping = PING
@@ -78,25 +80,22 @@ class ResponseEvents:
     def opening(self, _: TokenEvent | None) -> list[Json]:
         return [self._lifecycle("created"), self._lifecycle(self.status)]
 
-    def chunk(self, chunk: Json) -> list[Json]:
+    def add(self, delta: Delta) -> list[Json]:
         events = self.begun()
-        self._told |= errors_in(chunk)
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            if delta.get("reasoning_content"):
-                events += self._grow("reasoning", delta["reasoning_content"], [])
-            logprobs = (choice.get("logprobs") or {}).get("content") or []
-            if delta.get("content") or (logprobs and self._open is not None and self._open["type"] == "message" and not delta.get("tool_calls")):
-                events += self._grow("message", delta.get("content") or "", self._logprobs_ahead + logprobs)
-                self._logprobs_ahead = []
-            elif delta.get("reasoning_content") or delta.get("tool_calls"):
-                self._logprobs_ahead = []  # what is no message's text has none in a response
-            else:
-                self._logprobs_ahead += logprobs
-            for call in delta.get("tool_calls") or ():
-                events += self._call(call)
-            if choice.get("finish_reason") == "length":
-                self.reason = "max_output_tokens"
+        if delta.reasoning:
+            events += self._grow("reasoning", delta.reasoning, [])
+        logprobs = chat_logprobs(delta.logprobs, self.record)["content"] if delta.logprobs else []
+        if delta.content or (logprobs and self._open is not None and self._open["type"] == "message" and not delta.calls):
+            events += self._grow("message", delta.content, self._logprobs_ahead + logprobs)
+            self._logprobs_ahead = []
+        elif delta.reasoning or delta.calls:
+            self._logprobs_ahead = []  # what is no message's text has none in a response
+        else:
+            self._logprobs_ahead += logprobs
+        for part in delta.calls:
+            events += self._call(part)
+        if delta.finish_reason == "length":
+            self.reason = "max_output_tokens"
         return events
 
     def begun(self) -> list[Json]:
@@ -106,11 +105,12 @@ class ResponseEvents:
         self.status = "in_progress"
         return [self._lifecycle("in_progress")]
 
-    def closing(self, usage: Json) -> list[Json]:
+    def closing(self, usage: Usage, told: Json) -> list[Json]:
+        self._told = told
         events = self._close_item("incomplete" if self.reason else "completed")
         return [*events, self._end("incomplete" if self.reason else "completed", usage)]
 
-    def failed(self, error: RequestError, usage: Json) -> list[Json]:
+    def failed(self, error: RequestError, usage: Usage) -> list[Json]:
         """There is no event of its own for what was cancelled: it is incomplete, and its status says why."""
         events = self.begun() + self._close_item("incomplete")
         if error.code == "cancelled":
@@ -127,15 +127,14 @@ class ResponseEvents:
             message = f"the gateway is shutting down: go on with GET /v1/responses/{self.record.response_id}?stream=true&starting_after={self._number - 1}"
         return [{"type": "error", "code": error.code or "server_error", "message": message, "param": error.param, "sequence_number": self._number - 1}]
 
-    def _end(self, status: str, usage: Json) -> Json:
+    def _end(self, status: str, usage: Usage) -> Json:
         self.status = status
-        details = usage.get("completion_tokens_details") or {}
         self.usage = {
-            "input_tokens": usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": usage["prompt_tokens_details"]["cached_tokens"], "cache_write_tokens": 0},
-            "output_tokens": usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": details.get("reasoning_tokens", 0)},
-            "total_tokens": usage["total_tokens"],
+            "input_tokens": usage.num_prompt_tokens,
+            "input_tokens_details": {"cached_tokens": usage.num_cached_tokens, "cache_write_tokens": 0},
+            "output_tokens": usage.num_output_tokens,
+            "output_tokens_details": {"reasoning_tokens": usage.num_reasoning_tokens or 0},
+            "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         }
         return self._lifecycle("incomplete" if status == "cancelled" else status)
 
@@ -160,21 +159,19 @@ class ResponseEvents:
         name = "response.output_text.delta" if kind == "message" else "response.reasoning_text.delta"
         return [*events, self._event(name, {**self._place(), "delta": text} | ({"logprobs": logprobs} if kind == "message" else {}))]
 
-    def _call(self, call: Json) -> list[Json]:
-        """A delta of a call: the first of each has its id and name."""
+    def _call(self, part: CallDelta) -> list[Json]:
+        """A part of a call: its item begins, or grows."""
         events: list[Json] = []
-        kind = "custom" if "custom" in call else "function"
-        prefix, item_type, field, event = CALLS[kind]
-        made = call.get(kind) or {}
-        if "id" in call:
+        prefix, item_type, field, event = CALLS["custom" if part.call.is_custom else "function"]
+        if part.is_new:
             events += self._close_item("completed")
-            named = self._names.get(made["name"], Named(made["name"], None))
-            item = {"id": self._item_id(prefix), "type": item_type, "status": "in_progress", "call_id": call["id"], "name": named.name, field: ""}
+            named = self._names.get(part.call.name, Named(part.call.name, None))
+            item = {"id": self._item_id(prefix), "type": item_type, "status": "in_progress", "call_id": part.call.call_id, "name": named.name, field: ""}
             events.append(self._open_item(item | ({"namespace": named.namespace} if named.namespace else {})))
-        if made.get(field):
-            self._text.append(made[field])
+        if part.arguments:
+            self._text.append(part.arguments)
             place = {key: value for key, value in self._place().items() if key != "content_index"}
-            events.append(self._event(f"response.{event}.delta", {**place, "delta": made[field]}))
+            events.append(self._event(f"response.{event}.delta", {**place, "delta": part.arguments}))
         return events
 
     def _open_item(self, item: Json) -> Json:

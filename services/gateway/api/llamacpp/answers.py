@@ -6,7 +6,7 @@ from typing import Any
 
 from services.gateway.answering.responder import Responder
 from services.gateway.telemetry.timeline import Timeline
-from services.requests.answers.formats import Choice
+from services.requests.answers.choice import Choice
 from services.requests.answers.prompt_logprobs import finite
 from services.requests.answers.sse import PING, encode_event
 from services.requests.bodies.fields import TokenIds

@@ -7,7 +7,10 @@ from typing import ClassVar
 import orjson
 
 from services.gateway.api.ollama.schemas import NAME_HERE, Json
-from services.requests.answers.translate import arguments_of, errors_in, is_broken_off
+from services.requests.answers.answer import Call, Delta
+from services.requests.answers.choice import Usage
+from services.requests.answers.formats import chat_logprobs
+from services.requests.answers.translate import arguments_of, is_broken_off
 from services.requests.record import ResponseRecord
 from shared.wire.messages import RequestError, TokenEvent
 
@@ -15,7 +18,7 @@ DONE_REASONS = {"length": "length"}  # what else there is, is a stop
 
 
 class OllamaLines:
-    """A Translation: each chunk of the chat is a line. Calls are whole here, so they come at the end, in a line before the last."""
+    """A Translation: what each token adds is a line. Calls are whole here, so they come at the end, in a line before the last."""
 
     media_type = "application/x-ndjson"
     ping = b""  # no line may stand for nothing
@@ -27,10 +30,9 @@ class OllamaLines:
         self.done: Json = {}
         self._texts: list[str] = []
         self._thoughts: list[str] = []
-        self._calls: list[Json] = []
+        self._calls: list[tuple[Call, list[str]]] = []  # with the arguments so far
         self._logprobs: list[Json] = []
         self._reason = "stop"
-        self._told: Json = {}  # where the answer breaks its schema
         self._began_ns = time.monotonic_ns()
         self._first_ns: int | None = None
 
@@ -44,45 +46,39 @@ class OllamaLines:
     def opening(self, _: TokenEvent | None) -> list[Json]:
         return []
 
-    def chunk(self, chunk: Json) -> list[Json]:
+    def add(self, delta: Delta) -> list[Json]:
         self._first_ns = self._first_ns or time.monotonic_ns()
-        lines = []
-        self._told |= errors_in(chunk)
-        for choice in chunk["choices"]:
-            delta = choice["delta"]
-            text, thought = delta.get("content") or "", delta.get("reasoning_content") or ""
-            logprobs = (choice.get("logprobs") or {}).get("content") or []
-            self._texts.append(text)
-            self._thoughts.append(thought)
-            self._logprobs += logprobs
-            for call in delta.get("tool_calls") or ():
-                function = call.get("function") or {}
-                if "id" in call:
-                    self._calls.append({"id": call["id"], "name": function["name"], "arguments": ""})
-                self._calls[-1]["arguments"] += function.get("arguments") or ""
-            if text or thought or logprobs:
-                lines.append(self._head(is_done=False) | self._body(text, thought, []) | ({"logprobs": logprobs} if logprobs else {}))
-            self._reason = DONE_REASONS.get(choice.get("finish_reason") or "", "stop")
-        return lines
+        logprobs = chat_logprobs(delta.logprobs, self.record)["content"] if delta.logprobs else []
+        self._texts.append(delta.content)
+        self._thoughts.append(delta.reasoning)
+        self._logprobs += logprobs
+        for part in delta.calls:
+            if part.is_new:
+                self._calls.append((part.call, []))
+            self._calls[-1][1].append(part.arguments)
+        self._reason = DONE_REASONS.get(delta.finish_reason or "", "stop")
+        if not (delta.content or delta.reasoning or logprobs):
+            return []
+        return [self._head(is_done=False) | self._body(delta.content, delta.reasoning, []) | ({"logprobs": logprobs} if logprobs else {})]
 
-    def closing(self, usage: Json) -> list[Json]:
+    def closing(self, usage: Usage, told: Json) -> list[Json]:
         now = time.monotonic_ns()
         first = self._first_ns or now
         self.done = self._head(is_done=True) | {
             "done_reason": self._reason,
             "total_duration": now - self._began_ns,
             "load_duration": 0,
-            "prompt_eval_count": usage["prompt_tokens"],
+            "prompt_eval_count": usage.num_prompt_tokens,
             "prompt_eval_duration": first - self._began_ns,
-            "eval_count": usage["completion_tokens"],
+            "eval_count": usage.num_output_tokens,
             "eval_duration": now - first,
-            **self._told,
+            **told,
         }
         called = self._called()
         calls = [self._head(is_done=False) | self._body("", "", called)] if called else []
         return [*calls, self.done | self._body("", "", [])]
 
-    def failed(self, error: RequestError, _: Json) -> list[Json]:
+    def failed(self, error: RequestError, _: Usage) -> list[Json]:
         return self.interrupted(error)
 
     def interrupted(self, error: RequestError) -> list[Json]:
@@ -99,10 +95,11 @@ class OllamaLines:
 
     def _called(self) -> list[Json]:
         """The calls, but for a last one that was cut off."""
-        is_cut = self._reason == "length" and bool(self._calls) and is_broken_off(self._calls[-1]["arguments"])
+        calls = [(call, "".join(arguments)) for call, arguments in self._calls]
+        is_cut = self._reason == "length" and bool(calls) and is_broken_off(calls[-1][1])
         return [
-            {"id": call["id"], "function": {"index": index, "name": call["name"], "arguments": arguments_of(call["arguments"])}}
-            for index, call in enumerate(self._calls[:-1] if is_cut else self._calls)
+            {"id": call.call_id, "function": {"index": index, "name": call.name, "arguments": arguments_of(arguments)}}
+            for index, (call, arguments) in enumerate(calls[:-1] if is_cut else calls)
         ]
 
 

@@ -11,7 +11,8 @@ from services.gateway.context import Context, context_of
 from services.gateway.http.disconnect import unless_gone
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.formats import Choice, format_for, parsed, usage
+from services.requests.answers.choice import Choice, parsed, usage_of
+from services.requests.answers.formats import format_for, usage_fields
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.prepare import prepare_chat, prepare_completion
 from services.requests.record import ResponseRecord
@@ -79,7 +80,9 @@ async def respond_with_beams(context: Context, body: GenerateBody, record: Respo
             choices += [parsed(replace(choice, index=len(choices) + choice.index), record) for choice in found]
         measured.whole(record, choices)
         answer = format_for(record).whole(choices)
-        told = usage([replace(choice, answer=None) for choice in choices], body.n)  # of texts that come whole nobody knows how many tokens are thoughts
+        told = usage_fields(
+            usage_of([replace(choice, answer=None) for choice in choices], body.n)
+        )  # of texts that come whole nobody knows how many tokens are thoughts
         return Response(orjson.dumps(answer | {"usage": told}), media_type="application/json")
 
     return await unless_gone(request, search())

@@ -16,7 +16,7 @@ from services.gateway.answering.embeddings import EmbeddingResponder, submit_emb
 from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
-from services.requests.answers.formats import Choice
+from services.requests.answers.choice import Choice
 from services.requests.neutral.schemas import EmbeddingBody
 from services.requests.record import ResponseRecord
 from shared.process.errors import Invalid
