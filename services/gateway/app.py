@@ -11,31 +11,34 @@ from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
-from services.gateway.admission import STAGES
-from services.gateway.anthropic.batches import router as anthropic_batches
-from services.gateway.anthropic.routes import router as anthropic
-from services.gateway.auth import Auth
-from services.gateway.batches.routes import router as batches
-from services.gateway.canceller import LAST_TRY_S
+from services.gateway.api.anthropic.batches import router as anthropic_batches
+from services.gateway.api.anthropic.routes import router as anthropic
+from services.gateway.api.batches.routes import router as batches
+from services.gateway.api.files.routes import router as files
+from services.gateway.api.llamacpp.routes import router as llamacpp
+from services.gateway.api.models import router as models
+from services.gateway.api.ollama.embed import router as ollama_embeddings
+from services.gateway.api.ollama.routes import router as ollama
+from services.gateway.api.openai.embeddings import router as embeddings
+from services.gateway.api.openai.routes import router
+from services.gateway.api.openai.tokens import router as tokens_router
+from services.gateway.api.pooling.routes import router as pooling
+from services.gateway.api.responses.routes import router as responses
+from services.gateway.bodies import BODIES
+from services.gateway.console.pages import add_playground
+from services.gateway.console.routes import router as live
+from services.gateway.console.watch import Watch
 from services.gateway.context import Context
-from services.gateway.errors import HANDLERS
-from services.gateway.files.routes import router as files
-from services.gateway.ignored import HEADER, Ignored
-from services.gateway.live.routes import router as live
-from services.gateway.llamacpp.routes import router as llamacpp
-from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId, SameOrigin, Slash
-from services.gateway.observed import Observed
-from services.gateway.ollama.embed import router as ollama_embeddings
-from services.gateway.ollama.routes import router as ollama
-from services.gateway.openai.docs import describe_bodies
-from services.gateway.openai.embeddings import router as embeddings
-from services.gateway.openai.routes import router
-from services.gateway.openai.tokens import router as tokens_router
-from services.gateway.pages import add_playground
-from services.gateway.pooling.routes import router as pooling
-from services.gateway.responses.routes import router as responses
-from services.gateway.silence import Silence
-from services.gateway.subscriptions import or_die
+from services.gateway.http.auth import Auth
+from services.gateway.http.docs import describe_bodies
+from services.gateway.http.errors import HANDLERS
+from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, RequestId, SameOrigin, Slash
+from services.gateway.http.observed import Observed
+from services.gateway.reading.canceller import LAST_TRY_S
+from services.gateway.reading.silence import Silence
+from services.gateway.reading.subscriptions import or_die
+from services.requests.admission.admission import STAGES
+from services.requests.bodies.ignored import HEADER
 from shared.wire.messages import Replica
 from shared.wire.streams import BATCHES_RUNNING
 
@@ -44,7 +47,7 @@ STORAGE_TIMEOUT_S = 1.0
 LEAST_FREE_BYTES = 64 << 20  # for files
 
 
-def build_app(context: Context) -> FastAPI:
+def build_app(context: Context, watch: Watch) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         pipeline = context.pipeline
@@ -76,6 +79,7 @@ def build_app(context: Context) -> FastAPI:
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN
     app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context
+    app.state.watch = watch
     app.router.redirect_slashes = False
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -94,6 +98,7 @@ def build_app(context: Context) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )  # fmt: skip
     app.include_router(router)
+    app.include_router(models)
     app.include_router(embeddings)
     app.include_router(pooling)
     app.include_router(responses)
@@ -111,7 +116,7 @@ def build_app(context: Context) -> FastAPI:
     app.add_api_route("/ready", ready)
     app.add_api_route("/ping", ready, methods=["GET", "POST"])
     app.add_api_route("/metrics", metrics)
-    describe_bodies(app)
+    describe_bodies(app, BODIES)
     return app
 
 

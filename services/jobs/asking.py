@@ -9,29 +9,30 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.gateway.admission import estimate_output, estimate_prompt
-from services.gateway.anthropic.chat import NAME_HERE as MESSAGE_NAMES
-from services.gateway.anthropic.chat import chat_of as message_chat
-from services.gateway.anthropic.events import MessageEvents
-from services.gateway.anthropic.schemas import MessagesBody
-from services.gateway.batches.store import BatchRecord, Totals
-from services.gateway.context import RequestContext
-from services.gateway.errors import RequestFailed
-from services.gateway.held import check_size
-from services.gateway.ignored import collecting
-from services.gateway.openai import parse
-from services.gateway.openai.embeddings import embeddings_body, prepare_embeddings
-from services.gateway.openai.formats import Choice, usage
-from services.gateway.openai.respond import check, whole_body
-from services.gateway.openai.routes import prepare_chat, prepare_completion
-from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
-from services.gateway.record import ResponseRecord
-from services.gateway.responses.conversation import with_conversation
-from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.routes import prepare_response
-from services.gateway.responses.schemas import ResponseBody
-from services.gateway.translate import Fold, Translation, in_own_terms, own_terms
 from services.jobs.input import Line
+from services.requests.admission.admission import estimate_output, estimate_prompt
+from services.requests.admission.held import check_size
+from services.requests.answers.choice import Choice, Usage, usage_of
+from services.requests.answers.embeddings import embeddings_body
+from services.requests.answers.formats import whole_body
+from services.requests.answers.translate import Fold, Translation
+from services.requests.anthropic.chat import NAME_HERE as MESSAGE_NAMES
+from services.requests.anthropic.chat import chat_of as message_chat
+from services.requests.anthropic.events import MessageEvents
+from services.requests.anthropic.schemas import MessagesBody
+from services.requests.batches.store import BatchRecord, Totals
+from services.requests.bodies import parse
+from services.requests.bodies.ignored import collecting
+from services.requests.context import RequestContext
+from services.requests.errors import RequestFailed, check
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
+from services.requests.neutral.translate import in_own_terms, own_terms
+from services.requests.prepare import prepare_chat, prepare_completion, prepare_embeddings
+from services.requests.record import ResponseRecord
+from services.requests.responses.conversation import ConversationContext, with_conversation
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.prepare import prepare_response
+from services.requests.responses.schemas import ResponseBody
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest, TokenEvent, encode
 
@@ -60,7 +61,7 @@ def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
     return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
+async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
     with collecting(is_strict=context.settings.strict_fields):
         asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
@@ -104,7 +105,7 @@ async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int)
     return Asked(record, requests, b"", fold)
 
 
-async def ask_response(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+async def ask_response(context: ConversationContext, value: Json, key: str, seed: int) -> Asked:
     body = parse.take(ResponseBody, value)
     if body.stream or body.background:
         field = "stream" if body.stream else "background"
@@ -142,10 +143,10 @@ def fold_translation(record: ResponseRecord, logs: Logs, translation: Translatio
         except RequestFailed as failed:
             raise RequestFailed(in_own_terms(failed.error, translation.names)) from None
         folded.add(event)
-    return translation.whole(), count(usage([folded.choice], 1))
+    return translation.whole(), count(usage_of([folded.choice], 1))
 
 
-ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]]] = {
+ENDPOINTS: dict[str, Callable[[ConversationContext, Json, str, int], Awaitable[Asked]]] = {
     "/v1/chat/completions": ask_chat,
     "/v1/completions": ask_completion,
     "/v1/embeddings": ask_embeddings,
@@ -164,8 +165,8 @@ def seeded(body: G, seed: int) -> G:
 
 
 def fold_choices(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-    body = whole_body(record, choices_of(record, logs))
-    return body, count(body["usage"])
+    choices = choices_of(record, logs)
+    return whole_body(record, choices), count(usage_of(choices, record.n))
 
 
 def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
@@ -179,7 +180,6 @@ def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
     return choices
 
 
-def count(used: Json) -> Totals:
+def count(used: Usage) -> Totals:
     """One completed line, of its usage."""
-    thought = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-    return Totals(1, 0, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], used["completion_tokens"], thought)
+    return Totals(1, 0, used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens or 0)

@@ -11,8 +11,8 @@ from typing import Any
 import msgpack
 import orjson
 
-from services.gateway.files.storage import Storage
-from services.gateway.openai.fields import kind_of, shortened
+from services.requests.bodies.fields import kind_of, shortened
+from services.requests.files.storage import Storage
 from shared.process.errors import Invalid
 
 BLOCK_LINES = 100

@@ -10,18 +10,17 @@ from collections.abc import Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
-from services.gateway.admission import Admission
-from services.gateway.batches.store import BatchStore
-from services.gateway.client import connect
-from services.gateway.context import RequestContext
-from services.gateway.files.storage import Storage
-from services.gateway.files.store import FileStore
-from services.gateway.grammars import GrammarChecker
-from services.gateway.metrics import Metrics
-from services.gateway.responses.stored import Store
 from services.jobs.broker import be_careful
 from services.jobs.deaths import Deaths
 from services.jobs.places import Places
+from services.requests.admission.admission import Admission
+from services.requests.batches.store import BatchStore
+from services.requests.client import connect
+from services.requests.files.storage import Storage
+from services.requests.files.store import FileStore
+from services.requests.grammars.checker import GrammarChecker
+from services.requests.responses.conversation import ConversationContext
+from services.requests.responses.stored import Store
 from shared.process.settings import JobsSettings
 from shared.process.telemetry import get_logger
 from shared.wire.job_queue import make_queue, send_batch
@@ -46,8 +45,8 @@ class Office:
         self.files = FileStore(self.client, self.storage)
         self.batches = BatchStore(self.client)
         self.grammars = GrammarChecker()
-        admission = Admission(stage, self.client, settings, Metrics(stage))
-        self.context = RequestContext(
+        admission = Admission(stage, self.client, settings)
+        self.context = ConversationContext(
             settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
         )
         self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)

@@ -11,9 +11,9 @@ from typing import Any
 
 import orjson
 
-from services.gateway.batches.store import Totals
-from services.gateway.files.storage import Storage
 from services.jobs.input import folder_of
+from services.requests.batches.store import Totals
+from services.requests.files.storage import Storage
 
 # What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and others would cut a line there
 LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]

@@ -6,11 +6,11 @@ from typing import Any
 
 import redis.asyncio
 
-from services.gateway.record import ResponseRecord, read_response
-from services.gateway.responses.stored import DELETED_LOG_TTL_S
-from services.gateway.silence import GONE
 from services.jobs.asking import Asked, Logs
 from services.jobs.patience import persist
+from services.requests.errors import GONE
+from services.requests.record import ResponseRecord, read_response
+from services.requests.responses.stored import DELETED_LOG_TTL_S
 from shared.process.errors import Lost
 from shared.wire.messages import Control
 from shared.wire.registry import broadcast

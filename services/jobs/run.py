@@ -15,13 +15,6 @@ from typing import Any
 import orjson
 import redis
 
-from services.gateway.batches.figures import queue_note
-from services.gateway.batches.store import RUNNING, Batch, Totals, read_batch
-from services.gateway.errors import RequestFailed, error_body
-from services.gateway.files.store import FileRecord
-from services.gateway.generation import admit
-from services.gateway.held import CODE as STORAGE_LIMIT
-from services.gateway.limits import Caller
 from services.jobs import input as inputs
 from services.jobs import output
 from services.jobs.asking import Asked, ask, key_of
@@ -33,6 +26,13 @@ from services.jobs.output import Answer, answered, not_answered
 from services.jobs.patience import persist
 from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.spans import BatchSpans, spans_of
+from services.requests.admission.admission import admit
+from services.requests.admission.held import CODE as STORAGE_LIMIT
+from services.requests.batches.figures import queue_note
+from services.requests.batches.store import RUNNING, Batch, Totals, read_batch
+from services.requests.errors import RequestFailed, error_body
+from services.requests.files.store import FileRecord
+from services.requests.tenants.limits import Caller
 from shared.model.sampling_params import SEEDS
 from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.process.telemetry import get_logger

@@ -5,9 +5,9 @@ of its own, linked to that: its ids are those of the answer, so whoever goes on 
 import time
 from dataclasses import replace
 
-from services.gateway.batches.store import Batch
 from services.jobs.asking import Asked
 from services.jobs.output import Answer
+from services.requests.batches.store import Batch
 from shared.process.tracing import Attributes, Tracer
 
 

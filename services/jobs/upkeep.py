@@ -11,13 +11,13 @@ from typing import Any
 
 import redis
 
-from services.gateway.batches.figures import Backlog, queue_backlog
-from services.gateway.batches.store import Batch, read_batch
-from services.gateway.files.store import CONTENTS
 from services.jobs.closing import close_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.lease import LEASE_S, RENEW
 from services.jobs.office import Office
+from services.requests.batches.figures import Backlog, queue_backlog
+from services.requests.batches.store import Batch, read_batch
+from services.requests.files.store import CONTENTS
 from shared.process.telemetry import get_logger
 from shared.wire.job_queue import QUEUED_S
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of

@@ -1,7 +1,7 @@
 """Moving messages over Redis Streams: append, read, claim, acknowledge, trim, and waiting for Redis to come back.
 
 Knows streams and bytes; what a message means is its reader's business. Synchronous, for the stages whose loop is a thread; the
-gateway, which is asyncio, has its own reader in services/gateway/subscriptions.py.
+gateway, which is asyncio, has its own reader in services/gateway/reading/subscriptions.py.
 
 Every error of Redis has its owner here. `is_temporary` says which ones pass (Redis is away, is loading, may not write at the moment, has come
 back empty): they are waited out, however long it takes, and shown as `Transport.problem`. Any other is a mistake of ours or of the

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.live.courses import Courses
-from services.gateway.live.watch import MAX_WATCHERS
-from services.gateway.subscription import Subscription
+from services.gateway.console.courses import Courses
+from services.gateway.console.watch import MAX_WATCHERS
+from services.gateway.reading.subscription import Subscription
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
 from shared.wire.messages import GenerateRequest, Moments, encode

@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from shared.api_keys import add_key
+from services.requests.tenants.api_keys import add_key
 from shared.wire.streams import DEAD_LETTER
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment

@@ -11,16 +11,16 @@ import msgpack
 import pytest
 import redis
 
-from services.gateway.batches.store import BatchRecord, BatchStore
-from services.gateway.client import connect
-from services.gateway.files.storage import Storage
-from services.gateway.files.store import FileRecord, FileStore
 from services.jobs.office import Office
 from services.jobs.upkeep import sweep
 from services.jobs.worker import run_slice
+from services.requests.batches.store import BatchRecord, BatchStore
+from services.requests.client import connect
+from services.requests.files.storage import Storage
+from services.requests.files.store import FileRecord, FileStore
+from services.requests.tenants.tenant import EVERYBODY
 from shared.process.errors import Invalid
 from shared.process.settings import JobsSettings
-from shared.tenants import EVERYBODY
 from shared.wire.stage import Stage
 from shared.wire.streams import BATCHES_RUNNING, batch_key, batch_queued_key, file_key, files_key
 

@@ -14,14 +14,14 @@ import msgpack
 import pytest
 import redis
 
-from services.gateway.batches.store import BatchRecord, BatchStore
-from services.gateway.client import connect
-from services.gateway.files.store import FileRecord
 from services.jobs.office import Office
 from services.jobs.run import MAX_BEGUN, BatchRun
 from services.jobs.worker import run_slice
+from services.requests.batches.store import BatchRecord, BatchStore
+from services.requests.client import connect
+from services.requests.files.store import FileRecord
+from services.requests.tenants.tenant import EVERYBODY
 from shared.process.settings import JobsSettings
-from shared.tenants import EVERYBODY
 from shared.wire.job_queue import make_queue, send_batch
 from shared.wire.stage import Stage
 from shared.wire.streams import BATCHES_RUNNING, JOB_QUEUE, batch_key, batch_lease_key, batch_queued_key, file_key

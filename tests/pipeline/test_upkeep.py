@@ -13,13 +13,13 @@ import msgpack
 import pytest
 import redis
 
-from services.gateway.batches.figures import queue_note
-from services.gateway.batches.store import BatchRecord
 from services.jobs.office import Office
 from services.jobs.upkeep import check_memory, sweep, tidy
 from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
+from services.requests.batches.figures import queue_note
+from services.requests.batches.store import BatchRecord
+from services.requests.tenants.tenant import EVERYBODY
 from shared.process.settings import JobsSettings
-from shared.tenants import EVERYBODY
 from shared.wire.messages import decode_record
 from shared.wire.registry import Registry
 from shared.wire.stage import Stage

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.batches.store import Totals
-from services.gateway.files.storage import Storage
 from services.jobs import blocks
 from services.jobs.blocks import Block, OpenBlocks
 from services.jobs.output import Answer, find_parts, laid_by_folder
+from services.requests.batches.store import Totals
+from services.requests.files.storage import Storage
 
 NUM_LINES, NUM_BYTES = 10, 1000
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import redis
 
-from services.gateway.batches.store import Batch, BatchRecord
-from services.gateway.record import make_record
 from services.jobs.asking import Asked
 from services.jobs.office import Office
 from services.jobs.run import BatchRun
+from services.requests.batches.store import Batch, BatchRecord
+from services.requests.record import make_record
+from services.requests.tenants.tenant import Tenant
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import JobsSettings
-from shared.tenants import Tenant
 from shared.wire.messages import GenerateRequest
 from shared.wire.stage import Stage
 from shared.wire.streams import inflight_key, requests, running_key

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from services.gateway.openai.beam_search import BeamSearch
+from services.gateway.api.openai.beam_search import BeamSearch
 
 VOCAB = 24
 

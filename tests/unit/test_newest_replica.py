@@ -4,7 +4,7 @@ from itertools import permutations
 from types import SimpleNamespace
 
 from services.gateway.app import unlike_replicas
-from services.gateway.openai.routes import fingerprint_of, parsers_of
+from services.requests.prepare import fingerprint_of, parsers_of
 from shared.wire.messages import Replica
 from shared.wire.registry import Registry
 

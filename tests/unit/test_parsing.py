@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
-from services.gateway.parsing.json_scanner import JsonScanner
-from services.gateway.parsing.pieces import Piece, merged
+from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
+from services.requests.parsing.json_scanner import JsonScanner
+from services.requests.parsing.pieces import Piece, merged
 
 NAMES = ("get_weather", "add", "f")
 WEATHER = {"location": "Paris", "unit": "celsius"}

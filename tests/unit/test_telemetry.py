@@ -17,10 +17,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from services.gateway.batches.figures import BatchFigures
-from services.gateway.metrics import Metrics
-from services.gateway.pipeline_state import PipelineState
-from services.gateway.timeline import Timeline
+from services.gateway.telemetry.metrics import Metrics
+from services.gateway.telemetry.pipeline_state import PipelineState
+from services.gateway.telemetry.timeline import Timeline
+from services.requests.batches.figures import BatchFigures
 from shared.process.errors import StartupError
 from shared.process.settings import StageSettings
 from shared.process.telemetry import JsonFormatter, get_logger

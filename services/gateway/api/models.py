@@ -1,0 +1,60 @@
+"""The models that are served, in OpenAI's words, and in Anthropic's for its clients: both APIs have them under the same path.
+
+All of Anthropic's are one page, so `limit`, `after_id` and `before_id` have nothing to choose.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from services.gateway.context import context_of
+from services.gateway.http.errors import speaks_anthropic
+from services.requests.bodies.fields import MAX_SEQUENCES
+from services.requests.neutral.schemas import MAX_MESSAGES
+from shared.model.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS
+from shared.wire.messages import Replica
+
+LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_stop_strings": MAX_STOP_STRINGS, "max_messages": MAX_MESSAGES}
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+@router.get("/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """The models that are served. One whose compute is away for a moment is among them, without its length."""
+    served = context_of(request).served_names()
+    if speaks_anthropic(request.scope):
+        return anthropic_list(served)
+    return {"object": "list", "data": [card(*each) for each in sorted(served.items())]}
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(model: str, request: Request) -> dict[str, Any]:
+    """One model by its name."""
+    replica = context_of(request).served(model)
+    return (anthropic_card if speaks_anthropic(request.scope) else card)(model, replica)
+
+
+def card(name: str, replica: Replica) -> dict[str, Any]:
+    """A model in OpenAI's list; `root` is its own name."""
+    return {
+        "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
+        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
+    }  # fmt: skip
+
+
+def anthropic_list(served: Mapping[str, Replica]) -> dict[str, Any]:
+    """The models by their names."""
+    cards = [anthropic_card(name, replica) for name, replica in sorted(served.items())]
+    return {"data": cards, "has_more": False, "first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
+
+
+def anthropic_card(name: str, replica: Replica) -> dict[str, Any]:
+    """A model in Anthropic's list. A sequence's length bounds prompt and answer together; it is null while no compute of the model is alive."""
+    return {
+        "type": "model", "id": name, "display_name": name, "created_at": datetime.fromtimestamp(int(replica.started_at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active", "max_input_tokens": replica.max_model_len, "max_tokens": replica.max_model_len,
+    }  # fmt: skip

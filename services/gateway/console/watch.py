@@ -1,0 +1,152 @@
+"""Watch: one look at the pipeline twice a second while somebody watches, one JSON text of it for all who do, and nothing while nobody does."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import islice
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from services.gateway.console.courses import Courses
+from services.gateway.console.snapshot import Look, Queue, snapshot
+from services.gateway.reading.subscriptions import Subscriptions
+from services.requests.answers.sse import PING, encode_event
+from shared.process.errors import Invalid, Rejected
+from shared.process.telemetry import get_logger
+from shared.wire.messages import decode
+from shared.wire.stage import Stage
+from shared.wire.streams import DEAD_LETTER, WATCHED, inflight_key, prompts, requests, view_key
+from shared.wire.transport import is_temporary
+from shared.wire.views import ComputeView
+
+log = get_logger("penstock.gateway")
+
+LOOK_EVERY_S = 0.5
+WATCHED_TTL_MS = 3000  # a gateway that dies with its watchers leaves nobody at work for them
+MAX_WATCHERS = 32
+PING_EVERY_S = 5.0  # while nothing can be shown
+
+
+class Watch:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis", subscriptions: Subscriptions, *, can_kill: bool) -> None:
+        """can_kill: the page may offer to."""
+        self.stage = stage
+        self.client = client
+        self.subscriptions = subscriptions
+        self.can_kill = can_kill
+        self._num_watchers = 0
+        self._task: asyncio.Task[None] | None = None
+        self._courses = Courses()
+        self._latest = b""
+        self._has_new = asyncio.Event()
+        self._is_ending = False
+        self._killed: set[str] = set()  # replica ids
+
+    def enter(self) -> None:
+        """One more watches. Raises Rejected if too many do."""
+        if self._num_watchers >= MAX_WATCHERS:
+            raise Rejected(f"{MAX_WATCHERS} watch the pipeline already", status=429, retry_after_s=5)
+        self._num_watchers += 1
+        if self._task is None:
+            self._courses = Courses()
+            self._task = asyncio.create_task(self._run())
+
+    def leave(self) -> None:
+        """One fewer does. With the last of them the looking ends, and what the replicas do for it within WATCHED_TTL_MS."""
+        self._num_watchers -= 1
+        if self._num_watchers == 0 and self._task is not None:
+            self._task.cancel()
+            self._task, self._latest = None, b""
+
+    def killed(self, replica_id: str) -> None:
+        """It is dead, though its lease still runs."""
+        self._killed.add(replica_id)
+
+    def drain(self) -> None:
+        """End every stream: the gateway is leaving."""
+        self._is_ending = True
+        self._has_new.set()
+
+    async def events(self) -> AsyncIterator[bytes]:
+        """Snapshots as server-sent events, to who has entered. A watcher that reads slowly misses some, and never delays others."""
+        if self._latest:
+            yield self._latest
+        while not self._is_ending:
+            try:
+                async with asyncio.timeout(PING_EVERY_S):
+                    await self._has_new.wait()
+            except TimeoutError:
+                yield PING
+                continue
+            if not self._is_ending:
+                yield self._latest
+
+    async def _run(self) -> None:
+        """Until cancelled. While Redis can't serve, that is what there is to see."""
+        loop = asyncio.get_running_loop()
+        while True:
+            started_at = loop.time()
+            try:
+                self._show(await self._look())
+            except (redis.RedisError, OSError) as error:
+                if not is_temporary(error):
+                    log.exception("the pipeline can't be shown", error=error)
+                self._show({"problem": f"Redis can't serve: {error}"})
+            await asyncio.sleep(max(0.1, started_at + LOOK_EVERY_S - loop.time()))
+
+    def _show(self, payload: dict[str, Any]) -> None:
+        self._latest = encode_event(payload)
+        self._has_new.set()
+        self._has_new = asyncio.Event()
+
+    async def _look(self) -> dict[str, Any]:
+        """One round trip."""
+        replicas = self.stage.registry.replicas
+        served = {replica.replica_id: replica.model for replica in replicas if replica.stage == "compute" and replica.model is not None}
+        models = sorted(set(served.values()))
+        lost = self._courses.lost()
+        streams = [(stage, model, stream(model)) for model in models for stage, stream in (("tokenizer", requests), ("compute", prompts))]
+        async with self.client.pipeline(transaction=False) as pipe:
+            pipe.set(WATCHED, 1, px=WATCHED_TTL_MS)
+            pipe.xlen(DEAD_LETTER)
+            for _, _, stream in streams:
+                pipe.xlen(stream.key)
+                pipe.xpending(stream.key, stream.group)
+            for model in models:
+                pipe.hlen(inflight_key(model))
+            for replica_id in served:
+                pipe.get(view_key(replica_id))
+            for course in lost:
+                pipe.hexists(inflight_key(course.model), course.request_id)
+            _, num_letters, *replies = await pipe.execute(raise_on_error=False)
+        if isinstance(num_letters, redis.ResponseError):
+            raise num_letters
+        queues = [queue_of(stage, model, *replies[2 * at : 2 * at + 2]) for at, (stage, model, _) in enumerate(streams)]
+        rest = iter(replies[2 * len(streams) :])
+        in_flight = list(islice(rest, len(models)))
+        views = [view for packed in islice(rest, len(served)) if (view := view_in(packed)) is not None]
+        for course, is_in_flight in zip(lost, rest, strict=True):
+            if not is_in_flight:
+                course.ended_at, course.is_lost = course.stays[-1].seen_at, False
+        look = Look(queues, views, sum(max(num - 1, 0) for num in in_flight if isinstance(num, int)), num_letters)
+        self._killed &= {replica.replica_id for replica in replicas}
+        shown = snapshot(replicas, look, here=self.stage.replica_id, killed=self._killed, can_kill=self.can_kill)
+        now = shown["time"]
+        self._courses.see(now, views, {replica_id: model for replica_id, model in served.items() if replica_id not in self._killed})
+        self._courses.hear([*self.subscriptions.recent, *self.subscriptions.all()])
+        return shown | {"courses": self._courses.shown(now)}
+
+
+def queue_of(stage: str, model: str, length: Any, pending: Any) -> Queue:
+    """Of XLEN's and XPENDING's replies; a group that does not exist yet has taken nothing."""
+    num_taken = pending["pending"] if isinstance(pending, dict) else 0
+    return Queue(stage, model, max(0, (length if isinstance(length, int) else 0) - num_taken), num_taken)
+
+
+def view_in(packed: Any) -> ComputeView | None:
+    """None: the replica has shown nothing yet, or is of another version."""
+    try:
+        return decode(ComputeView, packed) if isinstance(packed, bytes) else None
+    except Invalid:
+        return None

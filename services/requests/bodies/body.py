@@ -1,0 +1,72 @@
+"""Body: what all bodies have in common. What would change the answer and is not here is refused by name; what else is unknown is passed over, and named."""
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from services.requests.bodies.fields import shortened
+from services.requests.bodies.ignored import MAX_NAMES, collecting, tell
+from services.requests.bodies.neutral import without_neutral
+
+MAX_UNKNOWN = 8  # of the refused fields of an object, so many are named
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
+
+    _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler["Body"]) -> Any:
+        """The refused fields beside what else is wrong: a body of a million of them is a few errors."""
+        if not isinstance(value, dict):
+            return handler(value)
+        value = without_neutral(value, cls.model_fields, cls.neutral)
+        unknown = [key for key in value if key not in cls.model_fields]
+        refused = [key for key in unknown if key in cls.neutral]
+        known = {key: each for key, each in value.items() if key in cls.model_fields} if unknown else value
+        with collecting() as names:
+            tell(*(key for key in unknown if key not in cls.neutral))
+            if not refused:
+                body = handler(known)
+                body._passed_over = tuple(names)
+                return body
+            errors = [_refused(key) for key in refused[:MAX_UNKNOWN]]
+            try:
+                handler(known)
+            except ValidationError as error:
+                errors += [_again(each) for each in error.errors(include_url=False, include_input=False)]
+        raise ValidationError.from_exception_data(cls.__name__, errors)
+
+    @property
+    def passed_over(self) -> list[str]:
+        """The fields that ask for what is not done, in it and below it, by their paths; not many more than are told."""
+        return list(islice(self._all_passed_over(""), MAX_NAMES + 1))
+
+    def _all_passed_over(self, path: str) -> Iterator[str]:
+        yield from (path + name for name in self._passed_over)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from value._all_passed_over(f"{path}{name}.")
+            elif isinstance(value, list):
+                for index, each in enumerate(value):
+                    if not isinstance(each, BaseModel):
+                        break  # a list of texts or numbers, which may be long
+                    if isinstance(each, Body):
+                        yield from each._all_passed_over(f"{path}{name}[{index}].")
+
+
+def _refused(key: str) -> InitErrorDetails:
+    return InitErrorDetails(type=PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"}), loc=(), input=None)
+
+
+def _again(error: Any) -> InitErrorDetails:
+    """An error that was raised, to be raised once more."""
+    kind = PydanticCustomError(error["type"], "{reason}", {"reason": error["msg"], "at": str(error.get("ctx", {}).get("at", ""))})
+    return InitErrorDetails(type=kind, loc=error["loc"], input=None)

@@ -1,0 +1,41 @@
+"""What it takes to make requests of a body: what the gateway and the workers of batches have in common."""
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+
+from services.requests.admission.admission import Admission
+from services.requests.grammars.checker import GrammarChecker
+from services.requests.tenants.limits import Caller
+from services.requests.tenants.tenant import NOBODY, Tenant
+from shared.process.settings import RequestSettings
+from shared.wire.stage import Stage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """What it takes to make requests of a body."""
+
+    settings: RequestSettings
+    stage: Stage
+    client: "redis.asyncio.Redis"
+    grammars: GrammarChecker
+    admission: Admission
+    caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.caller.tenant
+
+    async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` returns, which is for this request alone."""
+        return await work
+
+    def resolve(self, name: str) -> str:
+        """The served model that the caller calls so. Raises Rejected, Invalid."""
+        return self.admission.resolve(name, self.tenant)

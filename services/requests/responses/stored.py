@@ -1,0 +1,168 @@
+"""Stored responses: what was asked is a key of Redis, what was answered is the token log. Any gateway reads both, and both live equally long.
+
+What is kept of the request is the whole conversation, so that going on with it needs the response before, and none of those before that.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+import redis
+import redis.asyncio
+
+from services.requests.admission.held import queue_delete
+from services.requests.answers.translate import Fold, Json
+from services.requests.client import away
+from services.requests.errors import GONE, draining
+from services.requests.record import ResponseRecord, find_record
+from services.requests.responses.events import ResponseEvents
+from services.requests.tenants.tenant import Tenant
+from shared.process.errors import Invalid, Lost
+from shared.wire.messages import Control, RequestError, TokenEvent
+from shared.wire.registry import broadcast
+from shared.wire.streams import LOG_TTL_S, inflight_key, log_key, response_key, stored_key, tombstone_key
+from shared.wire.token_log import END, end_request, parse_log
+from shared.wire.transport import Backoff, entries_of, is_temporary
+
+LONG_BYTES = 256 << 10
+PAGE = 512  # entries of a log at a time: decoding more would stall other streams
+DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
+MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What a response was asked."""
+
+    asked: Json  # the fields of its object that repeat the request
+    items: list[Json]  # the whole conversation that the model was given, but for the instructions
+
+    def encode(self) -> bytes:
+        return orjson.dumps(asdict(self))
+
+
+class Store:
+    """Stored responses, as a gateway finds them in Redis."""
+
+    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float) -> None:
+        """followers: a client of its own, each command of which may block."""
+        self.client = client
+        self.followers = followers
+        self.ping_interval_s = ping_interval_s
+        self.wait_s = min(ping_interval_s, MAX_WAIT_S)
+        self._is_draining = False
+
+    async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
+        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all: or not to be seen by it."""
+        with away():
+            packed: Any = await self.client.get(stored_key(response_id))
+            record = await find_record(self.client, tenant, response_id, of_all=of_all)
+        if packed is None or record is None:
+            raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
+        fields = await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)
+        return record, Stored(**fields)
+
+    async def read(self, record: ResponseRecord, stored: Stored) -> ResponseEvents:
+        """The response as its log has it now. Raises Invalid (404) if the log has expired."""
+        events = ResponseEvents(record, stored.asked)
+        fold = Fold(record, events)
+        events.opening(None)
+        async for page in self._pages(record):
+            for event in page:
+                fold.add(event)
+            await asyncio.sleep(0)  # a long log: others have their turn in between
+        return events
+
+    async def _pages(self, record: ResponseRecord) -> AsyncIterator[list[TokenEvent]]:
+        (request_id,) = record.request_ids
+        position, is_there = 0, False
+        while True:
+            with away():
+                entries: Any = await self.client.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
+                is_there = is_there or bool(entries) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
+            if not is_there:
+                raise Invalid(f"Response with id '{record.response_id}' is too old.", param="response_id", code="response_not_found", status=404)
+            events = self._parse(request_id, entries, position)
+            yield events
+            if len(entries) < PAGE or events[-1].finish_reason is not None:
+                return
+            position = events[-1].position
+
+    def _parse(self, request_id: str, entries: Any, position: int) -> list[TokenEvent]:
+        """The entries of a page; where the log is not whole, an end that says so."""
+        try:
+            return parse_log(entries, position)
+        except Lost as error:
+            return [TokenEvent(request_id, position, None, "", finish_reason="error", error=RequestError(f"{GONE.message}: {error}", 500, code=GONE.code))]
+
+    async def has_ended(self, record: ResponseRecord) -> bool:
+        with away():
+            last: Any = await self.client.xrevrange(log_key(record.request_ids[0]), count=1)
+        return bool(last) and END in last[0][1]
+
+    async def follow(self, record: ResponseRecord, events: ResponseEvents) -> AsyncIterator[bytes]:
+        """The response's events as bytes, from its log and as the log grows."""
+        (request_id,) = record.request_ids
+        fold = Fold(record, events)
+        yield fold.encode(events.opening(None))
+        position, last_id, backoff, spoken_at = 0, b"0-0", Backoff(), time.monotonic()
+        while not fold.is_over:
+            is_due = time.monotonic() - spoken_at >= self.ping_interval_s - self.wait_s
+            try:
+                entries = await self._wait(request_id, last_id)
+                is_gone = not entries and is_due and not await self._is_known(record)
+            except (redis.RedisError, OSError) as error:
+                if not is_temporary(error):
+                    raise
+                yield events.ping
+                await asyncio.sleep(backoff.failed(error))
+                continue
+            backoff.succeeded()
+            if is_gone or (self._is_draining and not entries):
+                yield fold.encode(events.interrupted(GONE if is_gone else draining(record.response_id)))
+                return
+            for event in self._parse(request_id, entries, position):
+                position = event.position
+                yield fold.encode(fold.add(event))
+            last_id = entries[-1][0] if entries else last_id
+            if not entries and is_due:
+                yield events.ping
+            if entries or is_due:
+                spoken_at = time.monotonic()
+
+    def drain(self) -> None:
+        """End the streams that follow logs: another gateway can go on with them."""
+        self._is_draining = True
+
+    async def _wait(self, request_id: str, last_id: bytes) -> Any:
+        """The log's entries after this one, once there are some; none after a while."""
+        key = log_key(request_id)
+        return entries_of(await self.followers.xread({key: last_id}, count=PAGE, block=int(self.wait_s * 1000))).get(key.encode(), [])
+
+    async def _is_known(self, record: ResponseRecord) -> bool:
+        """Whether there is anything that may still end it: its log, or its place."""
+        (request_id,) = record.request_ids
+        return bool(await self.client.exists(log_key(request_id))) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
+
+    async def cancel(self, record: ResponseRecord) -> None:
+        """End the response as cancelled, now: its log says so before anybody is told. What has ended stays as it is."""
+        with away():
+            async with self.client.pipeline(transaction=False) as pipe:
+                for request_id in record.request_ids:
+                    pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
+                    end_request(pipe, record.served_model, request_id, None)
+                broadcast(pipe, Control("cancel", tuple(record.request_ids)))
+                await pipe.execute()
+
+    async def delete(self, record: ResponseRecord) -> None:
+        """Forget the response; one that runs is cancelled."""
+        await self.cancel(record)
+        with away():
+            async with self.client.pipeline(transaction=False) as pipe:
+                queue_delete(pipe, record.tenant_id, record.response_id)
+                for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
+                    pipe.expire(key, DELETED_LOG_TTL_S)
+                await pipe.execute()
