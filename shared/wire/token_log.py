@@ -245,3 +245,8 @@ def decode_entry(payload: bytes) -> TokenEvent:
         return decode(TokenEvent, payload)
     except Invalid as error:
         raise Lost(f"the token log holds what nobody can read: {error}") from None
+
+
+def end_alone(event: TokenEvent) -> TokenEvent:
+    """The end that an event brings, without its token: its reader has that, or more."""
+    return replace(event, token_id=None, text="", logprobs=None, withheld=None, prompt_logprobs=None)

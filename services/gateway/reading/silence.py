@@ -6,7 +6,7 @@ This one rule heals a lost event, a lost attach, an end written between two read
 import asyncio
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import redis
@@ -20,7 +20,7 @@ from shared.process.telemetry import get_logger
 from shared.wire.messages import Control, RequestError, TokenEvent
 from shared.wire.registry import broadcast
 from shared.wire.streams import MESSAGE, log_key, reader_key, response_key
-from shared.wire.token_log import END, decode_entry, end_request, parse_log
+from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
 from shared.wire.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
@@ -156,8 +156,3 @@ def read(replies: list[Any], position: int) -> Look:
     if not found and last and END in last[0][1]:
         found = [end_alone(decode_entry(last[0][1][MESSAGE]))]
     return Look(found, bool(last), bool(has_record), int(generation or 0), len(entries) == PAGE)
-
-
-def end_alone(event: TokenEvent) -> TokenEvent:
-    """The end that an event brings, without its token: its reader has that, or more."""
-    return replace(event, token_id=None, text="", logprobs=None, withheld=None, prompt_logprobs=None)

@@ -23,8 +23,8 @@ from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Lost
 from shared.wire.messages import Control, RequestError, TokenEvent
 from shared.wire.registry import broadcast
-from shared.wire.streams import LOG_TTL_S, inflight_key, log_key, response_key, stored_key, tombstone_key
-from shared.wire.token_log import END, end_request, parse_log
+from shared.wire.streams import LOG_TTL_S, MESSAGE, inflight_key, log_key, response_key, stored_key, tombstone_key
+from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
 from shared.wire.transport import Backoff, entries_of, is_temporary
 
 LONG_BYTES = 256 << 10
@@ -113,7 +113,7 @@ class Store:
             is_due = time.monotonic() - spoken_at >= self.ping_interval_s - self.wait_s
             try:
                 entries = await self._wait(request_id, last_id)
-                is_gone = not entries and is_due and not await self._is_known(record)
+                end, is_known = await self._state(record, last_id) if is_due and not entries else (None, True)
             except (redis.RedisError, OSError) as error:
                 if not is_temporary(error):
                     raise
@@ -121,8 +121,11 @@ class Store:
                 await asyncio.sleep(backoff.failed(error))
                 continue
             backoff.succeeded()
-            if is_gone or (self._is_draining and not entries):
-                yield fold.encode(events.interrupted(GONE if is_gone else draining(record.response_id)))
+            if end is not None:
+                yield fold.encode(fold.add(end))
+                return
+            if not is_known or (self._is_draining and not entries):
+                yield fold.encode(events.interrupted(draining(record.response_id) if is_known else GONE))
                 return
             for event in self._parse(request_id, entries, position):
                 position = event.position
@@ -142,10 +145,16 @@ class Store:
         key = log_key(request_id)
         return entries_of(await self.followers.xread({key: last_id}, count=PAGE, block=int(self.wait_s * 1000))).get(key.encode(), [])
 
-    async def _is_known(self, record: ResponseRecord) -> bool:
-        """Whether there is anything that may still end it: its log, or its place."""
+    async def _state(self, record: ResponseRecord, last_id: bytes) -> tuple[TokenEvent | None, bool]:
+        """The end that the log holds at last_id or before, and whether anything may still write one.
+
+        A Redis that lost the log's last entries ends it before what was read of it.
+        """
         (request_id,) = record.request_ids
-        return bool(await self.client.exists(log_key(request_id))) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
+        last: Any = await self.client.xrevrange(log_key(request_id), count=1)
+        if last and END in last[0][1] and place(last[0][0]) <= place(last_id):
+            return end_alone(decode_entry(last[0][1][MESSAGE])), True
+        return None, bool(last) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
 
     async def cancel(self, record: ResponseRecord) -> None:
         """End the response as cancelled, now: its log says so before anybody is told. What has ended stays as it is."""
@@ -166,3 +175,9 @@ class Store:
                 for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
                     pipe.expire(key, DELETED_LOG_TTL_S)
                 await pipe.execute()
+
+
+def place(entry_id: bytes) -> tuple[int, int]:
+    """An entry's place in its stream, to compare."""
+    first, _, second = entry_id.partition(b"-")
+    return int(first), int(second)
