@@ -77,13 +77,13 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
     begun.wait()
     began = time.monotonic()
     undecided.add(rows, 1)
-    undecided.unsent()
+    undecided.unsent(1)
     while undecided.rows:
         reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(RESEND_EVERY_S * 1000))
         for _, entries in reply.items() if isinstance(reply, dict) else reply or []:
             for entry_id, values in [each for group in entries for each in group] if isinstance(reply, dict) else entries:
                 last_id, message = entry_id, decode(StepDecisions, values[MESSAGE])
-                undecided.record_reply(message.sampler_id)
+                undecided.record_reply(message.sampler_id, message.step)
                 columns = (message.handles, message.positions, message.token_ids, message.is_finished)
                 decided = [Decision(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
                 if undecided.settle(message.step, decided):
@@ -91,7 +91,7 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
                     answers += 1
         if late := undecided.silent(dict.fromkeys(undecided.rows, "sampler-bench")):
             sent_again += 1
-            undecided.of(late)
+            undecided.of(late, 1)
     return first_s, time.monotonic() - began, sent_again, answers
 
 
