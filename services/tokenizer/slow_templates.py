@@ -11,7 +11,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from services.tokenizer.chat_template import ChatTemplate, Slow
+from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.prepared import Prepared
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 from shared.wire.transport import Delivery
@@ -21,8 +22,7 @@ MAX_OF_TENANT = 64  # that wait
 MAX_WAITING = 256  # of all tenants
 WAIT_S = 10.0
 
-Rendered = str | None | Invalid
-Render = Callable[[GenerateRequest, ChatTemplate], Rendered | Slow]
+Render = Callable[[GenerateRequest, ChatTemplate], Prepared]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Running:
     delivery: Delivery
     tenant: str
     template: ChatTemplate
-    rendering: Future[Rendered | Slow]
+    rendering: Future[Prepared]
 
 
 class SlowTemplates:
@@ -63,20 +63,22 @@ class SlowTemplates:
         self._begin()
         return None
 
-    def done(self) -> list[tuple[Delivery, Rendered]]:
+    def done(self) -> list[tuple[Delivery, Prepared]]:
         """What has been rendered since, or has waited for too long."""
-        found: list[tuple[Delivery, Rendered]] = []
+        found: list[tuple[Delivery, Prepared]] = []
         for each in [each for each in self._running if each.rendering.done()]:
             self._running.remove(each)
             self._free.append(each.template)
-            text = each.rendering.result()
-            assert not isinstance(text, Slow), "only a quick template says so"
-            found.append((each.delivery, text))
+            prepared = each.rendering.result()
+            assert not prepared.is_slow, "only a quick template says so"
+            found.append((each.delivery, prepared))
         self._begin()
         late = time.monotonic() - WAIT_S
         for tenant, questions in list(self._waiting.items()):
             while questions and questions[0][1] < late:
-                found.append((questions.popleft()[0], _refused(f"a conversation whose chat template takes long has waited for {WAIT_S:g} s", 503)))
+                delivery, _ = questions.popleft()
+                error = _refused(f"a conversation whose chat template takes long has waited for {WAIT_S:g} s", 503)
+                found.append((delivery, Prepared(delivery.message, error=error)))
             if not questions:
                 del self._waiting[tenant]
         self._list_entries()
