@@ -55,10 +55,10 @@ class Admitter:
         self.constraints.forget(active.sequence.handle)
         del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
 
-    def claim(self, room: int) -> None:
+    def claim(self, num_wanted: int) -> None:
         """Take over what dead replicas left, and forget their names."""
-        if room > 0:
-            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(room, MAX_CLAIMED)))
+        if num_wanted > 0:
+            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(num_wanted, MAX_CLAIMED)))
         self._num_claims += 1
         if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
             self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))
@@ -168,7 +168,7 @@ class Admitter:
         for delivery, active in admitted:
             sequence, attempts = active.sequence, verdicts.get(delivery.entry_id)
             if attempts is not None and attempts.is_poison:
-                self._bury(delivery)
+                self._give_up(delivery)
                 continue
             self.active[sequence.handle] = active
             self.num_claimed += delivery.was_claimed
@@ -202,7 +202,7 @@ class Admitter:
         """Whether the scheduler has it, among those that wait or those that run."""
         return sequence.handle not in self.quarantine.suspects and sequence.handle not in self.constraints.opening
 
-    def _bury(self, delivery: Delivery) -> None:
+    def _give_up(self, delivery: Delivery) -> None:
         """What replicas died of, each time it ran alone."""
         request = delivery.message
         reason = "replica after replica died when it began this request, also alone"

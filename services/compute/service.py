@@ -76,7 +76,7 @@ class ComputeService:
         self.stage.join()
         while not self.stage.stopping.is_set():
             self.step()
-            self.stage.turn()
+            self.stage.mark_alive()
             if time.monotonic() - self._upkept_at > UPKEEP_EVERY_S:
                 self.upkeep()
         self.stage.leave()
@@ -214,7 +214,7 @@ class ComputeService:
 
     def receive(self, *, wait_s: float = 0.0) -> None:
         """Take in what has come; with wait_s, once something has, or after that time."""
-        inbox = self.exchange.collect(self.room, wait_s=wait_s)
+        inbox = self.exchange.collect(self.num_prompts_wanted, wait_s=wait_s)
         if wait_s and self.active:
             self.meter.lap("wait")
         for decision in inbox.decisions:
@@ -222,7 +222,7 @@ class ComputeService:
         for handle in self.exchange.resend_overdue():
             self.cancel(self.active[handle], RequestError("no sampler could decide this request's next token"))
         for message in inbox.control:
-            self.obey(message)
+            self.handle_control(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
         for sequence, error in self.constraints.opened():
             if error is None:
@@ -263,21 +263,21 @@ class ComputeService:
         self.exchange.undecided.forget(active.sequence.handle, position)
 
     @property
-    def room(self) -> int:
+    def num_prompts_wanted(self) -> int:
         """How many prompts to take: for the free places in a step, and a backlog to wait here, where tenants and priorities count.
 
         But nothing waits here that another replica could begin at once.
         """
-        return max(0, self.scheduler.max_num_seqs + (0 if self.room_elsewhere(1) else BACKLOG) - len(self.active))
+        return max(0, self.scheduler.max_num_seqs + (0 if self.num_places_elsewhere(1) else BACKLOG) - len(self.active))
 
-    def room_elsewhere(self, depth: int) -> int:
+    def num_places_elsewhere(self, depth: int) -> int:
         """How many sequences other replicas lack that are to have `depth` for each place, as they said last."""
         others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
         return int(sum(max(0, depth * load.get("max_num_seqs", 0) - load.get("running", 0) - load.get("waiting", 0)) for load in others))
 
     def hand_on(self) -> None:
         """What has not begun goes to replicas with less to do: the last in rank is released, until they have as many that wait as places."""
-        num_surplus = min(self.room_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
+        num_surplus = min(self.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return
         waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.num_output_tokens and each.handle not in self.scheduler.apart]
@@ -293,7 +293,7 @@ class ComputeService:
         self.exchange.drop(active)
         self.admitter.forget(active)
 
-    def obey(self, message: Control) -> None:
+    def handle_control(self, message: Control) -> None:
         handles = self.admitter.handles_of(message.request_ids)
         if message.action == "cancel":
             for handle in handles:
@@ -342,7 +342,7 @@ class ComputeService:
         self._upkept_at = time.monotonic()
         self.drop_taken_over()
         self.exchange.follow_clock()
-        self.admitter.claim(self.room)
+        self.admitter.claim(self.num_prompts_wanted)
         self.hand_on()
         gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):

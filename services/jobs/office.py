@@ -104,7 +104,7 @@ class Office:
 
     async def _beat(self) -> None:
         while True:
-            self.stage.turn()
+            self.stage.mark_alive()
             self.stage.load = {
                 "batches": self.num_running, "sequences": self.places.num_taken, "max_sequences": self.places.limit, "deaths": self.deaths.num_recent,
             }  # fmt: skip

@@ -67,7 +67,7 @@ class SamplerService:
             for step in self.read():
                 self.answer(step)
                 quiet_since = time.monotonic()
-            self.stage.turn()
+            self.stage.mark_alive()
             self.stage.load.update(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
             if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
@@ -92,7 +92,7 @@ class SamplerService:
             return []
         self.stage.transport.backoff.succeeded()
         for message in self.control.take(reply):
-            self.obey(message)
+            self.handle_control(message)
         return self.reader.take(reply)
 
     def ask(self, pipe: Pipeline) -> None:
@@ -148,7 +148,7 @@ class SamplerService:
                     given.update(ready)
                     if ready:
                         yield select(step, ready)
-                    self.stage.turn()
+                    self.stage.mark_alive()
                     answered_at = time.monotonic()
         rest = [row for row in range(len(handles)) if row not in given]
         if not given:
@@ -242,7 +242,7 @@ class SamplerService:
                 self.states[key] = state
         return state
 
-    def obey(self, message: Control) -> None:
+    def handle_control(self, message: Control) -> None:
         """Control: a gateway has resumed requests. (Cancelling is compute's, which then says what to forget.)"""
         if message.action == "attach":
             for state in self.states.values():

@@ -48,7 +48,7 @@ class TokenizerService:
             self.handle(*self.reader.read(count=self.settings.max_batch, block_ms=BLOCK_MS if self.templates.is_empty else RENDERING_BLOCK_MS))
             self.finish_slow()
             self.claim()
-            self.stage.turn()
+            self.stage.mark_alive()
         self.stage.leave()
         self.reader.release_all()  # a delivery whose reply was lost is pending, though nothing is being done
 

@@ -58,16 +58,16 @@ class Stage:
         self.labels: tuple[str, ...] = ()  # the same
         self.is_multi_label = False  # the same
         self._started_at = time.time()
-        self._turned_at = self._served_at = time.monotonic()  # when the loop came round last; the same, with no trouble with Redis
+        self._alive_at = self._served_at = time.monotonic()  # when the loop came round last; the same, with no trouble with Redis
         self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
         own_line = Transport(settings.redis_url, self.stopping, LEASE_S)
         self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), lambda: self._served_at, step_timeout_s)
 
-    def turn(self) -> None:
+    def mark_alive(self) -> None:
         """The loop came round: the sign of life that /health shows."""
-        self._turned_at = time.monotonic()
+        self._alive_at = time.monotonic()
         if not self.transport.problem:
-            self._served_at = self._turned_at
+            self._served_at = self._alive_at
 
     @property
     def registry(self) -> Registry:
@@ -102,7 +102,7 @@ class Stage:
             started_at=self._started_at,
             model=self.model,
             max_model_len=self.max_model_len,
-            idle_s=time.monotonic() - max(self._turned_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),  # who asks Redis again is not stuck
+            idle_s=time.monotonic() - max(self._alive_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),  # who asks Redis again is not stuck
             load=dict(self.load),
             aliases=self.aliases,
             problem=self.problem,
@@ -123,7 +123,7 @@ class Stage:
         """Enter the registry: from now on work may arrive. What is loaded by now stays: the garbage collector need not look at it again and again."""
         gc.freeze()
         self.transport.wait_until_up(self.settings.redis_timeout_s)
-        self.turn()
+        self.mark_alive()
         self.transport.persist(self._heartbeat.beat)
         self._heartbeat.start()
         log.info("ready", stage=self.name, replica_id=self.replica_id, model=self.model or "-")

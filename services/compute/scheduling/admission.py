@@ -26,11 +26,11 @@ MAX_COHORTS = 8  # followed up at a time
 
 
 class Admission(Protocol):
-    """A strategy. `survey` comes once before any `admits` of a step; after each True the sequence begins."""
+    """A strategy. `observe` comes once before any `admits` of a step; after each True the sequence begins."""
 
     preempts: bool  # what runs may have to give its place back
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         """Look at what runs."""
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
@@ -54,7 +54,7 @@ class Reserve:
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         pass
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
@@ -79,7 +79,7 @@ class Paged:
         self.block_manager = block_manager
         self.num_running = 0
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         self.num_running = len(running)
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
@@ -134,7 +134,7 @@ class Predicted:
         self._cohorts: list[Cohort] = []
         self._num_admitted = 0
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         self._running = list(running)
         self.lengths.estimate([each.num_output_tokens for each in running])
         self._blocks = self._future(self._running)

@@ -29,7 +29,7 @@ from services.compute.scheduling.waiting import WaitingQueue
 from services.compute.sequence import Sequence
 
 AGING_S = 30.0
-SURVEY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
+RETRY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
 
 
@@ -98,7 +98,7 @@ class Scheduler:
         self.num_prefix_hits = 0  # those that were found
         self._groups: dict[str, dict[int, Sequence]] = {}  # what runs of each group
         self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
-        self._is_surveyed = False  # the admission has looked at what runs now
+        self._is_observed = False  # the admission has looked at what runs now
 
     @property
     def num_unfinished(self) -> int:
@@ -251,12 +251,12 @@ class Scheduler:
 
     def _admit(self, draft: Draft, budget: int) -> None:
         """Waiting sequences begin, in the order of their ranks, while there are budget, a place, and memory as the strategy counts it."""
-        self._is_surveyed = False
+        self._is_observed = False
         while budget > 0 and (sequence := self._next_waiting()) is not None:
             verdict = self._verdict(sequence, budget)
             if isinstance(verdict, MakeRoom):
                 self._preempt(verdict.victim, draft)
-                self._is_surveyed = False
+                self._is_observed = False
                 verdict = self._verdict(sequence, budget)
             if not isinstance(verdict, Begin):
                 if isinstance(verdict, Wait) and verdict.num_steps is not None:
@@ -268,7 +268,7 @@ class Scheduler:
         """Whether the head of the queue may begin. What keeps it is looked for in the order of what it costs to find out."""
         if not self._can_run(sequence) or not (self.splits_prompts or sequence.num_tokens <= budget):
             return Wait()
-        if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < SURVEY_EVERY:
+        if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < RETRY_EVERY:
             return Wait(self._refused[1] + 1)  # it did not fit a few steps ago, and nothing has ended since
         if len(self.running) >= self.max_num_seqs:
             victim = self._victim(sequence)
@@ -278,9 +278,9 @@ class Scheduler:
             if self._can_run(twin):
                 return Wait()  # when the twin's prompt is computed, this one need not be
             twin = None
-        if not self._is_surveyed:
-            self.admission.survey(self.running.values())
-            self._is_surveyed = True
+        if not self._is_observed:
+            self.admission.observe(self.running.values())
+            self._is_observed = True
         matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
         if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
             return Begin(matched, twin)
