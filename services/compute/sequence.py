@@ -1,4 +1,37 @@
-"""Sequence: one stream of tokens being computed. No torch here, nor in any other module of the scheduler: they are plain accounting."""
+"""Sequence: one stream of tokens being computed. No torch here, nor in any other module of the
+scheduler: they are plain accounting.
+
+The states of a sequence:
+
+    add                  schedule: a place and blocks
+     |      +---------+ -----------------------------> +---------+
+     +----> | WAITING |                                | RUNNING | <--+ a step: see below
+            +---------+ <----------------------------- +---------+ ---+
+                 |        preempted: blocks given back   |     ^
+                 |                                  held |     | its grammar's mask is there
+                 | finish                                v     |
+                 v                                     +---------+
+            +---------+ <----------------------------- |  HELD   |
+            |  ENDED  |  finish, from any state        +---------+
+            +---------+  (blocks are free at once)
+
+    The tokens of a running sequence, from the first to the last:
+
+      | decided (in the log)          | foreseen          | PENDING |
+      |<----- num_decided_tokens ---->|<- num_undecided_tokens ---->|
+
+    schedule   the step's tokens count as computed from here on
+    launch     the step runs on the device: append a PENDING token
+    collect    the step is read: reveal turns PENDING into the token that the sampler will decide
+    append     a token that is foreseen, or that is decided
+    confirm    the log holds the first foreseen token: it is decided
+    truncate   the log holds another: this and all after it are dropped; append adds the log's
+    take_back  the mask came too late: the row is computed again; until then the sequence is HELD
+    preempt    num_computed_tokens falls to 0; tokens stay, and are computed again when it has a place
+
+    A step in flight: schedule -> launch -> (the next step: schedule -> launch) -> collect -> send -> confirm or truncate.
+    Where only the host draws, collect follows launch at once.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
