@@ -16,6 +16,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.redis_memory import RedisMemory
 from shared.process.errors import Invalid, Rejected
 from shared.process.settings import RequestSettings
+from shared.process.stages import PIPELINE
 from shared.tenants import Tenant
 from shared.wire.messages import GenerateRequest, Replica, encode
 from shared.wire.registry import Registry
@@ -34,7 +35,6 @@ from shared.wire.streams import (
     stored_key,
 )
 
-STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
 UNBOUNDED_TOKENS = 512  # assumed of a request that names no max_tokens
 RETRY_AFTER_S = 2
@@ -111,14 +111,14 @@ class Admission:
             if replica.model is not None and name in (names := names_of(replica)) and tenant.may_use(names):
                 self._check_stages(registry, replica.model)
                 return replica.model
-        missing = [stage for stage in STAGES if not registry.of(stage)]
+        missing = [stage for stage in PIPELINE if not registry.of(stage)]
         if missing:  # it may be the model of those that are not there yet
             raise self._missing(missing, None)
         known = ", ".join(sorted(served_names(registry, tenant)))
         raise Invalid(f"the model {name!r} does not exist; served: {known}", param="model", code="model_not_found", status=404)
 
     def _check_stages(self, registry: Registry, model: str) -> None:
-        if missing := [stage for stage in STAGES if not registry.of(stage, model)]:
+        if missing := [stage for stage in PIPELINE if not registry.of(stage, model)]:
             raise self._missing(missing, model)
 
     def _missing(self, stages: list[str], model: str | None) -> Rejected:

@@ -11,7 +11,6 @@ from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
-from services.gateway.admission import STAGES
 from services.gateway.anthropic.batches import router as anthropic_batches
 from services.gateway.anthropic.routes import router as anthropic
 from services.gateway.auth import Auth
@@ -36,6 +35,7 @@ from services.gateway.pooling.routes import router as pooling
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
+from shared.process.stages import PIPELINE
 from shared.wire.messages import Replica
 from shared.wire.streams import BATCHES_RUNNING
 
@@ -179,7 +179,7 @@ def unlike_replicas(computes: list[Replica]) -> list[str]:
 async def ready(request: Request) -> JSONResponse:
     """200 if every stage has a live replica, and this gateway reads its events."""
     context: Context = request.app.state.context
-    replicas = {stage: len(context.stage.registry.of(stage)) for stage in STAGES}
+    replicas = {stage: len(context.stage.registry.of(stage)) for stage in PIPELINE}
     problems = own_problems(context)
     is_ready = all(replicas.values()) and not problems
     headers = {} if is_ready else {"Retry-After": "2"}
