@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgpack
@@ -369,6 +369,15 @@ def encode(message: Any) -> bytes:
     tag, version = TAGS[type(message)]
     packed: bytes = msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)])
     return packed
+
+
+def encode_around(message: Any, name: str) -> tuple[bytes, bytes]:
+    """The bytes of the message before and after those of one of its fields."""
+    tag, version = TAGS[type(message)]
+    values = [tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)]
+    at = 2 + [each.name for each in fields(message)].index(name)
+    packed = [msgpack.packb(each) for each in values]
+    return msgpack.Packer().pack_array_header(len(values)) + b"".join(packed[:at]), b"".join(packed[at + 1 :])
 
 
 def decode(message_type: type[M], data: bytes) -> M:

@@ -8,13 +8,13 @@ A step is written by one script, in this order: the logs, then the events, then 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 
 from shared.process.errors import Invalid, Lost
-from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode
+from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode, encode_around
 from shared.wire.streams import (
     LOG_TTL_S,
     MESSAGE,
@@ -144,9 +144,7 @@ end
 return last
 """
 )
-_NO_EVENT = msgpack.packb(b"")  # two bytes, which nothing before the event in a StepEvents has: the script puts the event in their place
-_POSITION = 0x7FFFFFFF  # stands for the position until the script knows it; its bytes are in no request id
-_POSITION_BYTES = b"\xce\x7f\xff\xff\xff"
+_ONE_EVENT = msgpack.Packer().pack_array_header(1)  # before the event in a StepEvents: the script puts it there
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +178,12 @@ def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | N
 def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> None:
     """Queue an end without a token. Its position is the log's, whatever the event says. A log that has an end keeps it. Safe to repeat."""
     request_id = event.request_id
-    head, tail = encode(replace(event, position=_POSITION)).split(_POSITION_BYTES, 1)  # the first occurrence: before it, there is only the request id
+    head, tail = encode_around(event, "position")  # the script puts the log's there
+    before, behind = encode_around(StepEvents((), moments), "events")
     stream = events(gateway_id).key if gateway_id else ""
     keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
     is_refused = event.error is not None and 400 <= event.error.status < 500
-    pipe.eval(WRITE_END, 0, *keys, head, tail, *encode(StepEvents((b"",), moments)).split(_NO_EVENT, 1), "1" if is_refused else "")
+    pipe.eval(WRITE_END, 0, *keys, head, tail, before + _ONE_EVENT, behind, "1" if is_refused else "")
 
 
 # ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when its log has an end: Redis may have lost that end
