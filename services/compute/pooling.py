@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from services.compute.batch import ScheduledBatch
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 
 NOT_FINITE = "the model's numbers for this input are not finite"
 

@@ -34,15 +34,13 @@ The states of a sequence:
 """
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.model.dry_breakers import Breakers
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import EmbeddingParams
-
-Array = np.ndarray[Any, Any]
 
 PENDING = -1  # in the place of a sequence's last token: the device has drawn it, and it is not read yet
 

@@ -14,6 +14,7 @@ from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
 from services.tokenizer.prepared import Prepared
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
+from shared.model.arrays import Array
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS
 from shared.process.errors import Invalid
@@ -187,7 +188,7 @@ class Encoder:
         except Exception as error:  # a tokenizer raises what it likes
             prepared.error = Invalid(str(error) if isinstance(error, Invalid) else f"the text can't be encoded: {error}", param=param)
 
-    def _encode_batch(self, texts: list[str], param: str, *, add_special_tokens: bool) -> list[np.ndarray[Any, Any]]:
+    def _encode_batch(self, texts: list[str], param: str, *, add_special_tokens: bool) -> list[Array]:
         """The token ids of texts, in one call. Raises Invalid if one of them can't be encoded."""
         try:
             encoded = self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
@@ -203,7 +204,7 @@ class Encoder:
         except Invalid as error:
             return error
 
-    def _finished(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int) -> TokenizedRequest | Answer:
+    def _finished(self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int) -> TokenizedRequest | Answer:
         """The request with its tokens, or the answer to it. Raises Invalid."""
         opening = self._opening(request, text)
         if request.task != "generate":
@@ -250,7 +251,7 @@ class Encoder:
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 
-    def _answer(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any], max_model_len: int, opening: str | None) -> Answer:
+    def _answer(self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int, opening: str | None) -> Answer:
         """What a request other than for a generation asks. Raises Invalid."""
         if request.task == "render":
             return rendered_prompt((text or "").replace(MARK, ""))
@@ -263,7 +264,7 @@ class Encoder:
             return detokenized(self._decode(token_ids, skips_special=request.params.skip_special_tokens))
         return describe(self.tokenizer, self.model, max_model_len, self.eos_token_ids)
 
-    def _truncated(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> np.ndarray[Any, Any]:
+    def _truncated(self, request: GenerateRequest, token_ids: Array, max_model_len: int) -> Array:
         """The last tokens of the prompt, or the first, as many as the request wants of it."""
         most = request.encoding.truncate_prompt_tokens
         if most is None:
@@ -277,7 +278,7 @@ class Encoder:
         return np.concatenate((token_ids[: max(0, most - len(ending))], ending[:most]))
 
     @cached_property
-    def ending(self) -> np.ndarray[Any, Any]:
+    def ending(self) -> Array:
         """The special tokens that the tokenizer puts at every text's end, such as [SEP]."""
         try:
             empty, word = self._encode_batch(["", "a"], "input", add_special_tokens=True)
@@ -286,13 +287,13 @@ class Encoder:
         num_shared = next((count for count, pair in enumerate(zip(empty[::-1], word[::-1], strict=False)) if pair[0] != pair[1]), len(empty))
         return empty[len(empty) - num_shared :]
 
-    def _decode(self, token_ids: np.ndarray[Any, Any], *, skips_special: bool = False) -> str:
+    def _decode(self, token_ids: Array, *, skips_special: bool = False) -> str:
         try:
             return str(self.tokenizer.decode(token_ids.tolist(), skip_special_tokens=skips_special))
         except Exception as error:
             raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
 
-    def _offsets(self, request: GenerateRequest, text: str | None, token_ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def _offsets(self, request: GenerateRequest, text: str | None, token_ids: Array) -> Array:
         """Where each token begins in the text that is echoed; None: the text is decoded. What the text lacks, as a BOS, begins where the next one does."""
         if text is None:
             return self._decoded_offsets(token_ids.tolist())
@@ -302,7 +303,7 @@ class Encoder:
             end = max(end, own_end)
         return np.array(offsets, np.int32)
 
-    def _decoded_offsets(self, token_ids: list[int]) -> np.ndarray[Any, Any]:
+    def _decoded_offsets(self, token_ids: list[int]) -> Array:
         """Of the tokens in their text, special ones included."""
         stream, offsets, end = DecodeStream(skip_special_tokens=False), [], 0
         for token_id in token_ids:
@@ -313,7 +314,7 @@ class Encoder:
                 raise Invalid(f"the prompt's tokens can't be made text one by one: {error}", param="prompt") from None
         return np.array(offsets, np.int32)
 
-    def _check(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any], max_model_len: int) -> int:
+    def _check(self, request: GenerateRequest, token_ids: Array, max_model_len: int) -> int:
         """The request's max_tokens, cut to what the prompt leaves of the model's length: an answer that gets there ends with `length`.
 
         Many agents always ask for more than a small model has. Raises Invalid for a prompt that leaves no room at all.
@@ -342,7 +343,7 @@ class Encoder:
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens
 
-    def _check_ids(self, request: GenerateRequest, token_ids: np.ndarray[Any, Any]) -> None:
+    def _check_ids(self, request: GenerateRequest, token_ids: Array) -> None:
         """Raises Invalid for token ids of the client's that no token has."""
         if request.prompt_token_ids is not None and len(token_ids) and not (int(token_ids.min()) >= 0 and int(token_ids.max()) < self.vocab_size):
             name = "tokens" if request.task == "detokenize" else "input" if request.embedding is not None else "prompt"

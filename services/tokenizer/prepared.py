@@ -1,11 +1,11 @@
 """Prepared: a request on its way to token ids."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from services.tokenizer.chat_template import Slow
+from shared.model.arrays import Array
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 
@@ -16,7 +16,7 @@ class Prepared:
 
     request: GenerateRequest
     text: str | None = None  # to be encoded; None: the request brought token ids
-    token_ids: np.ndarray[Any, Any] = field(default_factory=lambda: np.zeros(0, np.int32))  # [n] int32
+    token_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [n] int32
     error: Invalid | None = None  # it ends with this
     is_slow: bool = False  # its chat template takes long: it is to be rendered beside the loop
 

@@ -10,11 +10,9 @@ The sampler decides with `decide`; compute foresees with it what the sampler wil
 needed. Both read the same numbers and sum them in the same order, so they agree.
 """
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 GREEDY = 0.0  # kept_mass of a row that takes its first candidate
 TOKEN, XTC = 0, 1  # what a uniform number decides: which token it is; whether XTC is applied

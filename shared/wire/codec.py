@@ -27,9 +27,13 @@ class Wrong(Exception):
         self.expected = expected
         self.path: list[str] = []  # names of fields, from the inmost one
 
-    def at(self, name: str) -> Invalid:
-        """The error of a value that is called `name`."""
-        return Invalid(f"{'.'.join([name, *reversed(self.path)])}: {self.expected}")
+
+def converted(converter: _Converter, values: Any, name: str) -> Any:
+    """The values, which errors call `name`, as what the converter makes of them. Raises Invalid, with the path to the value that is wrong."""
+    try:
+        return converter(values)
+    except Wrong as wrong:
+        raise Invalid(f"{'.'.join([name, *reversed(wrong.path)])}: {wrong.expected}") from None
 
 
 @cache

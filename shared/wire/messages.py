@@ -8,7 +8,6 @@ then decodes with the default. `decode` checks every field's type and says which
 from __future__ import annotations
 
 import typing
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -19,7 +18,7 @@ from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.codec import Wrong, map_unpacker, packer, unpacker
+from shared.wire.codec import converted, map_unpacker, packer, unpacker
 from shared.wire.views import ComputeView
 
 Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
@@ -367,17 +366,15 @@ M = TypeVar("M")
 def encode(message: Any) -> bytes:
     """The message as bytes."""
     tag, version = TAGS[type(message)]
-    packed: bytes = msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)])
-    return packed
+    return typing.cast(bytes, msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)]))
 
 
 def encode_around(message: Any, name: str) -> tuple[bytes, bytes]:
     """The bytes of the message before and after those of one of its fields."""
     tag, version = TAGS[type(message)]
-    values = [tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)]
+    packed = [msgpack.packb(each) for each in (tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message))]
     at = 2 + [each.name for each in fields(message)].index(name)
-    packed = [msgpack.packb(each) for each in values]
-    return msgpack.Packer().pack_array_header(len(values)) + b"".join(packed[:at]), b"".join(packed[at + 1 :])
+    return msgpack.Packer().pack_array_header(len(packed)) + b"".join(packed[:at]), b"".join(packed[at + 1 :])
 
 
 def decode(message_type: type[M], data: bytes) -> M:
@@ -388,20 +385,12 @@ def decode(message_type: type[M], data: bytes) -> M:
         raise Invalid(f"not a {tag} message")
     if not isinstance(values[1], int) or values[1] > version:
         raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
-    return typing.cast(M, _converted(unpacker, message_type, values[2:], tag))
+    return typing.cast(M, converted(unpacker(typing.cast(typing.Hashable, message_type)), values[2:], tag))
 
 
 def decode_record(record_type: type[M], data: bytes) -> M:
     """The record in `data`, a map of its fields. Raises Invalid, naming the field, if it is not one of that type."""
-    return typing.cast(M, _converted(map_unpacker, record_type, _unpacked(data), record_type.__name__))
-
-
-def _converted(converter_of: Callable[[Any], Callable[[Any], Any]], cls: type, values: Any, name: str) -> Any:
-    """The values as an object of a class, which errors call `name`."""
-    try:
-        return converter_of(cls)(values)
-    except Wrong as wrong:
-        raise wrong.at(name) from None
+    return typing.cast(M, converted(map_unpacker(typing.cast(typing.Hashable, record_type)), _unpacked(data), record_type.__name__))
 
 
 def _unpacked(data: bytes) -> Any:

@@ -12,16 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
-
-Tensor = torch.Tensor
-Array = np.ndarray[Any, Any]
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 

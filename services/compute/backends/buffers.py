@@ -1,17 +1,15 @@
 """Buffers: what a step fills before its forward pass, and the pass reads. They stay where they are, so that a pass can be recorded once and run again."""
 
 import math
-from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.host_memory import mapped_zeros
+from shared.model.arrays import Array
 
-Tensor = torch.Tensor
 
-
-def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+def to_device(values: Array, device: torch.device) -> Tensor:
     """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what runs there; on a CPU they stay where they are."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
@@ -42,7 +40,7 @@ class Buffers:
             self._held[name] = held
         return held[:size].view(shape)
 
-    def fill(self, name: str, values: list[int] | np.ndarray[Any, Any]) -> Tensor:
+    def fill(self, name: str, values: list[int] | Array) -> Tensor:
         """The numbers as int64, to be read after `upload`."""
         return self.take(name, (len(values),), torch.int64).copy_(torch.as_tensor(values, dtype=torch.int64))
 

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-Tensor = torch.Tensor
-
+from torch import Tensor
 
 SLICE = 1 << 22  # weights of a matrix that are widened at once
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -8,14 +8,11 @@ Sources: Holtzman et al. 2020 (top-p); Meister et al. 2023 (typical-p); "Top-nσ
 temperature as llama.cpp defines them. Equal logits stand in the order of their token ids.
 """
 
-from typing import Any
-
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.model.decision import XTC, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
-
-Array = np.ndarray[Any, Any]
 
 MAX_TEMPERATURE = 100.0
 NOT_FINITE = "the model's numbers for this request's next token are not finite"

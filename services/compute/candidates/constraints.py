@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from services.compute.candidates.compiled import Grammar, GrammarCache
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.matcher import Filling, Matcher, Turn, replay_some
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary
 from shared.wire.messages import RequestError

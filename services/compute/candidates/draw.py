@@ -3,18 +3,15 @@
 Mostly the list says all of it. Where it does not, the row is slow: it is sorted, as far as somebody has to look.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 
 from services.compute.backends.backend import SearchRequest
 from services.compute.candidates.chain import NOT_FINITE
 from services.compute.candidates.sorted_head import SortedHead, sort_until
+from shared.model.arrays import Array
 from shared.model.decision import GREEDY, cumulative_mass, falls_beyond, kept_count
 from shared.model.sampling_params import SamplingParams
-
-Array = np.ndarray[Any, Any]
 
 NO_TAIL = -1, 0.0  # of a row whose draw falls on its list: a token id and a logit
 

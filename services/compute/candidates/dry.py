@@ -3,14 +3,11 @@
 A pure function of the history: the prompt and the output so far.
 """
 
-from typing import Any
-
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.model.dry_breakers import Breakers
 from shared.model.sampling_params import DryParams
-
-Array = np.ndarray[Any, Any]
 
 MAX_REPEAT = 256  # tokens beyond allowed_length: what repeats more is penalized like this
 MAX_EXPONENT_LOG = 88.7228391  # of the largest float32

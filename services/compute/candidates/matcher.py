@@ -20,7 +20,8 @@ from llguidance import LLMatcher
 from services.compute.candidates.compiled import Grammar
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import num_bytes
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary, compile_grammar
 from shared.process.errors import Invalid

@@ -12,7 +12,8 @@ import torch
 
 from services.compute.backends.backend import RowSearch
 from services.compute.batch import ScheduledBatch
-from services.compute.sequence import Array, ScoredTokens, Sequence
+from services.compute.sequence import ScoredTokens, Sequence
+from shared.model.arrays import Array
 from shared.wire.messages import PromptLogprobs, RequestError
 
 NOT_FINITE = "the model's numbers for this request's prompt are not finite"

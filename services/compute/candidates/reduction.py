@@ -11,7 +11,6 @@ mistake: compute ends with it, and another takes its requests over.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.decision import GREEDY, decide, pick, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.process.telemetry import get_logger
@@ -33,7 +33,6 @@ from shared.wire.messages import RequestError
 
 log = get_logger("penstock.compute")
 
-Array = np.ndarray[Any, Any]
 
 LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
 MAX_LISTED = 256  # of a row with a large top-k

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from services.compute.backends.buffers import to_device
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.process.errors import Invalid
 
 _IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)

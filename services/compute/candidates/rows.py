@@ -5,9 +5,8 @@ from typing import Any
 
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.wire.messages import RequestError, SequenceIntro, StepCandidates
-
-Array = np.ndarray[Any, Any]
 
 REQUESTS_OWN = -1.0  # a row's temperature, where it is its request's
 

@@ -5,14 +5,12 @@ their ids.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
+from shared.model.arrays import Array
 from shared.model.decision import cumulative_mass
-
-Array = np.ndarray[Any, Any]
 
 REACHES = (8.0, 20.0, float("inf"))  # temperatures below the largest: beyond the first lies a token's weight of e^-8
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.models.config import ModelConfig
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

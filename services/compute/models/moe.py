@@ -7,11 +7,10 @@ other, and a token's results are added in the order in which the router ranks it
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Linear, RowMath
 from services.compute.models.sizes import LARGEST, LARGEST_MIXTURE, check_size
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

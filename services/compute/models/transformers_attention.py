@@ -15,13 +15,12 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from services.compute.backends.torch.masked_attention import masked_attention
 from services.compute.backends.torch.reference import read_kv, write_kv
 from services.compute.models.decoder import ForwardBatch
-
-Tensor = torch.Tensor
 
 ATTENTION = "penstock"
 UNKNOWN_TERMS = ("position_bias", "indices", "block_indices")  # of attention: what this one does not compute

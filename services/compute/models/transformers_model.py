@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -32,8 +33,6 @@ from services.compute.models.transformers_attention import (
     register,
 )
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their frequencies follow the longest sequence of a step
 

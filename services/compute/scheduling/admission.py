@@ -10,15 +10,14 @@ past, the peak of memory is sought over the future. The paper draws lengths at r
 from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.output_lengths import OutputLengths
 from services.compute.sequence import Sequence
-
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 CONFIDENCE = 0.99  # asked of a predicted peak: with 0.95 more is preempted and no more is done
 COHORT_EVERY = 16  # admissions between predictions that are followed up

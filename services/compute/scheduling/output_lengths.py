@@ -1,10 +1,8 @@
 """OutputLengths: how long answers have been of late, and so how long one that runs will still be."""
 
-from typing import Any
-
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 WINDOW = 1000  # answers remembered
 USUAL, USUAL_WEIGHT = 512.0, 2.0  # tokens; how many seen answers the assumption weighs as much as

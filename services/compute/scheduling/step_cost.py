@@ -1,11 +1,10 @@
 """StepCost: how long a step takes, learned from the steps that were measured."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 MIN_STEPS = 8  # before a fit is worth using
 REFIT_EVERY = 16

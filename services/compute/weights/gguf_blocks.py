@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 import torch
 from gguf import GGMLQuantizationType
+from torch import Tensor
 
 from services.compute.backends.matrix import Grouped
-
-Tensor = torch.Tensor
 
 GROUP = 32
 SUPER_BLOCK = 256  # inputs of the K formats' blocks

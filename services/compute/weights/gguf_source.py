@@ -11,6 +11,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.gguf_blocks import FORMATS, GROUP, to_grouped
@@ -21,7 +22,6 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-Tensor = torch.Tensor
 
 FLOATS = {
     GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16,

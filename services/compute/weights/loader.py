@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, Norms
 from services.compute.backends.matrix import Dense, concatenate
@@ -20,8 +21,6 @@ from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
-
-Tensor = torch.Tensor
 
 log = get_logger("penstock.compute")
 

@@ -5,13 +5,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cpu.library import Attention, CacheRows, Context, Rotation, pointer
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import kv_group
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

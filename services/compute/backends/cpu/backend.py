@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.cpu.attention import NativeAttention
@@ -15,8 +16,6 @@ from services.compute.backends.cpu.stack import NativeStack
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.backend import TorchBackend
-
-Tensor = torch.Tensor
 
 
 class CpuBackend:

@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context, Weight, pointer
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
 from services.compute.backends.torch.reference import quantize_weight
 from services.compute.host_memory import mapped_zeros
-
-Tensor = torch.Tensor
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}

@@ -6,6 +6,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cuda.graphs import pad_to_bucket
@@ -13,8 +14,6 @@ from services.compute.backends.cuda.kernels import attention as kernels
 from services.compute.backends.cuda.row_math import prepare, warps_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 ROWS = 64  # of a tile: queries times the query heads that share a KV head
 RANGE = 512  # positions whose results are merged in order: a multiple of the keys of a block

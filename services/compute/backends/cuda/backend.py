@@ -5,6 +5,7 @@ from importlib.metadata import version
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
@@ -21,8 +22,6 @@ from services.compute.backends.torch.linear import TorchMlp
 from services.compute.backends.torch.reference import kv_row_size, quantize_weight
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 RESERVED_BLOCK = 16  # tokens: --block-size is a multiple of it
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory

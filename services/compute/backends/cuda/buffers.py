@@ -1,13 +1,10 @@
 """CudaBuffers: the numbers that a step is filled with lie side by side, here and on the device, and go there in one piece."""
 
-from typing import Any
-
-import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
-
-Tensor = torch.Tensor
+from shared.model.arrays import Array
 
 SMALLEST = 64  # numbers of a name, at least
 
@@ -25,7 +22,7 @@ class CudaBuffers(Buffers):
         self._first, self._last = 0, 0  # of what is filled and not uploaded
         self._hold(1 << 12)
 
-    def fill(self, name: str, values: list[int] | np.ndarray[Any, Any]) -> Tensor:
+    def fill(self, name: str, values: list[int] | Array) -> Tensor:
         first = self._place(name, len(values))
         last = first + len(values)
         if self._copied is not None:

@@ -8,8 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 Forward = Callable[[], Tensor]
 Record = Callable[[Forward], Forward]

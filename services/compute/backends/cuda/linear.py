@@ -5,12 +5,11 @@ from enum import IntEnum
 
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.cuda.kernels import products as kernels
 from services.compute.backends.cuda.row_math import QuantizedRows, prepare, quantize
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
-
-Tensor = torch.Tensor
 
 GROUPS = (32, 64, 128)
 FEW_ROWS = 64

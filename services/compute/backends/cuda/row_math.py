@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.cuda.kernels import rows as kernels
-
-Tensor = torch.Tensor
 
 FINISHED_AT_ONCE = 1024  # logits of a program
 

@@ -1,18 +1,16 @@
 """Searches through rows of logits: what launches kernels/search.py. Only the candidates come back to the host, which waits when it reads them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.backend import SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
 from services.compute.backends.cuda.kernels import search as kernels
-
-Array = np.ndarray[Any, Any]
-Tensor = torch.Tensor
+from shared.model.arrays import Array
 
 CHUNK = 1024  # logits, or keys, of a program: no more than there are, no less than four times what it keeps
 KEPT = (2, 64, 256)  # of a chunk: few numbers, for each is compiled by itself

@@ -2,15 +2,13 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
+from torch import Tensor
 
 from services.compute.backends.backend import LayerWeights, RowMath, Wiring
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.graphs import Record, Recordings
 from services.compute.backends.cuda.linear import CudaLinear
-
-Tensor = torch.Tensor
 
 
 class CudaStack:

@@ -4,10 +4,9 @@ import math
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.torch.reference import decode_attention, norm_heads, prefill_attention, rotary, write_kv
-
-Tensor = torch.Tensor
 
 CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, [T, rotary_dim / 2] float32
 

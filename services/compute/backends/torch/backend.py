@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.buffers import Buffers
@@ -14,8 +15,6 @@ from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.host_memory import mapped_zeros
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 
 class TorchBackend:

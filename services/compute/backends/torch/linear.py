@@ -1,12 +1,11 @@
 """Linear layers and MLPs in plain torch."""
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.matrix import Float8, Grouped, Int8Columns
 from services.compute.backends.torch.reference import gated, linear, quantize_float8, quantize_groups, rms_norm
-
-Tensor = torch.Tensor
 
 
 class TorchLinear:

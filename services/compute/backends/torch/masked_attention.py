@@ -2,8 +2,7 @@
 
 import torch
 import torch.nn.functional as F
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def masked_attention(

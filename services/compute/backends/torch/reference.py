@@ -5,10 +5,9 @@ T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from services.compute.backends.matrix import SLICE, Dense, Float8, Grouped, Int8Columns, Matrix, concatenate
-
-Tensor = torch.Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,15 +1,13 @@
 """Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use the vector units; on a GPU torch's."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from services.compute.backends.backend import MassRequest, RowSearch, SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
-
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 CHUNK = 64  # logits that share a maximum in the search for the largest
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -26,8 +27,6 @@ from services.compute.tools.calibration.rounding import round_four_bit
 from services.compute.tools.calibration.scaling import find_scales, fold_into_norm, fold_into_up
 from services.compute.tools.calibration.simulation import Form, ObservedLinear, SimulatedLinear, quantize_matrix
 from services.compute.weights.loader import Loader
-
-Tensor = torch.Tensor
 
 WINDOWS_AT_ONCE = 4
 

@@ -4,11 +4,10 @@ import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.decoder import Decoder, ForwardBatch
-
-Tensor = torch.Tensor
 
 BLOCK_SIZE = 16
 

@@ -7,12 +7,11 @@ Gram matrix G = X^T X: nothing else of the inputs is needed. Each output column 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Grouped
 from services.compute.backends.torch.reference import FOUR_BIT_TABLES, quantize_four_bit
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 DAMPINGS = (0.01, 0.1, 1.0)  # of the mean diagonal, added to it (Frantar et al. 2022, section 3.3): the first that works
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range

@@ -6,11 +6,10 @@ has the least output error, with weights and activations quantized as they will 
 """
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.torch.linear import TorchLinear
 from services.compute.tools.calibration.simulation import Form, quantize_inputs, quantize_matrix
-
-Tensor = torch.Tensor
 
 STRENGTHS = tuple(step / 10 for step in range(1, 10))
 MEASURED_OUTPUTS = 4096  # of a layer, at least, on which scales are compared

@@ -4,12 +4,11 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.linear import TorchLinear
 from services.compute.backends.torch.reference import quantize_groups, quantize_weight
-
-Tensor = torch.Tensor
 
 SAMPLED_ROWS = 512  # of a layer's inputs that are kept
 

@@ -7,11 +7,10 @@ lowest bits on in the order 0, 2, 4, 6, 1, 3, 5, 7. weight = (code - zero) * sca
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import Format, Kept, StoredLayer, describe, keep_groups, num_groups
-
-Tensor = torch.Tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word
 PARTS = ("qweight", "qzeros", "scales")

@@ -9,13 +9,12 @@ import json
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Int8Columns
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS, Format, Kept, StoredLayer, widen
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 STORAGES = (torch.uint8, torch.int8, *FLOATS)  # what codes may be stored as

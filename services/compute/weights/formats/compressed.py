@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Int8Columns
 from services.compute.weights.formats.fp8 import keep_fp8
@@ -27,8 +28,6 @@ from services.compute.weights.formats.stored import (
     widen_permuted,
 )
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 INT_BITS = (2, 4, 8)

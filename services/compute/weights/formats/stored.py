@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Grouped, Matrix
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 PACKED_GROUPS = (128, 64, 32)  # inputs: what the kernels can read
