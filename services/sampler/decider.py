@@ -15,7 +15,8 @@ from services.sampler.request_state import NO_TEXT, RequestState
 from services.sampler.rows import UNKNOWN, Decided
 from shared.model.decision import decide, pad, pick, uniform
 from shared.process.telemetry import get_logger
-from shared.wire.messages import StepCandidates, TokenEvent, TokenLogprob, TopLogprob
+from shared.wire.logprobs import TokenLogprob, TopLogprob
+from shared.wire.messages import StepCandidates, TokenEvent
 from shared.wire.token_log import log_entry
 
 log = get_logger("penstock.sampler")

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from shared.process.errors import StartupError
-from shared.wire.messages import PromptLogprobs
+from shared.wire.logprobs import PromptLogprobs
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
 MAX_PENDING = 8  # tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one: decode them as they are

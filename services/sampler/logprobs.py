@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from shared.wire.messages import TokenLogprob
+from shared.wire.logprobs import TokenLogprob
 
 
 @dataclass(slots=True)

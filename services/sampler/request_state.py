@@ -15,7 +15,8 @@ from services.sampler.logprobs import LogprobHolder
 from services.sampler.stop import StopMatcher
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
-from shared.wire.messages import FinishReason, PromptLogprobs, RequestError, SequenceIntro, TokenEvent, TokenLogprob
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob
+from shared.wire.messages import FinishReason, RequestError, SequenceIntro, TokenEvent
 from shared.wire.token_log import parse_log
 
 log = get_logger("penstock.sampler")

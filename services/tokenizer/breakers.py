@@ -4,9 +4,9 @@ from functools import cached_property, lru_cache
 
 from tokenizers import Tokenizer
 
+from shared.model.arrays import Int32Array
 from shared.model.dry_breakers import pack_breakers
 from shared.process.errors import Invalid
-from shared.wire.messages import Int32Array
 
 MAX_PACKED = 1 << 18  # numbers of one request's breakers: 1 MB in its message
 MAX_TAIL = 20  # tokens after the first

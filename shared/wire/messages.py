@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import typing
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgpack
 import numpy as np
 
+from shared.model.arrays import Float32Array, Float64Array, Int32Array, UInt8Array
 from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.wire.codec import converted, map_unpacker, packer, unpacker
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob
 from shared.wire.views import ComputeView
-
-Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
-Float32Array = Annotated[np.ndarray[Any, np.dtype[np.float32]], "<f4"]
-Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
-UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Task = Literal["generate", "tokenize", "detokenize", "describe", "render"]
@@ -149,32 +146,6 @@ class TokenizedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """The logprobs of a prompt's P tokens at temperature 1, before penalties and bias. Row r is of token r + 1: nothing predicts the first."""
-
-    token_ids: Int32Array  # [P]
-    logprobs: Float32Array  # [P - 1]
-    ranks: Int32Array  # [P - 1] 1 + how many tokens of the vocabulary were likelier
-    top_token_ids: Int32Array  # [(P - 1) * k] the k likeliest of each row, by falling logprob, ties by token id
-    top_logprobs: Float32Array  # [(P - 1) * k]
-    spelled_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # all of the above, each once: the sampler knows their texts
-    texts: tuple[str, ...] = ()  # of the spelled tokens
-    text_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [P] where each token begins in the echoed text; empty: none is
-
-    def __post_init__(self) -> None:
-        num_rows, num_top = len(self.logprobs), len(self.top_token_ids)
-        if len(self.token_ids) != num_rows + 1 or len(self.ranks) != num_rows or len(self.text_offsets) not in (0, num_rows + 1):
-            raise Invalid("PromptLogprobs: not a row for each token after the first, or not an offset for each token")
-        if num_top != len(self.top_logprobs) or num_top % max(num_rows, 1) or len(self.texts) != len(self.spelled_token_ids):
-            raise Invalid("PromptLogprobs: columns of different lengths")
-
-    @property
-    def num_top(self) -> int:
-        """k, how many of the likeliest each row has."""
-        return len(self.top_token_ids) // max(len(self.logprobs), 1)
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceIntro:
     """What a sampler must know of a sequence; sent with its first candidates to that sampler."""
 
@@ -240,27 +211,6 @@ class StepDecisions:
     def __post_init__(self) -> None:
         if any(len(each) != len(self.handles) for each in (self.positions, self.token_ids, self.is_finished)):
             raise Invalid("StepDecisions: columns of different lengths")
-
-
-@dataclass(frozen=True, slots=True)
-class TopLogprob:
-    token: str
-    raw: bytes
-    logprob: float
-    token_id: int = -1  # -1: an older sender's
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A released token's logprob, and the likeliest alternatives'."""
-
-    token: str
-    raw: bytes
-    logprob: float
-    top: tuple[TopLogprob, ...] = ()
-    text_offset: int = 0  # characters of the text that the client gets, an echoed prompt's included, before this token's
-    token_id: int = -1  # -1: an older sender's
-    is_end: bool = False  # it ends the answer, and is no part of the text
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,8 @@ from services.compute.backends.backend import RowSearch
 from services.compute.batch import ScheduledBatch
 from services.compute.sequence import ScoredTokens, Sequence
 from shared.model.arrays import Array
-from shared.wire.messages import PromptLogprobs, RequestError
+from shared.wire.logprobs import PromptLogprobs
+from shared.wire.messages import RequestError
 
 NOT_FINITE = "the model's numbers for this request's prompt are not finite"
 

@@ -25,6 +25,7 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
 from services.compute.scheduling.step_cost import StepCostFit
+from services.compute.scheduling.verdict import Begin, MakeRoom, Wait
 from services.compute.scheduling.waiting import WaitingQueue
 from services.compute.sequence import Sequence
 
@@ -39,28 +40,6 @@ class Draft:
 
     decodes: list[Sequence] = field(default_factory=list)  # one token behind: each computes that token and gets the next
     chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # and how many of its uncomputed tokens
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """The head of the queue begins."""
-
-    matched: list[int]  # blocks of its first tokens that are computed already
-    twin: Sequence | None  # a sequence of the same prompt whose blocks it takes
-
-
-@dataclass(frozen=True, slots=True)
-class MakeRoom:
-    """The head of the queue begins once another sequence has given its place back."""
-
-    victim: Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """The head of the queue waits, and so does all behind it."""
-
-    num_steps: int | None = None  # since there was too little memory for it; None: it waits for something else
 
 
 class Scheduler:

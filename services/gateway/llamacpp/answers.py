@@ -12,7 +12,8 @@ from services.gateway.openai.respond import Responder, check
 from services.gateway.sse import PING, encode_event
 from services.gateway.timeline import Timeline
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import TokenEvent, TokenLogprob, TopLogprob
+from shared.wire.logprobs import TokenLogprob, TopLogprob
+from shared.wire.messages import TokenEvent
 
 Json = dict[str, Any]
 

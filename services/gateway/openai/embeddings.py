@@ -15,9 +15,10 @@ from services.gateway.openai.respond import Responder
 from services.gateway.openai.routes import check
 from services.gateway.openai.schemas import EmbeddingBody
 from services.gateway.record import ResponseRecord, make_record
+from shared.model.arrays import Float32Array
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.messages import Float32Array, GenerateRequest, SchedulingParams
+from shared.wire.messages import GenerateRequest, SchedulingParams
 
 router = APIRouter(prefix="/v1")
 

@@ -9,7 +9,9 @@ from services.gateway.openai.answers import Answer, delta_of
 from services.gateway.openai.prompt_logprobs import EchoedLogprobs, by_token_id, echoed, finite, likeliest
 from services.gateway.parsing.answer import FORCED
 from services.gateway.record import ResponseRecord
-from shared.wire.messages import Float32Array, Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
+from shared.model.arrays import Float32Array, Int32Array
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
+from shared.wire.messages import TokenEvent
 
 
 @dataclass(slots=True)
