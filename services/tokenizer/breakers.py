@@ -1,4 +1,5 @@
-"""DRY's sequence breakers as tokens: every token that holds one, or whose end begins one, with the tokens that must follow then (llama.cpp's way)."""
+"""DRY's sequence breakers as tokens: every token that holds one, or whose end begins one, with the
+tokens that must follow then (llama.cpp's way)."""
 
 from functools import cached_property, lru_cache
 
@@ -14,7 +15,8 @@ KEPT = 256  # breakers that are remembered
 
 
 class BreakerTable:
-    """Looks through the whole vocabulary for a breaker that it has not seen; nothing is made before the first request that wants it."""
+    """Looks through the whole vocabulary for a breaker that it has not seen; nothing is made before
+    the first request that wants it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

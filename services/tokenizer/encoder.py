@@ -1,4 +1,5 @@
-"""Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or the length."""
+"""Text to token ids, for a batch of requests at once, and the checks that need the vocabulary or
+the length."""
 
 import dataclasses
 from functools import cached_property
@@ -61,8 +62,8 @@ class Encoder:
         return self.finish(prepared, max_model_len)
 
     def prepare(self, requests: list[GenerateRequest], chat_template: ChatTemplate) -> list[Prepared]:
-        """The requests with the texts to encode, marked where special tokens are spelt in them that are to be text. Safe in threads, each with a
-        ChatTemplate of its own."""
+        """The requests with the texts to encode, marked where special tokens are spelt in them that
+        are to be text. Safe in threads, each with a ChatTemplate of its own."""
         prepared = [Prepared.of(request) for request in requests]
         chats: list[tuple[Prepared, Conversation]] = []
         for each in prepared:
@@ -88,7 +89,8 @@ class Encoder:
         return [self._finish(each, max_model_len) for each in prepared]
 
     def _marked(self, request: GenerateRequest, value: T) -> T:
-        """A prompt or a conversation, with marks if it needs them. Raises Invalid if it can't have them."""
+        """A prompt or a conversation, with marks if it needs them. Raises Invalid if it can't have
+        them."""
         is_chat, parses = request.messages is not None, request.encoding.parse_special_tokens
         if not is_chat if parses is None else parses:
             return value
@@ -99,8 +101,9 @@ class Encoder:
             raise Invalid(reason, param="messages" if is_chat else "prompt") from None
 
     def _with_own_marks(self, chat: Conversation, text: str, chat_template: ChatTemplate) -> str | Invalid | Slow:
-        """The rendered text of a conversation with marks. If they have changed what the template does, it looks for special tokens in contents: it may in what
-        the assistant said and thought, of which the model made them; what others spell stays text, and so do calls."""
+        """The rendered text of a conversation with marks. If they have changed what the template
+        does, it looks for special tokens in contents: it may in what the assistant said and
+        thought, of which the model made them; what others spell stays text, and so do calls."""
         unmarked = self.special_tokens.unmark(chat)
         assistants = tuple(
             dataclasses.replace(plain, tool_calls=each.tool_calls) if plain.role == "assistant" else each
@@ -114,8 +117,9 @@ class Encoder:
         return MarkedText(text if text.replace(MARK, "") == plain else again)
 
     def _bound(self, prepared: Prepared, text: str, max_model_len: int) -> None:
-        """Cut or refuse a text that can't fit. Megabytes take a tokenizer seconds, and other requests wait: of a long text a part is encoded, and where that is
-        more than the model reads, by more than the tokens of a word that is cut, the rest is not."""
+        """Cut or refuse a text that can't fit. Megabytes take a tokenizer seconds, and other
+        requests wait: of a long text a part is encoded, and where that is more than the model
+        reads, by more than the tokens of a word that is cut, the rest is not."""
         request, longest = prepared.request, LONG_TEXT * max_model_len
         encoding = request.encoding
         if len(text) <= longest or request.task != "generate":
@@ -137,7 +141,8 @@ class Encoder:
         prepared.error = Invalid(reason, param=field_of(request), code="context_length_exceeded")
 
     def _encode_texts(self, prepared: list[Prepared], max_model_len: int) -> None:
-        """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""
+        """One batched call for the templated texts, which bring their own special tokens, and one
+        for plain prompts."""
 
         def kind(each: Prepared) -> tuple[bool, bool]:
             """Whether it is a conversation, and whether special tokens are added."""
@@ -157,7 +162,8 @@ class Encoder:
                 self._encode_plain(plain, param, add_special_tokens=adds)
 
     def _encode_plain(self, prepared: list[Prepared], param: str, *, add_special_tokens: bool) -> None:
-        """All at once; if that fails, each alone, so that a text that can't be encoded fails by itself."""
+        """All at once; if that fails, each alone, so that a text that can't be encoded fails by
+        itself."""
         try:
             token_ids = self._encode_batch([str(each.text) for each in prepared], param, add_special_tokens=add_special_tokens)
             for each, ids in zip(prepared, token_ids, strict=True):
@@ -170,7 +176,8 @@ class Encoder:
                 self._encode_plain([each], param, add_special_tokens=add_special_tokens)
 
     def _encode_pair(self, prepared: Prepared, max_model_len: int, *, adds_special_tokens: bool) -> None:
-        """Both texts as the tokenizer joins them. Of a pair that is too long the longer one is cut, if the request wants that."""
+        """Both texts as the tokenizer joins them. Of a pair that is too long the longer one is cut,
+        if the request wants that."""
         request = prepared.request
         most = request.encoding.truncate_prompt_tokens
         cut = {"truncation": "longest_first", "max_length": most if most > 0 else max_model_len} if most is not None else {}
@@ -223,7 +230,8 @@ class Encoder:
             model=request.model,
             params=dataclasses.replace(params, max_tokens=max_tokens, bad_words_token_ids=bad_words),
             prompt_token_ids=token_ids,
-            eos_token_ids=() if params.ignore_eos and request.constraint is None else self.eos_token_ids,  # a grammar has its own end
+            # a grammar has its own end
+            eos_token_ids=() if params.ignore_eos and request.constraint is None else self.eos_token_ids,
             echo_text=echo_text,
             created_at=request.created_at,
             scheduling=request.scheduling,
@@ -246,7 +254,8 @@ class Encoder:
         return tuple(dict.fromkeys(tuple(each.tolist()) for each in spelt))
 
     def _opening(self, request: GenerateRequest, text: str | None) -> str | None:
-        """What the template has said of the answer, as far as its reader must know it. An answer that has to match from its first token on begins anew."""
+        """What the template has said of the answer, as far as its reader must know it. An answer
+        that has to match from its first token on begins anew."""
         if request.messages is None or text is None or (request.constraint is not None and not request.constraint.thought_end):
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
@@ -294,12 +303,14 @@ class Encoder:
             raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
 
     def _offsets(self, request: GenerateRequest, text: str | None, token_ids: Array) -> Array:
-        """Where each token begins in the text that is echoed; None: the text is decoded. What the text lacks, as a BOS, begins where the next one does."""
+        """Where each token begins in the text that is echoed; None: the text is decoded. What the
+        text lacks, as a BOS, begins where the next one does."""
         if text is None:
             return self._decoded_offsets(token_ids.tolist())
         offsets, end, adds = [], 0, request.encoding.add_special_tokens is not False
         for begin, own_end in self.tokenizer(text, add_special_tokens=adds, return_offsets_mapping=True, verbose=False)["offset_mapping"]:
-            offsets.append(end if begin == own_end else min(begin, end))  # less than the end: a part of a character; more: of some, spaces are cut off
+            # less than the end: a part of a character; more: of some, spaces are cut off
+            offsets.append(end if begin == own_end else min(begin, end))
             end = max(end, own_end)
         return np.array(offsets, np.int32)
 
@@ -315,9 +326,11 @@ class Encoder:
         return np.array(offsets, np.int32)
 
     def _check(self, request: GenerateRequest, token_ids: Array, max_model_len: int) -> int:
-        """The request's max_tokens, cut to what the prompt leaves of the model's length: an answer that gets there ends with `length`.
+        """The request's max_tokens, cut to what the prompt leaves of the model's length: an answer
+        that gets there ends with `length`.
 
-        Many agents always ask for more than a small model has. Raises Invalid for a prompt that leaves no room at all.
+        Many agents always ask for more than a small model has. Raises Invalid for a prompt that
+        leaves no room at all.
         """
         params, n, field = request.params, len(token_ids), field_of(request)
         if n == 0:

@@ -18,7 +18,8 @@ from shared.wire.transport import DeadLetter, Delivery, GroupReader, Pipeline, a
 
 log = get_logger("penstock.tokenizer")
 
-CLAIM_IDLE_MS = 5000  # encoding a batch takes far less: an entry idle for longer belongs to a dead replica
+# encoding a batch takes far less: an entry idle for longer belongs to a dead replica
+CLAIM_IDLE_MS = 5000
 CLAIM_EVERY_S = 1.0
 FORGET_CONSUMERS_EVERY_S = 30.0
 MAX_DELIVERIES = 5
@@ -50,10 +51,12 @@ class TokenizerService:
             self.claim()
             self.stage.mark_alive()
         self.stage.leave()
-        self.reader.release_all()  # a delivery whose reply was lost is pending, though nothing is being done
+        # a delivery whose reply was lost is pending, though nothing is being done
+        self.reader.release_all()
 
     def claim(self) -> None:
-        """Now and then, keep what is held here, and take over what dead replicas left. One entry at a time, for one of them may be what they died of."""
+        """Now and then, keep what is held here, and take over what dead replicas left. One entry at
+        a time, for one of them may be what they died of."""
         now = time.monotonic()
         if now - self._claimed_at > CLAIM_EVERY_S:
             self._claimed_at = now
@@ -70,7 +73,8 @@ class TokenizerService:
             self.reader.forget_consumers(self.stage.registry.ids("tokenizer"))
 
     def handle(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
-        """Encode and hand on. Those whose templates take long come back by finish_slow: nobody else waits for them."""
+        """Encode and hand on. Those whose templates take long come back by finish_slow: nobody else
+        waits for them."""
         fresh = [delivery for delivery in deliveries if delivery.entry_id not in self.templates.entry_ids]
         slow = [delivery for delivery in fresh if brings_template(delivery.message)]
         ordinary = [delivery for delivery in fresh if not brings_template(delivery.message)]
@@ -84,7 +88,8 @@ class TokenizerService:
         self.hand_on(self.templates.done(), [], time.time())
 
     def hand_on(self, prepared: list[tuple[Delivery, Prepared]], dead: list[DeadLetter], started_at: float) -> None:
-        """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly one stream."""
+        """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly
+        one stream."""
         if not prepared and not dead:
             return
         requests = [delivery.message for delivery, _ in prepared]

@@ -1,7 +1,8 @@
-"""Conversations that bring a chat template of their own, and those with which the model's template is slow: rendered beside the loop, by other workers.
+"""Conversations that bring a chat template of their own, and those with which the model's template
+is slow: rendered beside the loop, by other workers.
 
-Who asks for such a conversation waits for it, and nobody else does: tenants take turns, none has all the workers, and
-what waits too long, or is one too many, gets an error that says so.
+Who asks for such a conversation waits for it, and nobody else does: tenants take turns, none has
+all the workers, and what waits too long, or is one too many, gets an error that says so.
 """
 
 import time
@@ -37,12 +38,14 @@ class SlowTemplates:
     """Its methods belong to the loop."""
 
     def __init__(self, tokenizer: Any, render: Render) -> None:
-        """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its own."""
+        """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its
+        own."""
         self._tokenizer = tokenizer
         self._render = render
         self._free: list[ChatTemplate] = []
         self._running: list[Running] = []
-        self._waiting: OrderedDict[str, deque[tuple[Delivery, float]]] = OrderedDict()  # by tenant, the next one first; since when
+        # by tenant, the next one first; since when
+        self._waiting: OrderedDict[str, deque[tuple[Delivery, float]]] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "slow-template")
         self.entry_ids: list[bytes] = []  # of all that is here
 
@@ -105,7 +108,8 @@ class SlowTemplates:
 
 
 def tenant_of(request: GenerateRequest) -> str:
-    """Whose it is, as far as its salt tells: a gateway with keys puts the tenant before what the client gave."""
+    """Whose it is, as far as its salt tells: a gateway with keys puts the tenant before what the
+    client gave."""
     tenant, separator, _ = request.scheduling.cache_salt.partition("\0")
     return tenant if separator else ""
 

@@ -1,6 +1,8 @@
-"""A dataclass to msgpack's values and back, by the types of its fields: messages as arrays of their fields, records of Redis as maps of them.
+"""A dataclass to msgpack's values and back, by the types of its fields: messages as arrays of their
+fields, records of Redis as maps of them.
 
-Arrays of numbers are raw little-endian bytes. A field that is missing, in an array at the end, has its default.
+Arrays of numbers are raw little-endian bytes. A field that is missing, in an array at the end, has
+its default.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Wrong(Exception):
 
 
 def converted(converter: _Converter, values: Any, name: str) -> Any:
-    """The values, which errors call `name`, as what the converter makes of them. Raises Invalid, with the path to the value that is wrong."""
+    """The values, which errors call `name`, as what the converter makes of them. Raises Invalid,
+    with the path to the value that is wrong."""
     try:
         return converter(values)
     except Wrong as wrong:
@@ -66,7 +69,8 @@ def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
 
 @cache
 def unpacker(cls: Any) -> _Converter:
-    """What makes a message of this class of a list. It raises Wrong for a value that does not fit."""
+    """What makes a message of this class of a list. It raises Wrong for a value that does not
+    fit."""
     hints = typing.get_type_hints(cls, include_extras=True)
     plan = [(f.name, _field_unpacker(hints[f.name], unpacker)) for f in fields(cls)]
     required = len(_required(cls))

@@ -12,16 +12,20 @@ from shared.process.errors import Invalid
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """The logprobs of a prompt's P tokens at temperature 1, before penalties and bias. Row r is of token r + 1: nothing predicts the first."""
+    """The logprobs of a prompt's P tokens at temperature 1, before penalties and bias. Row r is of
+    token r + 1: nothing predicts the first."""
 
     token_ids: Int32Array  # [P]
     logprobs: Float32Array  # [P - 1]
     ranks: Int32Array  # [P - 1] 1 + how many tokens of the vocabulary were likelier
-    top_token_ids: Int32Array  # [(P - 1) * k] the k likeliest of each row, by falling logprob, ties by token id
+    # [(P - 1) * k] the k likeliest of each row, by falling logprob, ties by token id
+    top_token_ids: Int32Array
     top_logprobs: Float32Array  # [(P - 1) * k]
-    spelled_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # all of the above, each once: the sampler knows their texts
+    # all of the above, each once: the sampler knows their texts
+    spelled_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     texts: tuple[str, ...] = ()  # of the spelled tokens
-    text_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [P] where each token begins in the echoed text; empty: none is
+    # [P] where each token begins in the echoed text; empty: none is
+    text_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
         num_rows, num_top = len(self.logprobs), len(self.top_token_ids)
@@ -52,6 +56,7 @@ class TokenLogprob:
     raw: bytes
     logprob: float
     top: tuple[TopLogprob, ...] = ()
-    text_offset: int = 0  # characters of the text that the client gets, an echoed prompt's included, before this token's
+    # characters of the text that the client gets, an echoed prompt's included, before this token's
+    text_offset: int = 0
     token_id: int = -1  # -1: an older sender's
     is_end: bool = False  # it ends the answer, and is no part of the text

@@ -1,4 +1,5 @@
-"""Buffers: what a step fills before its forward pass, and the pass reads. They stay where they are, so that a pass can be recorded once and run again."""
+"""Buffers: what a step fills before its forward pass, and the pass reads. They stay where they are,
+so that a pass can be recorded once and run again."""
 
 import math
 
@@ -10,19 +11,22 @@ from shared.model.arrays import Array
 
 
 def to_device(values: Array, device: torch.device) -> Tensor:
-    """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what runs there; on a CPU they stay where they are."""
+    """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what
+    runs there; on a CPU they stay where they are."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def ensure_works(device: torch.device) -> None:
-    """Raises what has gone wrong on a GPU, if anything has. It computes nothing from then on, and its error comes up wherever the host asks it next."""
+    """Raises what has gone wrong on a GPU, if anything has. It computes nothing from then on, and
+    its error comes up wherever the host asks it next."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Buffers:
-    """Tensors by name, which grow to the largest step. What a step gets is good until the next step takes the same name."""
+    """Tensors by name, which grow to the largest step. What a step gets is good until the next step
+    takes the same name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

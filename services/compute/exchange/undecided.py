@@ -1,8 +1,9 @@
 """Undecided: the rows that samplers have been asked to decide, and who has been asked how often.
 
-Rows are known by (handle, position). Decisions may come twice, late, or out of order (from two samplers, after a takeover); they are let
-through once and in the order of the positions. A sampler that says nothing is asked again, with growing patience: it may have died, lost its
-memory, or be busy with rebuilding what it took over.
+Rows are known by (handle, position). Decisions may come twice, late, or out of order (from two
+samplers, after a takeover); they are let through once and in the order of the positions. A sampler
+that says nothing is asked again, with growing patience: it may have died, lost its memory, or be
+busy with rebuilding what it took over.
 """
 
 import math
@@ -14,7 +15,8 @@ from services.compute.candidates.rows import CandidateRows, gather
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 30.0
 NOT_ASKED = float("inf")
-MAX_SILENCES = 8  # that a row is sent into, to samplers that live and do not answer: some three minutes
+# that a row is sent into, to samplers that live and do not answer: some three minutes
+MAX_SILENCES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Row:
 
     rows: CandidateRows
     index: int
-    step: int  # of the message with which it is first sent: decisions of earlier ones are not for it
+    # of the message with which it is first sent: decisions of earlier ones are not for it
+    step: int
     asked_at: float = NOT_ASKED  # monotonic, s: when it was sent last
     num_silences: int = 0
 
@@ -49,7 +52,8 @@ class Patience:
 @dataclass(slots=True)
 class Undecided:
     rows: dict[int, dict[int, Row]] = field(default_factory=dict)  # by handle, by position, rising
-    early: dict[tuple[int, int], Decision] = field(default_factory=dict)  # that came before one at an earlier position
+    # that came before one at an earlier position
+    early: dict[tuple[int, int], Decision] = field(default_factory=dict)
     patience: dict[str, Patience] = field(default_factory=dict)  # by sampler
 
     def __len__(self) -> int:
@@ -77,7 +81,8 @@ class Undecided:
         return gather(list(indices.values())) if indices else None
 
     def forget(self, handle: int, after_position: int = 0) -> None:
-        """The sequence has ended, or goes on otherwise after a position: nobody waits for these rows any more."""
+        """The sequence has ended, or goes on otherwise after a position: nobody waits for these
+        rows any more."""
         rows = self.rows.get(handle, {})
         for position in [each for each in rows if each > after_position]:
             del rows[position]
@@ -87,7 +92,8 @@ class Undecided:
             del self.early[key]
 
     def settle(self, step: int, decisions: Iterable[Decision]) -> list[Decision]:
-        """The decisions of a message that are awaited, with those that came early and whose turn it is now."""
+        """The decisions of a message that are awaited, with those that came early and whose turn it
+        is now."""
         settled = []
         for decision in decisions:
             row = self.rows.get(decision.handle, {}).get(decision.position)
@@ -111,10 +117,12 @@ class Undecided:
         self.patience[sampler_id] = Patience(time.monotonic())
 
     def silent(self, sampler_by_handle: dict[int, str | None], *, seen_since: float = -math.inf) -> list[int]:
-        """The handles whose samplers have said nothing for longer than they may; from now on each of those may take twice as long. seen_since: monotonic, s,
-        when this replica could not see the last time: an answer that it could not hear is no silence.
+        """The handles whose samplers have said nothing for longer than they may; from now on each
+        of those may take twice as long. seen_since: monotonic, s, when this replica could not see
+        the last time: an answer that it could not hear is no silence.
 
-        And those that wait for longest patience while their sampler answers others: it has lost their rows, or can't answer them.
+        And those that wait for longest patience while their sampler answers others: it has lost
+        their rows, or can't answer them.
         """
         now = time.monotonic()
         asked_at: dict[str, float] = {}

@@ -24,4 +24,5 @@ class MakeRoom:
 class Wait:
     """The head of the queue waits, and so does all behind it."""
 
-    num_steps: int | None = None  # since there was too little memory for it; None: it waits for something else
+    # since there was too little memory for it; None: it waits for something else
+    num_steps: int | None = None

@@ -20,14 +20,17 @@ log = get_logger("penstock.compute")
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-TEXT_PREFIXES = ("language_model.model.", "model.language_model.")  # of a multimodal checkpoint's text part, in older files and newer ones
+# of a multimodal checkpoint's text part, in older files and newer ones
+TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 
 
 class SafetensorsSource:
-    """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a multimodal checkpoint has the names of a text model."""
+    """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a
+    multimodal checkpoint has the names of a text model."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, quantization_config: dict[str, Any] | None = None) -> None:
-        """quantization_config: config.json's, of a format of weights/formats/. Raises StartupError."""
+        """quantization_config: config.json's, of a format of weights/formats/. Raises
+        StartupError."""
         self.folder = folder
         self.dtype = dtype
         self.device = device

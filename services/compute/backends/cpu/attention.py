@@ -1,4 +1,5 @@
-"""Attention in native code: one algorithm for single tokens and for chunks, so that it does not matter in which chunks a prompt came."""
+"""Attention in native code: one algorithm for single tokens and for chunks, so that it does not
+matter in which chunks a prompt came."""
 
 import ctypes
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from services.compute.backends.torch.reference import kv_group
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """The structures of a step's calls, in which a layer puts its own; and the tensors that they point to."""
+    """The structures of a step's calls, in which a layer puts its own; and the tensors that they
+    point to."""
 
     rotation: Rotation
     attention: Attention
@@ -25,7 +27,8 @@ class NativePlan:
 
 
 class NativeAttention:
-    """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own (cache.inc), in blocks of a multiple of 16."""
+    """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its
+    own (cache.inc), in blocks of a multiple of 16."""
 
     def __init__(self, context: Context, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
         assert heads.are_supported

@@ -23,7 +23,8 @@ class CpuBackend:
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))  # for heads that native code does not know, over the same caches
+        # for heads that native code does not know, over the same caches
+        self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))
         self.dtype = self.torch.dtype
         self.device = self.torch.device
         self.buffers = self.torch.buffers

@@ -1,4 +1,5 @@
-"""A decoder's layers in native code, as one call: one parallel region a step, in which threads wait for each other only."""
+"""A decoder's layers in native code, as one call: one parallel region a step, in which threads wait
+for each other only."""
 
 import ctypes
 from collections.abc import Sequence

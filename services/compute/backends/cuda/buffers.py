@@ -1,4 +1,5 @@
-"""CudaBuffers: the numbers that a step is filled with lie side by side, here and on the device, and go there in one piece."""
+"""CudaBuffers: the numbers that a step is filled with lie side by side, here and on the device, and
+go there in one piece."""
 
 import torch
 from torch import Tensor
@@ -16,9 +17,11 @@ class CudaBuffers(Buffers):
         super().__init__(device)
         self.num_uploads = 0
         self._is_pinned = device.type == "cuda"
-        self._copied: torch.cuda.Event | None = None  # after the last upload: until then the host's side must stay as it is
+        # after the last upload: until then the host's side must stay as it is
+        self._copied: torch.cuda.Event | None = None
         self._places: dict[str, tuple[int, int]] = {}  # first, size
-        self._names: set[str] = set()  # that have had a place, perhaps in memory that was too small: a recording may read there
+        # that have had a place, perhaps in memory that was too small: a recording may read there
+        self._names: set[str] = set()
         self._first, self._last = 0, 0  # of what is filled and not uploaded
         self._hold(1 << 12)
 

@@ -32,8 +32,8 @@ class TorchLinear:
 class QuantizedTorchLinear(TorchLinear):
     """Quantized weights without native code: slow, and the definition of what native code computes.
 
-    Activations are int8, or FP8 where weights are: with a scale for each row where weights have one for each column, and for each row and group where weights
-    have groups.
+    Activations are int8, or FP8 where weights are: with a scale for each row where weights have one
+    for each column, and for each row and group where weights have groups.
     """
 
     def __init__(self, matrix: Int8Columns | Grouped | Float8, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
