@@ -26,6 +26,7 @@ from services.compute.exchange.undecided import Decision, Undecided
 from services.operator.redis_server import socket_path, start_server
 from services.sampler.detokenizer import load_tokenizer
 from services.sampler.service import SamplerService
+from shared.model.arrays import Array
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
@@ -47,7 +48,7 @@ class Takeover:
     us_per_token: float
 
 
-def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> np.ndarray[Any, Any]:
+def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> Array:
     """Returns the token ids [sequences, tokens]."""
     token_ids = np.random.default_rng(0).integers(260, 2048, (sequences, tokens))
     for row in range(sequences):
@@ -58,7 +59,7 @@ def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> np.ndarray[
     return token_ids
 
 
-def rows_at(position: int, previous: np.ndarray[Any, Any]) -> CandidateRows:
+def rows_at(position: int, previous: Array) -> CandidateRows:
     """A greedy row for each sequence, computed upon its log's last token."""
     count = len(previous)
     zeros, ones = np.zeros(count, np.int32), np.ones(count, np.int32)

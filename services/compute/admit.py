@@ -1,4 +1,5 @@
-"""Admitting prompts: a claimed message becomes a sequence, or is refused, or is a second copy of one that is here."""
+"""Admitting prompts: a claimed message becomes a sequence, or is refused, or is a second copy of
+one that is here."""
 
 import itertools
 from dataclasses import replace
@@ -27,7 +28,8 @@ FORGET_CONSUMERS_EVERY = 30  # claims
 
 
 class Admitter:
-    """Fills `active`. Every prompt that was delivered ends up there, or its entry is acknowledged."""
+    """Fills `active`. Every prompt that was delivered ends up there, or its entry is
+    acknowledged."""
 
     def __init__(self, stage: Stage, engine: Engine, exchange: Exchange, constraints: Constraints, active: dict[int, ActiveRequest]) -> None:
         assert stage.model is not None
@@ -55,16 +57,17 @@ class Admitter:
         self.constraints.forget(active.sequence.handle)
         del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
 
-    def claim(self, room: int) -> None:
+    def claim(self, num_wanted: int) -> None:
         """Take over what dead replicas left, and forget their names."""
-        if room > 0:
-            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(room, MAX_CLAIMED)))
+        if num_wanted > 0:
+            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(num_wanted, MAX_CLAIMED)))
         self._num_claims += 1
         if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
             self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))
 
     def admit(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
-        """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or are here already."""
+        """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or
+        are here already."""
         for letter in dead:
             self._end(letter.request_id, letter.gateway_id, letter.entry_id, RequestError(f"this request could not be handled: {letter.reason}"))
         fresh: dict[str, Delivery] = {}
@@ -81,7 +84,8 @@ class Admitter:
             self._admit_fresh(list(fresh.values()))
 
     def _admit_fresh(self, deliveries: list[Delivery]) -> None:
-        """One round trip for what Redis knows of them: whether they were cancelled, who reads them, and the logs of those that were claimed."""
+        """One round trip for what Redis knows of them: whether they were cancelled, who reads them,
+        and the logs of those that were claimed."""
         claimed = [each for each in deliveries if each.was_claimed]
 
         def ask(pipe: Pipeline) -> None:
@@ -135,7 +139,8 @@ class Admitter:
 
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
         prompt = request.prompt_token_ids.tolist()
-        params = replace(request.params, prompt_logprobs=None) if logged else request.params  # the first token's entry holds them
+        # the first token's entry holds them
+        params = replace(request.params, prompt_logprobs=None) if logged else request.params
         scheduling = request.scheduling
         return Sequence(
             next(self._handles),
@@ -168,7 +173,7 @@ class Admitter:
         for delivery, active in admitted:
             sequence, attempts = active.sequence, verdicts.get(delivery.entry_id)
             if attempts is not None and attempts.is_poison:
-                self._bury(delivery)
+                self._give_up(delivery)
                 continue
             self.active[sequence.handle] = active
             self.num_claimed += delivery.was_claimed
@@ -180,7 +185,8 @@ class Admitter:
                 self.quarantine.watch(sequence)
             begun.append(active)
         if constrained := [active.sequence for active in begun if active.request.constraint is not None]:
-            self.exchange.remember(self.quarantine.told(constrained, has_run=True))  # a grammar may kill while it is compiled
+            # a grammar may kill while it is compiled
+            self.exchange.remember(self.quarantine.told(constrained, has_run=True))
             self.exchange.publish_held()
         for active in begun:
             self.begin(active.sequence)
@@ -202,7 +208,7 @@ class Admitter:
         """Whether the scheduler has it, among those that wait or those that run."""
         return sequence.handle not in self.quarantine.suspects and sequence.handle not in self.constraints.opening
 
-    def _bury(self, delivery: Delivery) -> None:
+    def _give_up(self, delivery: Delivery) -> None:
         """What replicas died of, each time it ran alone."""
         request = delivery.message
         reason = "replica after replica died when it began this request, also alone"
@@ -220,8 +226,10 @@ class Admitter:
 
 
 def strange_ids(request: TokenizedRequest, vocab_size: int) -> str | None:
-    """Which field names a token that this model has not. A GPU that is given such an index is lost, with all that it computes."""
-    params, prompt = request.params, request.prompt_token_ids  # of which none is negative: see TokenizedRequest
+    """Which field names a token that this model has not. A GPU that is given such an index is lost,
+    with all that it computes."""
+    # of which none is negative: see TokenizedRequest
+    params, prompt = request.params, request.prompt_token_ids
     named = {
         "prompt": (int(prompt.max()),), "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids, "bad_words": itertools.chain.from_iterable(params.bad_words_token_ids),

@@ -29,7 +29,9 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0  # beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow cores
+# beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
+# cores
+CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
@@ -49,13 +51,15 @@ class Engine:
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
-    """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes bfloat16)."""
+    """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes
+    bfloat16)."""
     wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
 def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> float:
-    """Seconds. Where the other stages run on the model's own cores, what they do between two steps is time that the model loses."""
+    """Seconds. Where the other stages run on the model's own cores, what they do between two steps
+    is time that the model loses."""
     if settings.publish_interval_ms is not None:
         return settings.publish_interval_ms / 1000
     return SHARED_CORES_INTERVAL_S if device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
@@ -74,7 +78,8 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
 
 
 def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None) -> Model:
-    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
+    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens;
+    None: what the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         weights = load_weights(
@@ -88,7 +93,8 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     if files.weights.is_file():
         raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only (--model-impl), which does not have this architecture")
     try:
-        from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder  # seconds that a native model need not wait
+        # seconds that a native model need not wait
+        from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
         from services.compute.models.transformers_model import load_transformers_model
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
@@ -108,7 +114,8 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
 
 
 def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or torch's error where memory is too small."""
+    """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
+    torch's error where memory is too small."""
     device = choose_device(settings.device)
     backend = open_backend(settings, files, device)
     limit = smallest(settings.max_model_len, files.max_model_len)
@@ -164,13 +171,15 @@ class CacheSize:
 
 
 def size_cache(settings: ComputeSettings, model: Model, limit: int | None, workspace_bytes: int) -> CacheSize:
-    """The cache that fits in memory. limit: the longest sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
+    """The cache that fits in memory. limit: the longest sequence wanted, in tokens; None: what the
+    cache holds. Raises StartupError."""
     num_blocks = choose_num_blocks(settings, model.config, model.backend, workspace_bytes)
     return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 
 def size_encoder_cache(settings: ComputeSettings, model: Model, limit: int | None) -> CacheSize:
-    """Blocks that account for an encoder's texts, for as many of the longest as a step has places; they hold next to nothing. limit: as for size_cache."""
+    """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
+    they hold next to nothing. limit: as for size_cache."""
     longest = smallest(limit, model.longest_text)
     num_blocks = settings.max_num_seqs * -(-(longest or settings.max_batched_tokens) // settings.block_size)
     return CacheSize(num_blocks, smallest(longest, num_blocks * settings.block_size))
@@ -190,7 +199,8 @@ def smallest(limit: int | None, other: int | None) -> int | None:
 
 
 def make_scheduler(settings: ComputeSettings, size: CacheSize, *, is_encoder: bool) -> Scheduler:
-    """The scheduler that the settings ask for. An encoder computes each text whole, so the longest fits in a step, and no text shares another's blocks."""
+    """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
+    fits in a step, and no text shares another's blocks."""
     block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder)
     return Scheduler(
         block_manager,

@@ -1,8 +1,9 @@
 """A step in flight: it runs on a device that draws its tokens, and nothing of it has been read yet.
 
-`launch`: each sequence of the step has a token that is PENDING. So the next step can be scheduled, and launched upon what the device draws. `collect`: the
-candidates are read, and the token becomes what the sampler will decide. The device's draw has no authority: where the host's is another, or ends its
-sequence, the next step's row is discarded, like everything computed from a wrong token.
+`launch`: each sequence of the step has a token that is PENDING. So the next step can be scheduled,
+and launched upon what the device draws. `collect`: the candidates are read, and the token becomes
+what the sampler will decide. The device's draw has no authority: where the host's is another, or
+ends its sequence, the next step's row is discarded, like everything computed from a wrong token.
 
 Where only the host draws, a step is collected as soon as it is launched.
 """
@@ -24,7 +25,8 @@ class Flight:
     reduction: Reduction
     sequences: dict[int, Sequence]  # by handle: those that have a token PENDING
     began_at: float  # perf_counter, s: when the step was begun
-    drawn: DrawnTokens | None  # what the next step may be launched upon before this one is collected; None: nothing
+    # what the next step may be launched upon before this one is collected; None: nothing
+    drawn: DrawnTokens | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,8 @@ class Collected:
 
 
 def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[int, Sequence]:
-    """The sequences that a step samples, by handle, in its order: not those that have ended since, or whose rows were computed from a wrong token."""
+    """The sequences that a step samples, by handle, in its order: not those that have ended since,
+    or whose rows were computed from a wrong token."""
     found = {row.handle: (row, scheduler.running.get(row.handle)) for row in batch.rows if row.is_sampled}
     return {handle: each for handle, (row, each) in found.items() if each is not None and each.num_computed_tokens == row.num_context_tokens}
 
@@ -55,7 +58,8 @@ def launch(batch: ScheduledBatch, reduction: Reduction, scheduler: Scheduler, be
 
 
 def collect(flight: Flight, scheduler: Scheduler) -> Collected:
-    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide; after one that ends its sequence nothing is computed."""
+    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide;
+    after one that ends its sequence nothing is computed."""
     rows = flight.reduction.finish()
     failures = {handle: error for handle, error in rows.failures.items() if is_waiting(flight.sequences.get(handle))}
     waiting = [row for row, handle in enumerate(rows.handles.tolist()) if is_waiting(flight.sequences[handle])]

@@ -1,11 +1,14 @@
-"""THE LOOP: receive, apply, schedule, run, reduce, collect, send. What it does not do itself is one call away.
+"""THE LOOP: receive, apply, schedule, run, reduce, collect, send. What it does not do itself is one
+call away.
 
-No step waits for its decisions. Compute has the candidates, the parameters, the seed and the position, and deciding is a pure function: so it
-takes the token that the sampler will decide and goes on. The sampler stays the authority. What the log holds comes in while a later step
-runs; where it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
+No step waits for its decisions. Compute has the candidates, the parameters, the seed and the
+position, and deciding is a pure function: so it takes the token that the sampler will decide and
+goes on. The sampler stays the authority. What the log holds comes in while a later step runs; where
+it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
 
-A device that draws its tokens is not waited for either: a step is collected and sent when the one after it has been launched (flight.py). So there are
-two orders of one step's work, `step_waiting` and `step_ahead`. The first is the specification: the second sends the same rows.
+A device that draws its tokens is not waited for either: a step is collected and sent when the one
+after it has been launched (flight.py). So there are two orders of one step's work, `step_waiting`
+and `step_ahead`. The first is the specification: the second sends the same rows.
 """
 
 import time
@@ -43,8 +46,10 @@ log = get_logger("penstock.compute")
 UPKEEP_EVERY_S = 1.0
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
-MASK_BUDGET_S = 0.01  # that a step waits for masks when its forward pass is over; rows without one sit out
-BACKLOG = 1024  # prompts that wait here, where tenants and priorities count; gateways admit as many by default
+# that a step waits for masks when its forward pass is over; rows without one sit out
+MASK_BUDGET_S = 0.01
+# prompts that wait here, where tenants and priorities count; gateways admit as many by default
+BACKLOG = 1024
 TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
 
 
@@ -76,7 +81,7 @@ class ComputeService:
         self.stage.join()
         while not self.stage.stopping.is_set():
             self.step()
-            self.stage.turn()
+            self.stage.mark_alive()
             if time.monotonic() - self._upkept_at > UPKEEP_EVERY_S:
                 self.upkeep()
         self.stage.leave()
@@ -85,7 +90,8 @@ class ComputeService:
         self.exchange.leave()
 
     def step(self) -> None:
-        """One step. What has come is applied before anything is scheduled: a sequence that has ended must not run again."""
+        """One step. What has come is applied before anything is scheduled: a sequence that has
+        ended must not run again."""
         self.meter.begin()
         self.receive()
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
@@ -105,7 +111,8 @@ class ComputeService:
             self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
 
     def step_waiting(self, batch: ScheduledBatch) -> None:
-        """Run a scheduled step while no other runs. The masks of its grammars are filled beside it."""
+        """Run a scheduled step while no other runs. The masks of its grammars are filled beside
+        it."""
         began_at = self.meter.began_at
         self.announce(batch)
         sequences = rows_still_valid(batch, self.scheduler)
@@ -114,7 +121,8 @@ class ComputeService:
         self.reduce(batch, hidden, sequences, masking, began_at)
 
     def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
-        """Launch a scheduled step upon what the step before draws; then collect that one, which says what of this one is still valid, and its masks."""
+        """Launch a scheduled step upon what the step before draws; then collect that one, which
+        says what of this one is still valid, and its masks."""
         began_at = self.meter.began_at
         self.announce(batch)
         hidden = self.runner.run(batch, before.drawn)
@@ -130,8 +138,9 @@ class ComputeService:
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
     def reduce(self, batch: ScheduledBatch, hidden: torch.Tensor, sequences: dict[int, Sequence], masking: Masking | None, began_at: float) -> None:
-        """Make candidates of the step's hidden states, for the sequences whose rows are valid. The step is in flight then; it is collected at once unless a
-        device has drawn what the next one needs."""
+        """Make candidates of the step's hidden states, for the sequences whose rows are valid. The
+        step is in flight then; it is collected at once unless a device has drawn what the next one
+        needs."""
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
         sequences = {handle: each for handle, each in sequences.items() if handle not in failures}
         logits = self.runner.logits(batch, hidden, sequences)
@@ -149,8 +158,8 @@ class ComputeService:
         self.fail(failures | reduction.failures)
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
-        """Before a step with chunks, which takes longer than those before it: what is held back goes out, and who begins here, for a sequence begins with a
-        chunk, is written down."""
+        """Before a step with chunks, which takes longer than those before it: what is held back
+        goes out, and who begins here, for a sequence begins with a chunk, is written down."""
         if new := [active for active in chunks if not active.scheduled_at]:
             for active in new:
                 active.scheduled_at = started_at
@@ -161,14 +170,16 @@ class ComputeService:
         self.exchange.publish_held()
 
     def hold_back(self, late: list[Sequence]) -> None:
-        """Rows whose masks were late: what was computed of them is dropped, and they run again when the masks are there."""
+        """Rows whose masks were late: what was computed of them is dropped, and they run again when
+        the masks are there."""
         self.constraints.hold_back([sequence.handle for sequence in late])
         for sequence in late:
             self.scheduler.take_back(sequence)
         self.num_surplus_tokens += len(late)
 
     def collect(self, flight: Flight) -> None:
-        """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates are sent."""
+        """The step in flight is over: each of its sequences has the token that the sampler will
+        decide, and its candidates are sent."""
         batch, self.flight = flight.batch, None
         flight.reduction.searching.wait()
         self.meter.lap("forward")
@@ -191,7 +202,8 @@ class ComputeService:
             self.cancel(self.active[handle], error)
 
     def embed(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, RequestError]:
-        """End the requests whose embeddings are whole now: no sampler has a part in them. Returns by handle which have failed, and why."""
+        """End the requests whose embeddings are whole now: no sampler has a part in them. Returns
+        by handle which have failed, and why."""
         embeddings, failures = pool(self.runner.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
 
@@ -214,7 +226,7 @@ class ComputeService:
 
     def receive(self, *, wait_s: float = 0.0) -> None:
         """Take in what has come; with wait_s, once something has, or after that time."""
-        inbox = self.exchange.collect(self.room, wait_s=wait_s)
+        inbox = self.exchange.collect(self.num_prompts_wanted, wait_s=wait_s)
         if wait_s and self.active:
             self.meter.lap("wait")
         for decision in inbox.decisions:
@@ -222,7 +234,7 @@ class ComputeService:
         for handle in self.exchange.resend_overdue():
             self.cancel(self.active[handle], RequestError("no sampler could decide this request's next token"))
         for message in inbox.control:
-            self.obey(message)
+            self.handle_control(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
         for sequence, error in self.constraints.opened():
             if error is None:
@@ -233,7 +245,8 @@ class ComputeService:
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)
 
     def apply(self, decision: Decision) -> None:
-        """The log holds this token now. Mostly it is the one foreseen; where it is not, or is the last, what was computed upon it is dropped."""
+        """The log holds this token now. Mostly it is the one foreseen; where it is not, or is the
+        last, what was computed upon it is dropped."""
         active = self.active.get(decision.handle)
         if active is None:
             return  # ended by an earlier one of this batch
@@ -257,27 +270,31 @@ class ComputeService:
             sequence.is_ending = False
 
     def drop_surplus(self, active: ActiveRequest, num_tokens: int, position: int) -> None:
-        """What was foreseen beyond the first num_tokens is not to be; nor are rows after that position."""
+        """What was foreseen beyond the first num_tokens is not to be; nor are rows after that
+        position."""
         self.num_surplus_tokens += active.sequence.num_tokens - num_tokens
         self.scheduler.truncate(active.sequence, num_tokens)
         self.exchange.undecided.forget(active.sequence.handle, position)
 
     @property
-    def room(self) -> int:
-        """How many prompts to take: for the free places in a step, and a backlog to wait here, where tenants and priorities count.
+    def num_prompts_wanted(self) -> int:
+        """How many prompts to take: for the free places in a step, and a backlog to wait here,
+        where tenants and priorities count.
 
         But nothing waits here that another replica could begin at once.
         """
-        return max(0, self.scheduler.max_num_seqs + (0 if self.room_elsewhere(1) else BACKLOG) - len(self.active))
+        return max(0, self.scheduler.max_num_seqs + (0 if self.num_places_elsewhere(1) else BACKLOG) - len(self.active))
 
-    def room_elsewhere(self, depth: int) -> int:
-        """How many sequences other replicas lack that are to have `depth` for each place, as they said last."""
+    def num_places_elsewhere(self, depth: int) -> int:
+        """How many sequences other replicas lack that are to have `depth` for each place, as they
+        said last."""
         others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
         return int(sum(max(0, depth * load.get("max_num_seqs", 0) - load.get("running", 0) - load.get("waiting", 0)) for load in others))
 
     def hand_on(self) -> None:
-        """What has not begun goes to replicas with less to do: the last in rank is released, until they have as many that wait as places."""
-        num_surplus = min(self.room_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
+        """What has not begun goes to replicas with less to do: the last in rank is released, until
+        they have as many that wait as places."""
+        num_surplus = min(self.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return
         waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.num_output_tokens and each.handle not in self.scheduler.apart]
@@ -293,7 +310,7 @@ class ComputeService:
         self.exchange.drop(active)
         self.admitter.forget(active)
 
-    def obey(self, message: Control) -> None:
+    def handle_control(self, message: Control) -> None:
         handles = self.admitter.handles_of(message.request_ids)
         if message.action == "cancel":
             for handle in handles:
@@ -305,7 +322,8 @@ class ComputeService:
             self.stage.refresh()
 
     def cancel(self, active: ActiveRequest, error: RequestError | None = None) -> None:
-        """End a request before its time, with an error if it is ours. Its blocks are free before the next step."""
+        """End a request before its time, with an error if it is ours. Its blocks are free before
+        the next step."""
         sequence = active.sequence
         self.stage.transport.run(
             lambda pipe: end_request(pipe, self.model, sequence.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_tokens)
@@ -330,7 +348,8 @@ class ComputeService:
             self.scheduler.finish(active.sequence, is_complete=is_complete)
 
     def drop_taken_over(self) -> None:
-        """What another replica has claimed while this one was silent for too long runs there now."""
+        """What another replica has claimed while this one was silent for too long runs there
+        now."""
         active_by_entry = {active.entry_id: active for active in self.active.values()}
         for entry_id in self.exchange.prompts.taken_over(list(active_by_entry)):
             active = active_by_entry[entry_id]
@@ -342,7 +361,7 @@ class ComputeService:
         self._upkept_at = time.monotonic()
         self.drop_taken_over()
         self.exchange.follow_clock()
-        self.admitter.claim(self.room)
+        self.admitter.claim(self.num_prompts_wanted)
         self.hand_on()
         gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):
@@ -351,7 +370,8 @@ class ComputeService:
                 self.cancel(active)
 
     def on_heartbeat(self, pipe: Pipeline) -> None:
-        """From the heartbeat's thread: keep the entries of what is active here, and say how much that is."""
+        """From the heartbeat's thread: keep the entries of what is active here, and say how much
+        that is."""
         self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         if self.stage.registry.is_watched:

@@ -1,4 +1,5 @@
-"""StepMeter: where the time of compute's steps goes, and how full they are. Totals since the start; /metrics shows them as counters."""
+"""StepMeter: where the time of compute's steps goes, and how full they are. Totals since the start;
+/metrics shows them as counters."""
 
 import time
 from bisect import bisect_left
@@ -10,7 +11,8 @@ TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # upp
 
 
 class StepMeter:
-    """`begin` a step, `lap` at the end of each part, `end` it. A step in flight ends in the midst of the next."""
+    """`begin` a step, `lap` at the end of each part, `end` it. A step in flight ends in the midst
+    of the next."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -29,7 +31,8 @@ class StepMeter:
         self._lapped_at = now
 
     def end(self, num_tokens: int, began_at: float) -> float:
-        """The step is over that began then. Returns its seconds, but for those in which another was not over yet."""
+        """The step is over that began then. Returns its seconds, but for those in which another was
+        not over yet."""
         self.num_steps += 1
         self.num_tokens += num_tokens
         self._steps_by_bucket[bisect_left(TOKEN_BUCKETS, num_tokens)] += 1

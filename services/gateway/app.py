@@ -37,8 +37,8 @@ from services.gateway.http.observed import Observed
 from services.gateway.reading.canceller import LAST_TRY_S
 from services.gateway.reading.silence import Silence
 from services.gateway.reading.subscriptions import or_die
-from services.requests.admission.admission import STAGES
 from services.requests.bodies.ignored import HEADER
+from shared.process.stages import PIPELINE
 from shared.wire.messages import Replica
 from shared.wire.streams import BATCHES_RUNNING
 
@@ -184,7 +184,7 @@ def unlike_replicas(computes: list[Replica]) -> list[str]:
 async def ready(request: Request) -> JSONResponse:
     """200 if every stage has a live replica, and this gateway reads its events."""
     context: Context = request.app.state.context
-    replicas = {stage: len(context.stage.registry.of(stage)) for stage in STAGES}
+    replicas = {stage: len(context.stage.registry.of(stage)) for stage in PIPELINE}
     problems = own_problems(context)
     is_ready = all(replicas.values()) and not problems
     headers = {} if is_ready else {"Retry-After": "2"}

@@ -1,7 +1,9 @@
-"""Asking: a line's body to requests of the pipeline, by the gateway's own checks and translations, and their token logs to the body of an answer.
+"""Asking: a line's body to requests of the pipeline, by the gateway's own checks and translations,
+and their token logs to the body of an answer.
 
-The ids of the requests are a function of the batch, the line and the attempt, and so is the seed, where the line has none: whoever asks again finds what
-is there, and what is not is computed to the same.
+The ids of the requests are a function of the batch, the line and the attempt, and so is the seed,
+where the line has none: whoever asks again finds what is there, and what is not is computed to the
+same.
 """
 
 import hashlib
@@ -39,7 +41,8 @@ from shared.wire.messages import GenerateRequest, TokenEvent, encode
 Json = dict[str, Any]
 Logs = list[list[TokenEvent]]  # of a response's sequences
 
-BATCH_PRIORITY = 10  # levels behind interactive requests: those that come within five minutes go first (aging_s is 30)
+# levels behind interactive requests: those that come within five minutes go first (aging_s is 30)
+BATCH_PRIORITY = 10
 MAX_PRIORITY = 100
 
 G = TypeVar("G", bound=GenerateBody)
@@ -52,7 +55,8 @@ class Asked:
     record: ResponseRecord
     requests: list[GenerateRequest]
     stored: bytes  # empty: nothing
-    fold: Callable[[ResponseRecord, Logs], tuple[Any, Totals]]  # the answer's body. Raises RequestFailed
+    # the answer's body. Raises RequestFailed
+    fold: Callable[[ResponseRecord, Logs], tuple[Any, Totals]]
     asked_at: float = 0.0  # wall clock, s; 0: it is not traced
 
 
@@ -69,7 +73,8 @@ async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key:
     tokens = sum(map(estimate_prompt, asked.requests)) + outputs
     if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
-    context.caller.arguments(tokens, outputs, len(asked.requests))  # raises for what the tenant's limits never allow
+    # raises for what the tenant's limits never allow
+    context.caller.arguments(tokens, outputs, len(asked.requests))
     requests = [replace(each, scheduling=replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
     size = sum(len(encode(each)) for each in requests)
     check_size(size, settings.max_held_size)
@@ -156,7 +161,8 @@ ENDPOINTS: dict[str, Callable[[ConversationContext, Json, str, int], Awaitable[A
 
 
 def seeded(body: G, seed: int) -> G:
-    """The body with a seed of its own, unless it has one. Raises Invalid for what a batch can't do."""
+    """The body with a seed of its own, unless it has one. Raises Invalid for what a batch can't
+    do."""
     if body.stream:
         raise Invalid("stream is not available in a batch", param="stream")
     if body.num_beams is not None:

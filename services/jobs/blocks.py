@@ -1,4 +1,5 @@
-"""Blocks: lines of a batch that are answered together. Those that are open have answers, in memory up to a bound and beyond it laid by in the storage."""
+"""Blocks: lines of a batch that are answered together. Those that are open have answers, in memory
+up to a bound and beyond it laid by in the storage."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -53,7 +54,8 @@ class OpenBlocks:
         return block
 
     async def settle(self, block: Block, place: int, answer: Answer) -> Totals | None:
-        """Note an answer. With the block's last one they are kept: returns what they count then. Raises OSError."""
+        """Note an answer. With the block's last one they are kept: returns what they count then.
+        Raises OSError."""
         block.answers[place] = answer
         self._num_bytes[block.number] += len(answer.line)
         if len(answers := block.found) < len(block.answers):

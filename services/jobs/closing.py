@@ -1,6 +1,8 @@
-"""Closing: a batch that was cancelled or has expired while it waited for its turn is ended by the sweep, beside Celery's queue.
+"""Closing: a batch that was cancelled or has expired while it waited for its turn is ended by the
+sweep, beside Celery's queue.
 
-It computes nothing: behind the batches that do, it would be `cancelling` for as long as these take. Its task, should there be one, finds nothing to do.
+It computes nothing: behind the batches that do, it would be `cancelling` for as long as these take.
+Its task, should there be one, finds nothing to do.
 """
 
 import asyncio
@@ -23,7 +25,8 @@ def close_soon(office: Office, batch_id: str) -> None:
 
 
 async def close(office: Office, batch_id: str) -> None:
-    """A run of the batch. What can't be done now, or not in a minute, is done after the next sweep. Raises what ends the worker: a Redis that refuses it."""
+    """A run of the batch. What can't be done now, or not in a minute, is done after the next sweep.
+    Raises what ends the worker: a Redis that refuses it."""
     try:
         await BatchRun(office, batch_id).run()
     except DENIED:

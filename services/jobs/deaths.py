@@ -1,4 +1,5 @@
-"""Deaths: how many workers have begun lately and neither live nor have left in good order. So a worker that dies again and again is seen from outside."""
+"""Deaths: how many workers have begun lately and neither live nor have left in good order. So a
+worker that dies again and again is seen from outside."""
 
 import time
 import uuid
@@ -30,7 +31,8 @@ class Deaths:
 
     def enter(self) -> None:
         """This worker begins."""
-        with suppress(redis.RedisError, OSError):  # this is to tell an operator, and worth no worker
+        # this is to tell an operator, and worth no worker
+        with suppress(redis.RedisError, OSError):
             self._found = self._enter()
 
     def leave(self) -> None:

@@ -1,4 +1,5 @@
-"""A batch's input: checked line by line, and then kept in the order of the custom ids, in blocks of lines that are read one after the other.
+"""A batch's input: checked line by line, and then kept in the order of the custom ids, in blocks of
+lines that are read one after the other.
 
 Synchronous: it runs beside the event loop.
 """
@@ -47,7 +48,8 @@ def folder_of(batch_id: str) -> str:
 
 
 def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_line_bytes: int) -> Checked:
-    """Check a file of requests, and keep it in order, should it be right. Raises FileNotFoundError."""
+    """Check a file of requests, and keep it in order, should it be right. Raises
+    FileNotFoundError."""
     lines: dict[str, tuple[bytes, int]] = {}
     models: set[str] = set()
     errors: list[dict[str, Any]] = []
@@ -103,7 +105,8 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
 
 
 def weight_of(body: dict[str, Any]) -> int:
-    """How long its answer may be: the sequences that it asks for, and the alternatives of their tokens. By a body that is not checked yet."""
+    """How long its answer may be: the sequences that it asks for, and the alternatives of their
+    tokens. By a body that is not checked yet."""
     asked = body.get("prompt", body.get("input"))
     num_prompts = sum(isinstance(each, str | list) for each in asked) if isinstance(asked, list) else 1
     numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := body.get(name), int)}
@@ -133,5 +136,6 @@ def read_index(storage: Storage, batch_id: str) -> list[int]:
 
 def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[Line]:
     """The lines between two places of the index."""
-    texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")  # not splitlines: JSON may have a bare \r between two values
+    # not splitlines: JSON may have a bare \r between two values
+    texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")
     return [read_line(text, endpoint, end - start) for text in texts if text]

@@ -1,4 +1,5 @@
-"""The lease of a batch: one worker at a time runs it, and another may when that one has been silent for a while."""
+"""The lease of a batch: one worker at a time runs it, and another may when that one has been silent
+for a while."""
 
 import redis.asyncio
 
@@ -6,7 +7,8 @@ from shared.wire.streams import batch_lease_key
 
 LEASE_S = 15.0
 
-# ARGV: lease key, token, ms. Renews or gives up (ms 0) a lease that is still this token's; returns whether it was.
+# ARGV: lease key, token, ms. Renews or gives up (ms 0) a lease that is still this token's; returns
+# whether it was.
 RENEW = """
 if redis.call('GET', ARGV[1]) ~= ARGV[2] then return 0 end
 if ARGV[3] == '0' then redis.call('DEL', ARGV[1]) else redis.call('PEXPIRE', ARGV[1], ARGV[3]) end

@@ -1,4 +1,5 @@
-"""Office: what all batches of a worker have in common. An event loop in a thread of its own, the way into the pipeline, the files, the places.
+"""Office: what all batches of a worker have in common. An event loop in a thread of its own, the
+way into the pipeline, the files, the places.
 
 Celery's tasks are calls from its threads into this loop: they wait there, the work is done here.
 """
@@ -56,7 +57,8 @@ class Office:
         self.stopping = asyncio.Event()
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
         self.reading = asyncio.Semaphore(MAX_READING)
-        self.closing: dict[str, asyncio.Task[None]] = {}  # batches that are ended beside Celery's queue
+        # batches that are ended beside Celery's queue
+        self.closing: dict[str, asyncio.Task[None]] = {}
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()
         self._endless: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
@@ -103,7 +105,7 @@ class Office:
 
     async def _beat(self) -> None:
         while True:
-            self.stage.turn()
+            self.stage.mark_alive()
             self.stage.load = {
                 "batches": self.num_running, "sequences": self.places.num_taken, "max_sequences": self.places.limit, "deaths": self.deaths.num_recent,
             }  # fmt: skip

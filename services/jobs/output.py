@@ -1,7 +1,8 @@
-"""A batch's output: a part for each block of lines, written once that is answered, and at the end the two files of the API.
+"""A batch's output: a part for each block of lines, written once that is answered, and at the end
+the two files of the API.
 
-A part is there whole or not at all, and its name says what it counts: so the names are how far the batch is, whoever died.
-Synchronous: it runs beside the event loop.
+A part is there whole or not at all, and its name says what it counts: so the names are how far the
+batch is, whoever died. Synchronous: it runs beside the event loop.
 """
 
 import itertools
@@ -15,7 +16,8 @@ from services.jobs.input import folder_of
 from services.requests.batches.store import Totals
 from services.requests.files.storage import Storage
 
-# What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and others would cut a line there
+# What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and
+# others would cut a line there
 LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]
 COMPLETED, FAILED = b"+", b"-"  # what a line of a part begins with: the file that it goes to
 
@@ -57,7 +59,8 @@ def laid_by_folder(batch_id: str) -> str:
 
 
 def lay_by(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer]:
-    """Write what a block has so far into a file that is for this run only. Returns the same answers, without their lines."""
+    """Write what a block has so far into a file that is for this run only. Returns the same
+    answers, without their lines."""
     path = f"{laid_by_folder(batch_id)}/{uuid.uuid4().hex}"
     storage.write(path, b"".join(answer.line for answer in answers))
     ends = itertools.accumulate(len(answer.line) for answer in answers)
@@ -65,7 +68,8 @@ def lay_by(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answe
 
 
 def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answer]) -> Totals:
-    """Keep the answers to a block. Returns what they count. Raises FileNotFoundError if what was laid by is gone."""
+    """Keep the answers to a block. Returns what they count. Raises FileNotFoundError if what was
+    laid by is gone."""
     totals = sum((answer.totals for answer in answers), Totals())
     name = ".".join(map(str, (f"{number:06}", *astuple(totals))))
     with storage.writing(f"{folder_of(batch_id)}/parts/{name}") as file:
@@ -78,7 +82,8 @@ def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answe
 
 
 def find_parts(storage: Storage, batch_id: str) -> dict[int, str]:
-    """The names of the parts by their numbers. Two workers may have written one, the first unaware of losing its lease: one of them counts."""
+    """The names of the parts by their numbers. Two workers may have written one, the first unaware
+    of losing its lease: one of them counts."""
     return {int(name.partition(".")[0]): name for name in reversed(storage.names(f"{folder_of(batch_id)}/parts"))}
 
 
@@ -88,7 +93,8 @@ def totals_of(name: str) -> Totals:
 
 
 def assemble(storage: Storage, batch_id: str, names: list[str], path: str, mark: bytes) -> int:
-    """One of the two files, of the parts in order. Returns its size in bytes; an empty one is not kept. Raises FileNotFoundError if a part is gone."""
+    """One of the two files, of the parts in order. Returns its size in bytes; an empty one is not
+    kept. Raises FileNotFoundError if a part is gone."""
     num_bytes = 0
     with storage.writing(path) as file:
         for name in names:

@@ -13,7 +13,8 @@ T = TypeVar("T")
 
 
 async def persist(operation: Callable[[], Awaitable[T]]) -> T:
-    """operation(), again and again with growing pauses while Redis can't serve. What is not temporary is raised."""
+    """operation(), again and again with growing pauses while Redis can't serve. What is not
+    temporary is raised."""
     backoff = Backoff()
     while True:
         try:

@@ -1,4 +1,5 @@
-"""Reading: the token logs of requests that nobody but the log tells of, once they have ended; and what becomes of them afterwards."""
+"""Reading: the token logs of requests that nobody but the log tells of, once they have ended; and
+what becomes of them afterwards."""
 
 import asyncio
 import time
@@ -22,8 +23,8 @@ SILENT_S = 60.0  # of a log that has no end, though nothing is in the pipeline
 
 
 async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio.Semaphore) -> tuple[Any, Any]:
-    """The answer's body, and what it counts, once all logs of the response have their ends. Raises RequestFailed; Lost where Redis has lost a log, or a
-    part of one."""
+    """The answer's body, and what it counts, once all logs of the response have their ends. Raises
+    RequestFailed; Lost where Redis has lost a log, or a part of one."""
     length, since = 0, time.monotonic()
     while True:
         async with turn:

@@ -1,7 +1,9 @@
-"""A run of a batch: by one worker, for a minute or until it is done, from wherever the last one left it.
+"""A run of a batch: by one worker, for a minute or until it is done, from wherever the last one
+left it.
 
-What is done is in the files (a part for each block of lines), what is on its way in the token logs, under ids that are a function of batch and line. So a
-run that is cut off anywhere loses nothing: the next submits nothing twice, and reads what has been answered meanwhile.
+What is done is in the files (a part for each block of lines), what is on its way in the token logs,
+under ids that are a function of batch and line. So a run that is cut off anywhere loses nothing:
+the next submits nothing twice, and reads what has been answered meanwhile.
 """
 
 import asyncio
@@ -115,7 +117,8 @@ class BatchRun:
         return self.done + self.blocks.totals
 
     async def _watch(self) -> bool:
-        """Renew the lease, say how far the batch is, and see whether it is to end. Returns True when this run is over. Raises LeaseLost."""
+        """Renew the lease, say how far the batch is, and see whether it is to end. Returns True
+        when this run is over. Raises LeaseLost."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if not await persist(self.lease.renew):
@@ -129,7 +132,8 @@ class BatchRun:
                 await end_all(self.office.client, list(self.in_flight.values()))
 
     async def _begun(self, num_begun: int) -> None:
-        """Note how often in a row the batch was begun in vain: this run counts as such until it has answered a line, or ends."""
+        """Note how often in a row the batch was begun in vain: this run counts as such until it has
+        answered a line, or ends."""
         await persist(lambda: self.office.client.eval(BEGUN, 0, batch_key(self.batch_id), num_begun))
 
     async def _load(self) -> Batch | None:
@@ -232,7 +236,8 @@ class BatchRun:
         await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))
 
     async def _answer_all(self, batch: Batch, index: list[int], missing: list[int]) -> None:
-        """Answer the blocks that are missing, line by line, as places in the pipeline allow. Raises what the first line does that can't go on."""
+        """Answer the blocks that are missing, line by line, as places in the pipeline allow. Raises
+        what the first line does that can't go on."""
         try:
             await self._answer_each(batch, index, missing)
         except BaseExceptionGroup as group:
@@ -254,8 +259,9 @@ class BatchRun:
                     task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
-        """Take the places and submit: one line at a time, and again while the server is full, or the tenant has no more to spend in this minute. A batch
-        that has to wait holds no places that others could use."""
+        """Take the places and submit: one line at a time, and again while the server is full, or
+        the tenant has no more to spend in this minute. A batch that has to wait holds no places
+        that others could use."""
         started_at, is_admitted = 0.0, False
         while not is_admitted:
             await self.office.places.take(len(asked.requests))
@@ -272,9 +278,11 @@ class BatchRun:
         self.office.places.give(count)
 
     async def _begin(self, batch: Batch, line: Line, attempt: int = 0, *, may_be_left: bool = False) -> Asked | Answer:
-        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages that are missing.
+        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages
+        that are missing.
 
-        may_be_left: by an earlier run. What that has handed over is looked for also in a batch that closes: an answer stays, and what runs is cancelled.
+        may_be_left: by an earlier run. What that has handed over is looked for also in a batch that
+        closes: an answer stays, and what runs is cancelled.
         """
         key = key_of(self.batch_id, line.custom_id)
         own = key_of(self.batch_id, line.custom_id, attempt)
@@ -297,7 +305,8 @@ class BatchRun:
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
     async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
-        """Wait for what was submitted, and settle the line with what came of it; what Redis loses is asked again."""
+        """Wait for what was submitted, and settle the line with what came of it; what Redis loses
+        is asked again."""
         answer: Answer | None = None
         for attempt in range(1, MAX_ATTEMPTS + 1):
             block.asked.append(asked)
@@ -334,7 +343,8 @@ class BatchRun:
         return answered(key, line.custom_id, 200, body, totals)
 
     async def _submit(self, batch: Batch, asked: Asked, started_at: float) -> bool:
-        """Hand the requests over, unless that has been done. Returns False where they have to wait."""
+        """Hand the requests over, unless that has been done. Returns False where they have to
+        wait."""
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
         try:
@@ -363,7 +373,8 @@ class BatchRun:
             await forget(self.office.client, [asked for asked in block.asked if not asked.stored])
 
     async def _finish(self, batch: Batch, num_blocks: int) -> bool:
-        """Make the files of the parts, and end the batch. Returns whether there is more to do: parts that were there are gone."""
+        """Make the files of the parts, and end the batch. Returns whether there is more to do:
+        parts that were there are gone."""
         record, batches, storage = batch.record, self.office.batches, self.office.storage
         if not self.closing:
             status = await persist(lambda: batches.move(self.batch_id, ("in_progress",), "finalizing"))

@@ -1,5 +1,6 @@
-"""A batch's part of traces. A run of it is a span in the trace of the request that made the batch, with what it checked and wrote under it. A line is a trace
-of its own, linked to that: its ids are those of the answer, so whoever goes on after a death goes on in the same trace.
+"""A batch's part of traces. A run of it is a span in the trace of the request that made the batch,
+with what it checked and wrote under it. A line is a trace of its own, linked to that: its ids are
+those of the answer, so whoever goes on after a death goes on in the same trace.
 """
 
 import time
@@ -28,7 +29,8 @@ class BatchSpans:
         self._parts.append((name, started_at, time.time()))
 
     def run(self, started_at: float, num_completed: int, num_failed: int, *, is_over: bool) -> None:
-        """This run is over; the batch has so many lines that are answered. is_over: so is the batch."""
+        """This run is over; the batch has so many lines that are answered. is_over: so is the
+        batch."""
         said: Attributes = {
             "penstock.batch_id": self.batch_id, "penstock.num_completed": num_completed, "penstock.num_failed": num_failed,
             "penstock.is_over": is_over,

@@ -1,7 +1,9 @@
-"""Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so that none is the one that must not die; a key
-in Redis says that a part of the upkeep has just been done, by whichever worker.
+"""Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so
+that none is the one that must not die; a key in Redis says that a part of the upkeep has just been
+done, by whichever worker.
 
-What the stages do by themselves is not done here: logs and records expire, dead replicas' names, streams and consumers go (docs/protocol.md).
+What the stages do by themselves is not done here: logs and records expire, dead replicas' names,
+streams and consumers go (docs/protocol.md).
 """
 
 import asyncio
@@ -49,9 +51,11 @@ UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that no
 
 
 async def claim(office: Office, name: str, every_s: int) -> bool:
-    """Whether this worker is to do this part now. A full Redis can't note who does: then it is every worker."""
+    """Whether this worker is to do this part now. A full Redis can't note who does: then it is
+    every worker."""
     try:
-        if await office.client.pttl(upkeep_key(name)) > 1000 * every_s:  # from before Redis' clock went back: it would hold for as long as that was
+        # from before Redis' clock went back: it would hold for as long as that was
+        if await office.client.pttl(upkeep_key(name)) > 1000 * every_s:
             await office.client.delete(upkeep_key(name))
         return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
     except redis.OutOfMemoryError:
@@ -59,8 +63,8 @@ async def claim(office: Office, name: str, every_s: int) -> bool:
 
 
 async def sweep(office: Office) -> None:
-    """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those that are to end do not wait for their turn. And say
-    what waits of all."""
+    """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those
+    that are to end do not wait for their turn. And say what waits of all."""
     if not await claim(office, "sweep", SWEEP_EVERY_S):
         return
     names = await running_batches(office)
@@ -73,10 +77,12 @@ async def sweep(office: Office) -> None:
             pipe.pttl(batch_queued_key(name))
         num_tasks, *replies = await pipe.execute()
     queued = {name: left_ms for name, left_ms in zip(names, replies[3::4], strict=True) if left_ms > 0}
-    if len(queued) <= num_tasks:  # none is lost: those that wait for long are not to be sent again and again
+    # none is lost: those that wait for long are not to be sent again and again
+    if len(queued) <= num_tasks:
         await keep_queued(office, list(queued))
     elif not num_tasks and (lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]):
-        await office.client.delete(*map(batch_queued_key, lost))  # a worker took them and died before it began
+        # a worker took them and died before it began
+        await office.client.delete(*map(batch_queued_key, lost))
     alive, running = office.stage.registry.ids("jobs"), []
     for name, lease, left_ms, values in zip(names, replies[::4], replies[1::4], replies[2::4], strict=True):
         batch = read_batch(name, values)
@@ -85,7 +91,8 @@ async def sweep(office: Office) -> None:
             await office.client.srem(BATCHES_RUNNING, name)
             continue
         running.append(batch)
-        if holder not in alive or left_ms > 1000 * LEASE_S:  # so long: not renewed since Redis' clock went back, when its holder's lease became as long
+        # so long: not renewed since Redis' clock went back, when its holder's lease became as long
+        if holder not in alive or left_ms > 1000 * LEASE_S:
             await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
             if batch.closes(time.time()):
                 close_soon(office, name)
@@ -118,7 +125,8 @@ async def running_batches(office: Office) -> list[str]:
 
 
 async def check_memory(office: Office) -> None:
-    """Redis near its limit: logs of ended requests go sooner than they would, with what is stored of them, and batches add nothing until there is room."""
+    """Redis near its limit: logs of ended requests go sooner than they would, with what is stored
+    of them, and batches add nothing until there is room."""
     if not await claim(office, "memory", MEMORY_EVERY_S):
         return
     info: dict[str, Any] = await office.client.info("memory")
@@ -133,7 +141,8 @@ async def check_memory(office: Office) -> None:
 
 
 async def shorten_logs(office: Office) -> int:
-    """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how many."""
+    """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how
+    many."""
     cursor, num_scanned, num_shortened = 0, 0, 0
     while num_scanned < MAX_SCANNED:
         found: Any = await office.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
@@ -143,11 +152,13 @@ async def shorten_logs(office: Office) -> int:
             for key in keys:
                 pipe.ttl(key)
             ttls = await pipe.execute()
-            ended = [key for key, ttl in zip(keys, ttls, strict=True) if SHORT_LOG_TTL_S < ttl <= LOG_TTL_S]  # a running one has a day
+            # a running one has a day
+            ended = [key for key, ttl in zip(keys, ttls, strict=True) if SHORT_LOG_TTL_S < ttl <= LOG_TTL_S]
             for key in ended:
                 pipe.expire(key, SHORT_LOG_TTL_S)
                 response_id = response_of(key.decode().removeprefix(log_key("")))
-                for other in (stored_key(response_id), response_key(response_id)):  # of no use without the log; where others of the response run, a day long
+                # of no use without the log; where others of the response run, a day long
+                for other in (stored_key(response_id), response_key(response_id)):
                     pipe.eval(SHORTEN, 0, other, SHORT_LOG_TTL_S, LOG_TTL_S)
             await pipe.execute()
         num_shortened += len(ended)
@@ -156,12 +167,14 @@ async def shorten_logs(office: Office) -> int:
     return num_shortened
 
 
-# ARGV: key, s, s: the life of what has ended, that is to be as short as the first; what has longer to live stays.
+# ARGV: key, s, s: the life of what has ended, that is to be as short as the first; what has longer
+# to live stays.
 SHORTEN = "if redis.call('TTL', ARGV[1]) <= tonumber(ARGV[3]) then redis.call('EXPIRE', ARGV[1], ARGV[2]) end"
 
 
 async def tidy(office: Office) -> None:
-    """Remove what nobody needs any more: files that have expired or were never finished, and streams of models that are not served."""
+    """Remove what nobody needs any more: files that have expired or were never finished, and
+    streams of models that are not served."""
     if not await claim(office, "tidy", TIDY_EVERY_S):
         return
     num_files = await remove_files(office)
@@ -172,7 +185,8 @@ async def tidy(office: Office) -> None:
 
 
 async def remove_files(office: Office) -> int:
-    """The contents of files whose time, which is in their names, has come; and what was not written to its end."""
+    """The contents of files whose time, which is in their names, has come; and what was not written
+    to its end."""
     names = await asyncio.to_thread(office.storage.names, CONTENTS)
     old = [name for name in names if (ends := name.rpartition(".")[2]).isdecimal() and int(ends) < time.time()]
     old += await asyncio.to_thread(office.storage.abandoned, CONTENTS, UNFINISHED_S)
@@ -182,7 +196,8 @@ async def remove_files(office: Office) -> int:
 
 
 async def remove_folders(office: Office) -> int:
-    """What batches worked with that have ended. One that Redis does not know at all may be in a Redis that is being restored: it stays."""
+    """What batches worked with that have ended. One that Redis does not know at all may be in a
+    Redis that is being restored: it stays."""
     names = await asyncio.to_thread(office.storage.names, FOLDERS)
     running = await running_batches(office)
     ended = [name for name in names if name not in running and (await office.client.exists(batch_key(name)))]

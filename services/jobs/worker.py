@@ -43,7 +43,8 @@ def add_tasks(queue: Celery, office: Office) -> None:
     """What a worker does when it is asked, and when beat asks for what."""
 
     def run_batch(batch_id: str) -> None:
-        """One slice of a batch. Whatever this task leaves undone, another does: by its own message, or by the sweep's."""
+        """One slice of a batch. Whatever this task leaves undone, another does: by its own message,
+        or by the sweep's."""
         try:
             office.call(run_slice(office, batch_id))
         except (redis.RedisError, OSError, OperationalError) as error:
@@ -56,7 +57,8 @@ def add_tasks(queue: Celery, office: Office) -> None:
 
 
 def uptime() -> datetime:
-    """Beat's time of day: by that of the wall, the upkeep would rest for an hour when the clock goes back an hour."""
+    """Beat's time of day: by that of the wall, the upkeep would rest for an hour when the clock
+    goes back an hour."""
     return datetime.fromtimestamp(time.monotonic(), UTC)
 
 
@@ -65,13 +67,15 @@ async def run_slice(office: Office, batch_id: str) -> None:
         log.error("a task names no batch", batch_id=repr(batch_id)[:128])
         return
     if not await office.client.delete(batch_queued_key(batch_id)):
-        return  # one of two for the same batch; or its mark has run out, and the sweep sends another
+        # one of two for the same batch; or its mark has run out, and the sweep sends another
+        return
     if await BatchRun(office, batch_id).run():
         await office.send(batch_id)
 
 
 class Beat(Scheduler):  # type: ignore[misc]
-    """Celery's, but that the upkeep is done here when it is due. As a message it would wait behind all batches that wait for their turn."""
+    """Celery's, but that the upkeep is done here when it is due. As a message it would wait behind
+    all batches that wait for their turn."""
 
     def __init__(self, office: Office, **others: Any) -> None:
         self.office = office
@@ -85,7 +89,8 @@ class Beat(Scheduler):  # type: ignore[misc]
 
 
 async def keep_up(office: Office, name: str) -> None:
-    """A part of the upkeep. What can't be done now is done the next time. Raises what ends the worker: a Redis that refuses it."""
+    """A part of the upkeep. What can't be done now is done the next time. Raises what ends the
+    worker: a Redis that refuses it."""
     work, _ = UPKEEP[name]
     try:
         await work(office)
@@ -110,8 +115,10 @@ def work(office: Office) -> None:
         timer.daemon = True
         timer.start()
 
-    warnings.simplefilter("ignore", SecurityWarning)  # about root, for tasks may be pickles: ours are JSON
-    logging.getLogger("celery.beat").setLevel(logging.CRITICAL)  # a traceback each time that Redis is away, of which the transport has told
+    # about root, for tasks may be pickles: ours are JSON
+    warnings.simplefilter("ignore", SecurityWarning)
+    # a traceback each time that Redis is away, of which the transport has told
+    logging.getLogger("celery.beat").setLevel(logging.CRITICAL)
     logging.getLogger("celery.worker").addFilter(be_brief)
     signals.setup_logging.connect(ignore, weak=False)  # Celery would set up its own otherwise
     signals.worker_shutting_down.connect(stop, weak=False)
@@ -126,7 +133,9 @@ def work(office: Office) -> None:
     if not worker.exitcode:
         office.deaths.leave()
     else:
-        raise SystemExit(1)  # Celery gives up where Redis refuses what it reads by: whoever watches the process starts another
+        # Celery gives up where Redis refuses what it reads by: whoever watches the process starts
+        # another
+        raise SystemExit(1)
 
 
 def be_brief(record: logging.LogRecord) -> bool:
@@ -138,7 +147,8 @@ def be_brief(record: logging.LogRecord) -> bool:
 
 
 def give_up() -> None:
-    """A Redis that does not reply would keep Celery, and a run that can't give its lease up, for ever."""
+    """A Redis that does not reply would keep Celery, and a run that can't give its lease up, for
+    ever."""
     log.warning("stopped in the middle of something; its work will be taken up by another")
     os._exit(0)
 

@@ -1,7 +1,10 @@
-"""StepDecider: what each row of a step comes to. It reads and writes nothing but the states that it is given.
+"""StepDecider: what each row of a step comes to. It reads and writes nothing but the states that it
+is given.
 
-Deciding is idempotent. A row whose position is already in the log is answered from the log, whether this replica decided it, another one did, or compute
-came back from a crash and asks again. Compute runs ahead: a row says which token it was computed upon, and is passed over if the log holds another there.
+Deciding is idempotent. A row whose position is already in the log is answered from the log, whether
+this replica decided it, another one did, or compute came back from a crash and asks again. Compute
+runs ahead: a row says which token it was computed upon, and is passed over if the log holds another
+there.
 """
 
 import time
@@ -15,12 +18,14 @@ from services.sampler.request_state import NO_TEXT, RequestState
 from services.sampler.rows import UNKNOWN, Decided
 from shared.model.decision import decide, pad, pick, uniform
 from shared.process.telemetry import get_logger
-from shared.wire.messages import StepCandidates, TokenEvent, TokenLogprob, TopLogprob
+from shared.wire.logprobs import TokenLogprob, TopLogprob
+from shared.wire.messages import StepCandidates, TokenEvent
 from shared.wire.token_log import log_entry
 
 log = get_logger("penstock.sampler")
 
-Logged = Mapping[tuple[int, int], TokenEvent | str | None]  # by handle and position: what the log holds there, nothing, or why that can't be read
+# by handle and position: what the log holds there, nothing, or why that can't be read
+Logged = Mapping[tuple[int, int], TokenEvent | str | None]
 
 
 class StepDecider:
@@ -30,14 +35,18 @@ class StepDecider:
         self.tokens = tokens
 
     def decide(self, step: StepCandidates, states: Sequence[RequestState | None], logged: Logged) -> list[Decided]:
-        """Each row's next token: the draw for all rows at once, then text and stop strings row by row, of a sequence in the order of its positions.
+        """Each row's next token: the draw for all rows at once, then text and stop strings row by
+        row, of a sequence in the order of its positions.
 
-        states: of each row's request, None for an unknown one. logged: the events before the last of their states that rows ask for.
+        states: of each row's request, None for an unknown one. logged: the events before the last
+        of their states that rows ask for.
         """
         token_ids, logits = draw(step, states)
         previous = step.previous_token_ids.tolist() or [None] * len(states)
         decided: list[Decided] = []
-        over, astray = set[int](), set[int]()  # handles whose sequences have ended, or whose logs hold other tokens than the next rows were computed upon
+        # handles whose sequences have ended, or whose logs hold other tokens than the next rows
+        # were computed upon
+        over, astray = set[int](), set[int]()
         token_before: dict[int, int | None] = {}  # that the log holds, by handle, of the row before
         for row, (handle, position, state) in enumerate(zip(step.handles.tolist(), step.positions.tolist(), states, strict=True)):
             if handle in over:
@@ -61,7 +70,8 @@ class StepDecider:
         return decided
 
     def _append(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> Decided:
-        """The state one token on. What goes wrong in a request's text is that request's error alone."""
+        """The state one token on. What goes wrong in a request's text is that request's error
+        alone."""
         handle, position = int(step.handles[row]), int(step.positions[row])
         state.touched_at = time.monotonic()
         try:
@@ -73,7 +83,8 @@ class StepDecider:
             log.exception("request failed", request_id=state.intro.request_id)
             return Decided(handle, position, state, end=state.failure(f"{NO_TEXT}: {error}"))
         if position == 1 and (prompt is not None or state.intro.prompt_token_ids is not None):
-            state.intro = replace(state.intro, prompt_logprobs=None, prompt_token_ids=None)  # from now on the log holds them
+            # from now on the log holds them
+            state.intro = replace(state.intro, prompt_logprobs=None, prompt_token_ids=None)
         return Decided(handle, position, state, entry=entry)
 
     def _logprob(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> TokenLogprob | None:
@@ -101,7 +112,8 @@ def draw(step: StepCandidates, states: Sequence[RequestState | None]) -> tuple[l
 
 
 def settled(state: RequestState | None, handle: int, position: int, logged: Logged) -> Decided | None:
-    """What a row comes to without a draw: its request is unknown or lost, or the log holds its position, or an end before it. None: it has to be drawn."""
+    """What a row comes to without a draw: its request is unknown or lost, or the log holds its
+    position, or an end before it. None: it has to be drawn."""
     if state is None:
         return Decided(handle, position, None, code=UNKNOWN)
     if state.lost:

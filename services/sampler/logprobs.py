@@ -1,15 +1,18 @@
-"""LogprobHolder: logprobs wait until the text of their tokens is released, for a stop string may still cut it off."""
+"""LogprobHolder: logprobs wait until the text of their tokens is released, for a stop string may
+still cut it off."""
 
 from dataclasses import dataclass, field, replace
 
-from shared.wire.messages import TokenLogprob
+from shared.wire.logprobs import TokenLogprob
 
 
 @dataclass(slots=True)
 class LogprobHolder:
-    """Logprobs of tokens in order, each with the first and the last character of its token's text, counted from the answer's beginning."""
+    """Logprobs of tokens in order, each with the first and the last character of its token's text,
+    counted from the answer's beginning."""
 
-    num_echo_chars: int = 0  # of the prompt, which precede the answer in the text that the client gets
+    # of the prompt, which precede the answer in the text that the client gets
+    num_echo_chars: int = 0
     held: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)
 
     @property
@@ -22,7 +25,8 @@ class LogprobHolder:
         self.held.append((first, last, replace(logprob, text_offset=self.num_echo_chars + first)))
 
     def release(self, num_released: int, *, at_end: bool) -> tuple[TokenLogprob, ...]:
-        """The logprobs of the tokens whose text is out. At the end, those that begin in the cut-off stop string are dropped."""
+        """The logprobs of the tokens whose text is out. At the end, those that begin in the cut-off
+        stop string are dropped."""
         ready = [entry for entry in self.held if entry[1] <= num_released or (at_end and entry[0] < num_released)]
         self.held = [] if at_end else self.held[len(ready) :]
         return tuple(logprob for _, _, logprob in ready)

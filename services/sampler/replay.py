@@ -26,7 +26,8 @@ class Replay:
         return RequestState.begin(intro, self.tokenizer, time.monotonic())
 
     def read(self, states: Sequence[RequestState]) -> list[Any]:
-        """The logs' entries beyond the states' positions, as `request_state.catch_up` takes them."""
+        """The logs' entries beyond the states' positions, as `request_state.catch_up` takes
+        them."""
         if not states:
             return []
 
@@ -49,7 +50,8 @@ class Replay:
         return state
 
     def events_at(self, places: Iterable[tuple[RequestState, int]]) -> list[TokenEvent | str | None]:
-        """What the logs hold at some positions: the event, None for nothing, or why it can't be read."""
+        """What the logs hold at some positions: the event, None for nothing, or why it can't be
+        read."""
         asked = list(places)
         if not asked:
             return []
@@ -62,12 +64,14 @@ class Replay:
 
 
 def is_last(state: RequestState, position: int) -> bool:
-    """Whether the state still has the event with which a position was answered: nothing came after it."""
+    """Whether the state still has the event with which a position was answered: nothing came after
+    it."""
     return state.last_event is not None and state.last_event.position <= position
 
 
 def event_of(entries: Any) -> TokenEvent | str | None:
-    """The event of the only entry that was found; None: there is none; a text: why it can't be read."""
+    """The event of the only entry that was found; None: there is none; a text: why it can't be
+    read."""
     try:
         return decode_entry(entries[0][1][MESSAGE]) if entries else None
     except Lost as error:

@@ -1,7 +1,8 @@
-"""What the sampler keeps of a request: its text so far, its stop strings, its logprobs. All of it a function of the token log.
+"""What the sampler keeps of a request: its text so far, its stop strings, its logprobs. All of it a
+function of the token log.
 
-`append` is the one way forward, for a token just decided and for one replayed from the log alike, so a replica that takes a request
-over ends up in the very state of the one that lost it.
+`append` is the one way forward, for a token just decided and for one replayed from the log alike,
+so a replica that takes a request over ends up in the very state of the one that lost it.
 """
 
 import time
@@ -15,7 +16,8 @@ from services.sampler.logprobs import LogprobHolder
 from services.sampler.stop import StopMatcher
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
-from shared.wire.messages import FinishReason, PromptLogprobs, RequestError, SequenceIntro, TokenEvent, TokenLogprob
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob
+from shared.wire.messages import FinishReason, RequestError, SequenceIntro, TokenEvent
 from shared.wire.token_log import parse_log
 
 log = get_logger("penstock.sampler")
@@ -26,7 +28,8 @@ NO_TEXT = "the text of the answer could not be made"
 
 @dataclass(slots=True)
 class RequestState:
-    """One request. Only the StepDecider and the replay of its log change it, and the service, which knows its reader."""
+    """One request. Only the StepDecider and the replay of its log change it, and the service, which
+    knows its reader."""
 
     intro: SequenceIntro
     detokenizer: Detokenizer
@@ -53,7 +56,8 @@ class RequestState:
         return self.last_event is not None and self.last_event.finish_reason is not None
 
     def append(self, token_id: int, logprob: TokenLogprob | None, prompt_logprobs: PromptLogprobs | None = None) -> TokenEvent:
-        """The next token was decided: its event, with the text that may go to the client; the first one's, with what was asked of the prompt."""
+        """The next token was decided: its event, with the text that may go to the client; the first
+        one's, with what was asked of the prompt."""
         self.position += 1
         self.last_token_id = token_id
         params = self.intro.params
@@ -125,23 +129,27 @@ class RequestState:
         return End("stop", token_id) if token_id in self.intro.params.stop_token_ids else None
 
     def _add_text(self, token_id: int, logprob: TokenLogprob | None) -> tuple[str, str | None]:
-        """The text that the token releases, and the stop string that it completes; its logprob is held."""
+        """The text that the token releases, and the stop string that it completes; its logprob is
+        held."""
         start = self.num_chars
         text = self.detokenizer.add(token_id)
         found = self._feed(text)
         if logprob is not None:
-            if text.endswith(logprob.token):  # what comes before it is U+FFFD, of tokens before this one
+            # what comes before it is U+FFFD, of tokens before this one
+            if text.endswith(logprob.token):
                 start = self.num_chars - len(logprob.token)
             self.logprobs.hold(logprob, start, self.num_chars)
         return found
 
     def _flush_text(self, end: "End") -> tuple[str, "End"]:
-        """The text that was held back and that nothing can complete any more; and the end, which a stop string in that text may change."""
+        """The text that was held back and that nothing can complete any more; and the end, which a
+        stop string in that text may change."""
         released, matched = self._feed(self.detokenizer.flush())
         return (released + self.matcher.flush(), end) if matched is None else (released, End("stop", matched))
 
     def _feed(self, text: str) -> tuple[str, str | None]:
-        """The text that passes the stop matcher, which sleeps until min_tokens are there, and the stop string that it found."""
+        """The text that passes the stop matcher, which sleeps until min_tokens are there, and the
+        stop string that it found."""
         self.num_chars += len(text)
         if not self.intro.params.stop or self.position < self.intro.params.min_tokens:
             return text, None
@@ -153,7 +161,8 @@ class RequestState:
 
 
 class End(NamedTuple):
-    """Why a sequence ends with a token; stop_reason: the token or the string that stopped it, where the request asked for that one."""
+    """Why a sequence ends with a token; stop_reason: the token or the string that stopped it, where
+    the request asked for that one."""
 
     reason: FinishReason
     stop_reason: str | int | None = None

@@ -8,12 +8,14 @@ from services.sampler.request_state import RequestState
 from shared.wire.messages import Moments, StepCandidates, TokenEvent
 from shared.wire.token_log import LogEntry
 
-FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
+# token ids of decisions without one: the sequence is over; the sequence must be introduced
+FAILED, UNKNOWN = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What one row came to: a new entry for the log, or an event that it holds already, or, with neither, no token: `code` says why."""
+    """What one row came to: a new entry for the log, or an event that it holds already, or, with
+    neither, no token: `code` says why."""
 
     handle: int
     position: int
@@ -33,7 +35,8 @@ class Decided:
         return self.state is None or self.outcome is None or self.outcome.finish_reason is not None
 
     def is_notable(self, gateway_id: str) -> bool:
-        """Whether it is the first or the last token of a request that this gateway reads, and new."""
+        """Whether it is the first or the last token of a request that this gateway reads, and
+        new."""
         if self.entry is None or self.state is None or self.state.gateway_id != gateway_id:
             return False
         return self.position == 1 or self.entry.event.finish_reason is not None

@@ -1,4 +1,5 @@
-"""The sampler's loop: read a step's candidates, decide, write log, events and decisions in one round trip, trim.
+"""The sampler's loop: read a step's candidates, decide, write log, events and decisions in one
+round trip, trim.
 
 The log refuses a second entry at a position, and what it holds wins.
 """
@@ -33,11 +34,14 @@ from shared.wire.transport import DirectReader, Pipeline, write_dead_letter
 log = get_logger("penstock.sampler")
 
 BLOCK_MS = 500
-FORGET_AFTER_S = 600.0  # a state nobody has asked about: its compute replica died, or another sampler has it
+# a state nobody has asked about: its compute replica died, or another sampler has it
+FORGET_AFTER_S = 600.0
 FORGET_EVERY_S = 10.0
 FOLLOW_CLOCK_EVERY_S = 1.0
 REBUILD_AT_ONCE = 32  # sequences whose logs are read in one round trip
-ANSWER_EVERY_S = 0.5  # while many are taken over: compute goes on with those, and hears that this sampler lives well before it loses its patience
+# while many are taken over: compute goes on with those, and hears that this sampler lives well
+# before it loses its patience
+ANSWER_EVERY_S = 0.5
 
 
 class SamplerService:
@@ -63,11 +67,12 @@ class SamplerService:
         quiet_since = time.monotonic()
         while not (self.stage.stopping.is_set() and time.monotonic() - quiet_since > self.settings.drain_s):
             if self.stage.stopping.is_set():
-                self.stage.leave()  # compute sends elsewhere from its next look at the registry; until then, go on
+                # compute sends elsewhere from its next look at the registry; until then, go on
+                self.stage.leave()
             for step in self.read():
                 self.answer(step)
                 quiet_since = time.monotonic()
-            self.stage.turn()
+            self.stage.mark_alive()
             self.stage.load.update(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
             if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
@@ -92,7 +97,7 @@ class SamplerService:
             return []
         self.stage.transport.backoff.succeeded()
         for message in self.control.take(reply):
-            self.obey(message)
+            self.handle_control(message)
         return self.reader.take(reply)
 
     def ask(self, pipe: Pipeline) -> None:
@@ -101,7 +106,8 @@ class SamplerService:
         pipe.xread({self.reader.stream.key: self.reader.last_id, CONTROL.key: self.control.last_id}, block=BLOCK_MS)
 
     def write_and_ask(self, fill: Callable[[Pipeline], None]) -> list[Any]:
-        """The replies to what `fill` queues. The next read goes with it, in one packet, if none stands."""
+        """The replies to what `fill` queues. The next read goes with it, in one packet, if none
+        stands."""
         if not self.news.num_awaited:
 
             def fill_both(pipe: Pipeline) -> None:
@@ -116,7 +122,8 @@ class SamplerService:
         return self.stage.transport.run(fill)
 
     def answer(self, step: StepCandidates) -> None:
-        """Decide the step's rows and write them: log, events, decisions. What nobody can answer becomes a dead letter."""
+        """Decide the step's rows and write them: log, events, decisions. What nobody can answer
+        becomes a dead letter."""
         try:
             for part in self.introduce(step):
                 decided = self.decide_and_write(part)
@@ -134,12 +141,14 @@ class SamplerService:
             self.stage.transport.run(letter)
 
     def introduce(self, step: StepCandidates) -> Iterator[StepCandidates]:
-        """Make the step's sequences known, and give its rows out: at once, or in parts while sequences with long logs are taken over."""
+        """Make the step's sequences known, and give its rows out: at once, or in parts while
+        sequences with long logs are taken over."""
         for handle in step.forget.tolist():
             self.forget((step.compute_id, handle), "ended elsewhere")
         new = [intro for intro in step.intros if not self.knows(step.compute_id, intro)]
         handles, given, left = step.handles.tolist(), set[int](), {intro.handle for intro in new}
-        answered_at = time.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0  # with many, the others need not wait even for the first
+        # with many, the others need not wait even for the first
+        answered_at = time.monotonic() if len(new) <= REBUILD_AT_ONCE else 0.0
         for start in range(0, len(new), REBUILD_AT_ONCE):
             for handle in self.rebuild(step.compute_id, new[start : start + REBUILD_AT_ONCE]):
                 left.discard(handle)
@@ -148,7 +157,7 @@ class SamplerService:
                     given.update(ready)
                     if ready:
                         yield select(step, ready)
-                    self.stage.turn()
+                    self.stage.mark_alive()
                     answered_at = time.monotonic()
         rest = [row for row in range(len(handles)) if row not in given]
         if not given:
@@ -161,7 +170,8 @@ class SamplerService:
         return state is not None and state.intro.request_id == intro.request_id
 
     def rebuild(self, compute_id: str, intros: list[SequenceIntro]) -> Iterator[int]:
-        """The states of requests that are new here: replayed from their logs, which are empty for those that are new everywhere. One round trip for all.
+        """The states of requests that are new here: replayed from their logs, which are empty for
+        those that are new everywhere. One round trip for all.
 
         Gives each one's handle once it is ready.
         """
@@ -176,7 +186,8 @@ class SamplerService:
             yield state.intro.handle
 
     def decide_and_write(self, step: StepCandidates) -> list[Decided]:
-        """Decide a step's rows and write them. Where a log refuses one, what it holds wins, and the rows after it are decided again."""
+        """Decide a step's rows and write them. Where a log refuses one, what it holds wins, and the
+        rows after it are decided again."""
         part: StepCandidates | None = step
         told: list[Decided] = []
         while part is not None:
@@ -194,7 +205,8 @@ class SamplerService:
         return told
 
     def remainder(self, step: StepCandidates, decided: list[Decided], settled: list[Decided], refused: Refused) -> StepCandidates | None:
-        """The rows to decide again after others of their sequences were refused and settled: not those computed upon a token that the log does not hold."""
+        """The rows to decide again after others of their sequences were refused and settled: not
+        those computed upon a token that the log does not hold."""
         asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
         over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)}
         again = {row.key: row for row in decided if row.handle in {handle for handle, _ in refused} - over}
@@ -207,7 +219,8 @@ class SamplerService:
         return select(step, rows) if rows else None
 
     def look_up(self, step: StepCandidates) -> tuple[list[RequestState | None], Logged]:
-        """Each row's state, as far on as its log where it is behind the rows; and the logs' events that are no longer in the states."""
+        """Each row's state, as far on as its log where it is behind the rows; and the logs' events
+        that are no longer in the states."""
         states = [self.states.get((step.compute_id, handle)) for handle in step.handles.tolist()]
         places = [(state, position) for state, position in zip(states, step.positions.tolist(), strict=True) if state is not None]
         firsts = {id(state): (state, position) for state, position in reversed(places)}
@@ -217,7 +230,8 @@ class SamplerService:
         return states, dict(zip(keys, self.replay.events_at(past), strict=True))
 
     def settle(self, row: Decided, payload: bytes | None) -> Decided:
-        """The log refused this entry, and holds `payload` instead; None: it has lost what came before."""
+        """The log refused this entry, and holds `payload` instead; None: it has lost what came
+        before."""
         assert row.entry is not None and row.state is not None
         event, request_id = row.entry.event, row.entry.event.request_id
         try:
@@ -227,10 +241,12 @@ class SamplerService:
         if logged is None:
             return replace(row, entry=None, end=row.state.failure(LOST_LOG))
         if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (event.position, event.token_id, event.text, event.finish_reason):
-            row.state.last_event = logged  # by a try that seemed to fail, or by a replica that decided the same
+            # by a try that seemed to fail, or by a replica that decided the same
+            row.state.last_event = logged
             return replace(row, entry=None, event=logged)
         log.info("decided elsewhere", request_id=request_id, position=row.position)
-        if logged.token_id is None or logged.position != row.position:  # the request has ended: cancelled, or failed
+        # the request has ended: cancelled, or failed
+        if logged.token_id is None or logged.position != row.position:
             return replace(row, entry=None, state=None)
         return replace(row, entry=None, state=self.renew(row.state), event=logged)
 
@@ -242,8 +258,9 @@ class SamplerService:
                 self.states[key] = state
         return state
 
-    def obey(self, message: Control) -> None:
-        """Control: a gateway has resumed requests. (Cancelling is compute's, which then says what to forget.)"""
+    def handle_control(self, message: Control) -> None:
+        """Control: a gateway has resumed requests. (Cancelling is compute's, which then says what
+        to forget.)"""
         if message.action == "attach":
             for state in self.states.values():
                 if state.intro.request_id in message.request_ids:

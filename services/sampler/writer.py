@@ -1,4 +1,5 @@
-"""StepWriter: a decided step goes to its logs, to the gateways and to compute, in one round trip."""
+"""StepWriter: a decided step goes to its logs, to the gateways and to compute, in one round
+trip."""
 
 import time
 from collections import defaultdict
@@ -14,11 +15,14 @@ from shared.wire.token_log import LogEntry, log_entry, write_end, write_step
 from shared.wire.transport import Pipeline
 
 AFTER_REFUSED = b""  # an entry that was refused unseen, for it follows one that was refused
-Refused = dict[tuple[int, int], bytes | None]  # by handle and position: what the log holds there, AFTER_REFUSED, or None if it has lost what came before
+# by handle and position: what the log holds there, AFTER_REFUSED, or None if it has lost what came
+# before
+Refused = dict[tuple[int, int], bytes | None]
 
 
 class StepWriter:
-    """Writes what this sampler has decided. send: makes one round trip of what is queued, and returns the replies."""
+    """Writes what this sampler has decided. send: makes one round trip of what is queued, and
+    returns the replies."""
 
     def __init__(self, model: str, sampler_id: str, send: Callable[[Callable[[Pipeline], None]], list[Any]]) -> None:
         self.model = model
@@ -26,13 +30,15 @@ class StepWriter:
         self.send = send
 
     def write(self, step: StepCandidates, decided: list[Decided]) -> Refused:
-        """Append the rows' entries to their logs, and `tell` of them. Returns the entries that the logs refused; if there are any, nobody was told."""
+        """Append the rows' entries to their logs, and `tell` of them. Returns the entries that the
+        logs refused; if there are any, nobody was told."""
         new = [row for row in decided if row.entry is not None]
         refused = self._send(step, decided, [row.entry for row in new if row.entry is not None])
         return {new[index - 1].key: payload for index, payload in refused}
 
     def tell(self, step: StepCandidates, decided: list[Decided]) -> None:
-        """Send events and decisions of rows whose tokens the logs hold, and write the ends without a token."""
+        """Send events and decisions of rows whose tokens the logs hold, and write the ends without
+        a token."""
         self._send(step, decided, [])
 
     def _send(self, step: StepCandidates, decided: list[Decided], entries: list[LogEntry]) -> list[tuple[int, bytes | None]]:

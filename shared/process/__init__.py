@@ -1,1 +1,2 @@
-"""What every process has: settings from flags and the environment, kinds of errors, logs, traces, free memory."""
+"""What every process has: settings from flags and the environment, kinds of errors, logs, traces,
+free memory."""

@@ -35,5 +35,6 @@ def free_host_memory() -> int:
         return available
     if limit.strip() == "max":
         return available
-    droppable = int(dict(line.split() for line in details.splitlines())["inactive_file"])  # files read once, as weights are
+    # files read once, as weights are
+    droppable = int(dict(line.split() for line in details.splitlines())["inactive_file"])
     return min(available, int(limit) - int(used) + droppable)

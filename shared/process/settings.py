@@ -1,4 +1,5 @@
-"""Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made from the descriptions here."""
+"""Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made
+from the descriptions here."""
 
 import ipaddress
 import re
@@ -54,7 +55,8 @@ class ModelSettings(StageSettings):
 
 
 class RequestSettings(StageSettings):
-    """What those take that make requests of bodies: gateways, and the workers of batch jobs. Give all of them the same."""
+    """What those take that make requests of bodies: gateways, and the workers of batch jobs. Give
+    all of them the same."""
 
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
@@ -212,7 +214,8 @@ class JobsSettings(RequestSettings, WorkerSettings):
 
 
 class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings):
-    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url names none."""
+    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url
+    names none."""
 
     command: ClassVar[str] = "penstock up"
     examples: ClassVar[str] = """penstock up                                    a small model, fetched once, on http://127.0.0.1:8000
@@ -265,7 +268,8 @@ S = TypeVar("S", bound=StageSettings)
 
 
 def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed: Any) -> S:
-    """Settings from flags (argv, by default the command line's) over the environment. Raises StartupError in one line."""
+    """Settings from flags (argv, by default the command line's) over the environment. Raises
+    StartupError in one line."""
     arguments = sys.argv[1:] if argv is None else argv
     name = settings_type.command
     parser = Parser(

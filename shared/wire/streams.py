@@ -1,6 +1,7 @@
 """The wiring: every stream and key this system uses, who writes it, who reads it, what it carries.
 
-Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they say is messages.py.
+Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they
+say is messages.py.
 """
 
 from dataclasses import dataclass
@@ -8,20 +9,22 @@ from dataclasses import dataclass
 from shared.wire.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
 
 LOG_TTL_S = 3600  # of a finished request's token log: how long a client may still read it
-RUNNING_LOG_TTL_S = 7 * 24 * 3600  # of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
+# of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
+RUNNING_LOG_TTL_S = 7 * 24 * 3600
 REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
 CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
 MAX_DEAD_LETTERS = 10_000
 FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
 
-# The one field of a stream entry; group entries also carry the request's id and gateway in the clear, so that a message that
-# does not decode can still fail its request.
+# The one field of a stream entry; group entries also carry the request's id and gateway in the
+# clear, so that a message that does not decode can still fail its request.
 MESSAGE, REQUEST_ID, GATEWAY_ID = b"m", b"r", b"g"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStream:
-    """Shared by the replicas of one stage: each entry goes to one of them and stays pending until its work is done."""
+    """Shared by the replicas of one stage: each entry goes to one of them and stays pending until
+    its work is done."""
 
     key: str
     message_type: type
@@ -36,11 +39,13 @@ class DirectStream:
     message_type: type
 
 
-CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
+# gateway, a replica that leaves → every replica; trimmed by age
+CONTROL = DirectStream("control", Control)
 DEAD_LETTER = "dead-letter"  # anyone → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
 BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended
-BATCH_FIGURES = "batch-figures"  # hash: what was counted of all batches, and what waits. Gateway, jobs → gateways
+# hash: what was counted of all batches, and what waits. Gateway, jobs → gateways
+BATCH_FIGURES = "batch-figures"
 CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
 JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
 WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
@@ -72,7 +77,8 @@ def events(gateway_id: str) -> DirectStream:
 
 
 def log_key(request_id: str) -> str:
-    """The token log: sampler, or whoever fails the request → anyone. Entry IDs are `<position>-0`; see token_log.py."""
+    """The token log: sampler, or whoever fails the request → anyone. Entry IDs are `<position>-0`;
+    see token_log.py."""
     return f"log:{request_id}"
 
 
@@ -82,19 +88,21 @@ def response_key(response_id: str) -> str:
 
 
 def stored_key(response_id: str) -> str:
-    """What a stored response was asked, its conversation included: gateway → any gateway. It lives as long as the response's log."""
+    """What a stored response was asked, its conversation included: gateway → any gateway. It lives
+    as long as the response's log."""
     return f"stored:{response_id}"
 
 
 def open_key(response_id: str) -> str:
-    """Of a response that runs, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for what it holds in Redis, and for how
-    much; `keeps`, how long what is stored may be to stay should it be refused. Gateway → whoever ends a request."""
+    """Of a response that runs, a hash: `left`, its sequences that have not ended; `account` and
+    `size`, who is charged for what it holds in Redis, and for how much; `keeps`, how long what is
+    stored may be to stay should it be refused. Gateway → whoever ends a request."""
     return f"open:{response_id}"
 
 
 def held_key(tenant_id: str) -> str:
-    """What a tenant's requests and stored responses hold: a sorted set of "<bytes>/<response>" by when they are forgotten (s, Redis' clock). Gateways, and
-    whoever ends a request."""
+    """What a tenant's requests and stored responses hold: a sorted set of "<bytes>/<response>" by
+    when they are forgotten (s, Redis' clock). Gateways, and whoever ends a request."""
     return f"held:{tenant_id}"
 
 
@@ -104,12 +112,14 @@ def held_bytes_key(account: str) -> str:
 
 
 def tombstone_key(request_id: str) -> str:
-    """Set when a request is cancelled: gateway, compute → whoever is about to take up work for it."""
+    """Set when a request is cancelled: gateway, compute → whoever is about to take up work for
+    it."""
     return f"cancelled:{request_id}"
 
 
 def reader_key(response_id: str) -> str:
-    """Who reads a resumed response: a hash of its `generation` and its `gateway`; gateway → whoever sends it events. Not there: who submitted it."""
+    """Who reads a resumed response: a hash of its `generation` and its `gateway`; gateway → whoever
+    sends it events. Not there: who submitted it."""
     return f"reader:{response_id}"
 
 
@@ -119,22 +129,26 @@ def response_of(request_id: str) -> str:
 
 
 def inflight_key(model: str) -> str:
-    """What was admitted and has not ended: a hash of tokens by request id, and their sum under "". Gateways add, whoever ends a request removes."""
+    """What was admitted and has not ended: a hash of tokens by request id, and their sum under "".
+    Gateways add, whoever ends a request removes."""
     return f"inflight:{model}"
 
 
 def quota_key(tenant_id: str) -> str:
-    """What a tenant may still ask in this minute: a hash of its `requests` and `tokens`, and the moment `at` which they are from. Gateways."""
+    """What a tenant may still ask in this minute: a hash of its `requests` and `tokens`, and the
+    moment `at` which they are from. Gateways."""
     return f"quota:{tenant_id}"
 
 
 def running_key(tenant_id: str) -> str:
-    """A tenant's requests that were admitted: a hash of their inflight keys by request id. Gateways; those that are no longer in flight count no more."""
+    """A tenant's requests that were admitted: a hash of their inflight keys by request id.
+    Gateways; those that are no longer in flight count no more."""
     return f"running:{tenant_id}"
 
 
 def attempts_key(request_id: str) -> str:
-    """Whether a request has been in a step, in how many trials a replica died, and the length of its log then: compute → the compute that claims it."""
+    """Whether a request has been in a step, in how many trials a replica died, and the length of
+    its log then: compute → the compute that claims it."""
     return f"attempts:{request_id}"
 
 
@@ -144,17 +158,20 @@ def replica_key(stage: str, replica_id: str) -> str:
 
 
 def file_key(file_id: str) -> str:
-    """What a file is called, and whose it is: gateway, jobs → any gateway. Gone when the file has expired."""
+    """What a file is called, and whose it is: gateway, jobs → any gateway. Gone when the file has
+    expired."""
     return f"file:{file_id}"
 
 
 def files_key(owner: str) -> str:
-    """An owner's files by their age: a sorted set. Names of files that are gone are taken out by whoever finds them."""
+    """An owner's files by their age: a sorted set. Names of files that are gone are taken out by
+    whoever finds them."""
     return f"files:{owner}"
 
 
 def uploads_key(owner: str) -> str:
-    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by when their room is given up. Gateways."""
+    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by when their
+    room is given up. Gateways."""
     return f"uploads:{owner}"
 
 
@@ -179,10 +196,12 @@ def batch_queued_key(batch_id: str) -> str:
 
 
 def upkeep_key(name: str) -> str:
-    """Set by the worker that does this part of the upkeep, for as long as nobody else need do it."""
+    """Set by the worker that does this part of the upkeep, for as long as nobody else need do
+    it."""
     return f"upkeep:{name}"
 
 
 def view_key(replica_id: str) -> str:
-    """What a replica shows while it is watched: compute → gateways. It expires with the replica's lease."""
+    """What a replica shows while it is watched: compute → gateways. It expires with the replica's
+    lease."""
     return f"view:{replica_id}"

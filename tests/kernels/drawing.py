@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from services.compute.backends.backend import RowSearch, SearchRequest, SearchResult
-from services.compute.candidates.reduction import draw
+from services.compute.candidates.draw import draw
+from shared.model.arrays import Array
 from shared.model.decision import decide, pick
-from tests.kernels.backends import Array
 
 
 @dataclass(frozen=True, slots=True)

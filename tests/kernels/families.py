@@ -49,7 +49,7 @@ from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import PromptLogprobs
+from shared.wire.logprobs import PromptLogprobs
 from tests.kernels.backends import CPU
 
 SIZES: dict[str, Any] = {

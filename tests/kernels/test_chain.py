@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from services.compute.backends.choose import choose_backend
 from services.compute.candidates.chain import is_applied, truncate
 from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.decision import decide, pad, pick, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.wire.messages import StepCandidates, decode, encode
@@ -132,7 +132,7 @@ CASES = {
 }
 
 
-def draws(logits: torch.Tensor, params: SamplingParams) -> np.ndarray[Any, Any]:
+def draws(logits: torch.Tensor, params: SamplingParams) -> Array:
     drawn = []
     for start in range(0, NUM_DRAWS, ROWS):
         sequences = [Sequence(handle, "r", [7, 8, *[0] * (start + handle)], 2, params) for handle in range(ROWS)]
@@ -143,7 +143,7 @@ def draws(logits: torch.Tensor, params: SamplingParams) -> np.ndarray[Any, Any]:
     return np.concatenate(drawn)
 
 
-def decided(step: StepCandidates, sequences: list[Sequence]) -> np.ndarray[Any, Any]:
+def decided(step: StepCandidates, sequences: list[Sequence]) -> Array:
     """What a sampler decides: it knows the requests' parameters, and of the chain what the message says."""
     seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
     temperatures = np.array([sequence.params.temperature for sequence in sequences])

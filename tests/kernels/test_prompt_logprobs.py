@@ -14,7 +14,8 @@ from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logpr
 from services.compute.sequence import Sequence
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import PromptLogprobs, RequestError
+from shared.wire.logprobs import PromptLogprobs
+from shared.wire.messages import RequestError
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 90, 64, 65, 100)

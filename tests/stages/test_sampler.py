@@ -18,7 +18,8 @@ from services.sampler.rows import FAILED, UNKNOWN
 from services.sampler.service import SamplerService
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
-from shared.wire.messages import PromptLogprobs, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
+from shared.wire.logprobs import PromptLogprobs
+from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
 from shared.wire.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
 from shared.wire.token_log import end_request, parse_log
 from tests.conftest import running_redis

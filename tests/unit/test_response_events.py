@@ -14,7 +14,8 @@ from services.requests.answers.answer import Delta
 from services.requests.record import make_record
 from services.requests.responses.events import ResponseEvents
 from services.requests.responses.items import messages_of, read_input, with_ids
-from shared.wire.messages import RequestError, TokenLogprob
+from shared.wire.logprobs import TokenLogprob
+from shared.wire.messages import RequestError
 from tests.unit.deltas import USAGE, begun, chats, content
 from tests.unit.deltas import end as ended
 

@@ -1,27 +1,29 @@
-"""Backend: what a model is made of. One is chosen at load (choose.py), and handed to all that make a part of the model or run one.
+"""Backend: what a model is made of. One is chosen at load (choose.py), and handed to all that make
+a part of the model or run one.
 
-`torch/` is the definition and runs anywhere, in any dtype; `cpu/` is native code for bfloat16; `cuda/` is Triton's kernels, for GPUs. Parts are objects that
-were made once: a linear layer with its weights in the form that it reads, an MLP, attention. All backends' parts have the same methods.
+`torch/` is the definition and runs anywhere, in any dtype; `cpu/` is native code for bfloat16;
+`cuda/` is Triton's kernels, for GPUs. Parts are objects that were made once: a linear layer with
+its weights in the form that it reads, an MLP, attention. All backends' parts have the same methods.
 
-A step is prepared once: all that depends on its batch goes into the backend's buffers, attention's plan among it. The forward pass then reads those only.
+A step is prepared once: all that depends on its batch goes into the backend's buffers, attention's
+plan among it. The forward pass then reads those only.
 
-x: [T, k], a row a token. Where a norm is given, x is normalized first; where a residual is given, the result is added to it.
+x: [T, k], a row a token. Where a norm is given, x is normalized first; where a residual is given,
+the result is added to it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
-
-Tensor = torch.Tensor
-Array = np.ndarray[Any, Any]
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 
@@ -32,7 +34,8 @@ class Linear(Protocol):
         ...
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """The same in float32: the last layer, or a router. The result is good until the next call."""
+        """The same in float32: the last layer, or a router. The result is good until the next
+        call."""
         ...
 
 
@@ -43,7 +46,8 @@ class Mlp(Protocol):
         ...
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
-        """down(activation(gate) * up), with gate and up of x, normalized where there is a norm; with has_residual, x is added. Returns [T, hidden]."""
+        """down(activation(gate) * up), with gate and up of x, normalized where there is a norm;
+        with has_residual, x is added. Returns [T, hidden]."""
         ...
 
 
@@ -55,13 +59,15 @@ class Attention(Protocol):
     def __call__(
         self, qkv: Tensor, kv: Tensor, plan: Any, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
     ) -> Tensor:
-        """Normalize and rotate q and k, write K and V, attend: see TorchAttention. The result is good until the plan's next call."""
+        """Normalize and rotate q and k, write K and V, attend: see TorchAttention. The result is
+        good until the plan's next call."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has some of them."""
+    """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has
+    some of them."""
 
     before_attention: Tensor | None = None
     after_attention: Tensor | None = None
@@ -81,7 +87,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """How a decoder's layers are put together: the same for all, but for the lists, which have an entry for each."""
+    """How a decoder's layers are put together: the same for all, but for the lists, which have an
+    entry for each."""
 
     eps: float
     residual_multiplier: float
@@ -97,7 +104,8 @@ class Wiring:
 
 class Stack(Protocol):
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any) -> Tensor:
-        """All layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and returned. plan: attention's, of this step."""
+        """All layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
+        returned. plan: attention's, of this step."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
@@ -117,7 +125,8 @@ class RowMath(Protocol):
         ...
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
-        """multiplier * logits, and then cap * tanh(it / cap) if there is a cap. logits: [R, vocab] float32, overwritten."""
+        """multiplier * logits, and then cap * tanh(it / cap) if there is a cap. logits: [R, vocab]
+        float32, overwritten."""
         ...
 
 
@@ -131,7 +140,8 @@ class MassRequest:
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """What rows of logits [R, vocab], edited already, are searched for, and what else decides the draw from each."""
+    """What rows of logits [R, vocab], edited already, are searched for, and what else decides the
+    draw from each."""
 
     params: Sequence[SamplingParams]  # [R]: of the draws
     u: Array  # [R] float64: the uniform numbers that decide them
@@ -155,8 +165,9 @@ class RunningSearch(Protocol):
 
     @property
     def drawn(self) -> Tensor | None:
-        """[R] int64, on the device, where the next step can read it before the host does: each row's token, unless that is beyond the list, or so near to
-        another's place that the device's exponentials and the host's fall on two sides. None: only the host draws."""
+        """[R] int64, on the device, where the next step can read it before the host does: each
+        row's token, unless that is beyond the list, or so near to another's place that the device's
+        exponentials and the host's fall on two sides. None: only the host draws."""
         ...
 
     def wait(self) -> None:
@@ -176,16 +187,18 @@ class RowSearch(Protocol):
     """Logits [R, vocab] float32 to what candidates are made of."""
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> RunningSearch:
-        """Begin the search, and do not wait for the device. The logits stay as they are until it is read."""
+        """Begin the search, and do not wait for the device. The logits stay as they are until it is
+        read."""
         ...
 
     def find_largest(self, logits: Tensor, k: int) -> tuple[Array, Array]:
-        """The k largest of each row, by falling value, ties by rising token id. Returns values and ids, [R, k]. Of a row with a NaN anywhere, the first
-        value is NaN."""
+        """The k largest of each row, by falling value, ties by rising token id. Returns values and
+        ids, [R, k]. Of a row with a NaN anywhere, the first value is NaN."""
         ...
 
     def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
-        """Of each of some rows [n] int64 the sum of exp((logit - largest) / temperature), float32 [n] both. Returns [n] float64."""
+        """Of each of some rows [n] int64 the sum of exp((logit - largest) / temperature), float32
+        [n] both. Returns [n] float64."""
         ...
 
 
@@ -214,7 +227,8 @@ class Backend(Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """The hardware and the libraries that a result's bits depend on. Equal on two machines: equal bits."""
+        """The hardware and the libraries that a result's bits depend on. Equal on two machines:
+        equal bits."""
         ...
 
     @property
@@ -227,22 +241,25 @@ class Backend(Protocol):
     def row_search(self) -> RowSearch: ...
 
     def is_kept(self, matrix: Matrix) -> bool:
-        """Whether a layer keeps the form in which the file holds its weights; else it is widened to dtype."""
+        """Whether a layer keeps the form in which the file holds its weights; else it is widened to
+        dtype."""
         ...
 
     def make_linear(
         self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
     ) -> Linear:
-        """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a gate, and the result activation(gate) * the other half;
-        activation: silu or gelu_tanh.
+        """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a
+        gate, and the result activation(gate) * the other half; activation: silu or gelu_tanh.
 
-        quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not kept; group: inputs that share a scale, with four bits.
-        Raises StartupError for a quantization that can't run here.
+        quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not
+        kept; group: inputs that share a scale, with four bits. Raises StartupError for a
+        quantization that can't run here.
         """
         ...
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> Linear:
-        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of another layer, StartupError where nothing reads them."""
+        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of
+        another layer, StartupError where nothing reads them."""
         ...
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
@@ -254,11 +271,13 @@ class Backend(Protocol):
         ...
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> Stack | None:
-        """These layers as one call; None: they have to be called one by one. attention: of make_attention."""
+        """These layers as one call; None: they have to be called one by one. attention: of
+        make_attention."""
         ...
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
-        """What a token's keys and values take of a layer's cache; group: dimensions that share a scale in a cache of int8, 0: a cache of dtype."""
+        """What a token's keys and values take of a layer's cache; group: dimensions that share a
+        scale in a cache of int8, 0: a cache of dtype."""
         ...
 
     def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:

@@ -1,9 +1,9 @@
-"""The draw: how much mass a row's kept tokens have, and the token on which a draw falls that falls beyond the row's list.
+"""The draw: how much mass a row's kept tokens have, and the token on which a draw falls that falls
+beyond the row's list.
 
-Mostly the list says all of it. Where it does not, the row is slow: it is sorted, as far as somebody has to look.
+Mostly the list says all of it. Where it does not, the row is slow: it is sorted, as far as somebody
+has to look.
 """
-
-from typing import Any
 
 import numpy as np
 import torch
@@ -11,16 +11,16 @@ import torch
 from services.compute.backends.backend import SearchRequest
 from services.compute.candidates.chain import NOT_FINITE
 from services.compute.candidates.sorted_head import SortedHead, sort_until
+from shared.model.arrays import Array
 from shared.model.decision import GREEDY, cumulative_mass, falls_beyond, kept_count
 from shared.model.sampling_params import SamplingParams
-
-Array = np.ndarray[Any, Any]
 
 NO_TAIL = -1, 0.0  # of a row whose draw falls on its list: a token id and a logit
 
 
 def draw(logits: torch.Tensor, wanted: SearchRequest, values: Array, counts: Array, is_whole: Array, whole_masses: Array) -> tuple[Array, Array, Array]:
-    """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool, whether no token is beyond the list; whole_masses: as found.
+    """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool,
+    whether no token is beyond the list; whole_masses: as found.
 
     Returns kept_mass, tail_token_ids, tail_logits, each [R].
     """
@@ -45,9 +45,11 @@ def draw(logits: torch.Tensor, wanted: SearchRequest, values: Array, counts: Arr
 
 
 def slow_row(row: torch.Tensor, params: SamplingParams, u: float, kept: float | None, total: float, listed: float) -> tuple[float, int, float]:
-    """A row [vocab] whose list does not say enough: its kept mass, and the token and the logit of its tail.
+    """A row [vocab] whose list does not say enough: its kept mass, and the token and the logit of
+    its tail.
 
-    kept: its kept mass, where the list says that; total: the mass of all tokens, where truncation depends on it; listed: the mass of those on the list.
+    kept: its kept mass, where the list says that; total: the mass of all tokens, where truncation
+    depends on it; listed: the mass of those on the list.
     """
     if kept is not None:
         until = u * kept
@@ -66,7 +68,8 @@ def tail_of(head: SortedHead, until: float) -> tuple[int, float]:
 
 
 def kept_mass_of(params: SamplingParams, mass: Array, values: Array, total: float, *, is_whole: bool = False) -> float | None:
-    """The mass of a row's kept tokens as far as its first ones, [count] mass and values, tell; None: more of them are needed.
+    """The mass of a row's kept tokens as far as its first ones, [count] mass and values, tell;
+    None: more of them are needed.
 
     total: the mass of all, where truncation depends on it; is_whole: there are no more.
     """

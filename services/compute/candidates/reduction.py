@@ -1,17 +1,20 @@
-"""Logits to exact candidate sets: what decides each token, in a few bytes instead of the whole vocabulary.
+"""Logits to exact candidate sets: what decides each token, in a few bytes instead of the whole
+vocabulary.
 
-A row is first edited as its request asks (penalties, bias, banned tokens, the mask of its grammar). Then its largest logits are listed in
-order, and for rows that are drawn at random, the mass W of all tokens that top-k, top-p and min-p keep, and the token on which the draw
-falls if it falls beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. The header of
-shared/model/decision.py shows that this is exact. The list's length follows from the request's own parameters alone, never from the batch.
+A row is first edited as its request asks (penalties, bias, banned tokens, the mask of its grammar).
+Then its largest logits are listed in order, and for rows that are drawn at random, the mass W of
+all tokens that top-k, top-p and min-p keep, and the token on which the draw falls if it falls
+beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as
+well. The header of shared/model/decision.py shows that this is exact. The list's length follows
+from the request's own parameters alone, never from the batch.
 
-A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own request; the others go on. A device that fails is no row's
-mistake: compute ends with it, and another takes its requests over.
+A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own
+request; the others go on. A device that fails is no row's mistake: compute ends with it, and
+another takes its requests over.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +29,7 @@ from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.decision import GREEDY, decide, pick, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.process.telemetry import get_logger
@@ -33,22 +37,25 @@ from shared.wire.messages import RequestError
 
 log = get_logger("penstock.compute")
 
-Array = np.ndarray[Any, Any]
 
-LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
+# candidates of a random row without top-k: nearly every draw of a trained model falls among them
+LISTED = 64
 MAX_LISTED = 256  # of a row with a large top-k
 NO_MASKS = Masks()
 
 
 @dataclass(slots=True)
 class EditedRow:
-    """A row of logits that is ready to be reduced, and what its sequence was when it was edited: it may have gone on when the candidates are read."""
+    """A row of logits that is ready to be reduced, and what its sequence was when it was edited: it
+    may have gone on when the candidates are read."""
 
     handle: int
     position: int  # in the token log, of the token to be decided
     previous_token_id: int  # -1: none
-    params: SamplingParams  # of the draw: what the chain has done already is off, and the temperature is the row's
-    logsumexp: float | None = None  # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
+    # of the draw: what the chain has done already is off, and the temperature is the row's
+    params: SamplingParams
+    # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
+    logsumexp: float | None = None
     temperature: float = REQUESTS_OWN
 
 
@@ -61,7 +68,8 @@ class Reduction:
     wanted: SearchRequest
     searching: RunningSearch
     search: RowSearch
-    failures: dict[int, RequestError]  # by handle: rows that could not be edited, and are none of these
+    # by handle: rows that could not be edited, and are none of these
+    failures: dict[int, RequestError]
 
     @torch.inference_mode()
     def finish(self) -> CandidateRows:
@@ -104,8 +112,9 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, m
 
 @torch.inference_mode()
 def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> Reduction:
-    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search:
-    of the model's backend; masks: of their grammars, where they have one: a row whose mask is late is left out.
+    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token
+    each row decides; search: of the model's backend; masks: of their grammars, where they have one:
+    a row whose mask is late is left out.
 
     Does not wait for the device, but where llama.cpp's chain looks at a whole row.
     """
@@ -172,7 +181,8 @@ def reduce_edited(logits: torch.Tensor, edited: list[EditedRow], search: RowSear
 
 
 def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRequest, found: SearchResult) -> CandidateRows:
-    """The candidates of rows that were searched. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
+    """The candidates of rows that were searched. Raises ArithmeticError if the largest number of
+    one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
     values, token_ids, num = found.values, found.token_ids.astype(np.int32), wanted.num_listed
     if not np.isfinite(values[:, 0]).all():
@@ -201,10 +211,11 @@ def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRe
 
 
 def edit(row: torch.Tensor, sequence: Sequence, search: RowSearch, grammar_mask: Array | None = None) -> EditedRow:
-    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then DRY, then what is not allowed, then llama.cpp's chain.
-    Raises Invalid if nothing is allowed.
+    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then
+    DRY, then what is not allowed, then llama.cpp's chain. Raises Invalid if nothing is allowed.
 
-    Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence: over the output, as OpenAI defines them.
+    Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and
+    presence: over the output, as OpenAI defines them.
     """
     params = sequence.params
     if params.edits_logits:

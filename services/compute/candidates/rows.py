@@ -1,24 +1,26 @@
-"""CandidateRows: what one step found out about the next tokens of its sequences, as samplers are asked to decide it."""
+"""CandidateRows: what one step found out about the next tokens of its sequences, as samplers are
+asked to decide it."""
 
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.wire.messages import RequestError, SequenceIntro, StepCandidates
-
-Array = np.ndarray[Any, Any]
 
 REQUESTS_OWN = -1.0  # a row's temperature, where it is its request's
 
 
 @dataclass(frozen=True, slots=True)
 class CandidateRows:
-    """The undecided rows of one step, all sequences together; `message` has some of them for a sampler."""
+    """The undecided rows of one step, all sequences together; `message` has some of them for a
+    sampler."""
 
     handles: Array  # [R] int32
     positions: Array  # [R] int32: in the token log, of the token to be decided
-    previous_token_ids: Array  # [R] int32: at the position before, which this row was computed upon; -1: it is the first
+    # [R] int32: at the position before, which this row was computed upon; -1: it is the first
+    previous_token_ids: Array
     counts: Array  # [R] int32
     token_ids: Array  # [R, K] int32, K = max(counts)
     logits: Array  # [R, K] float32
@@ -28,7 +30,8 @@ class CandidateRows:
     tail_logits: Array  # [R] float32
     chosen: Array  # [R] int32: what the sampler will decide
     temperatures: Array  # [R] float32, where they depend on the row; REQUESTS_OWN elsewhere
-    failures: dict[int, RequestError] = field(default_factory=dict)  # by handle: rows that are not here, and why
+    # by handle: rows that are not here, and why
+    failures: dict[int, RequestError] = field(default_factory=dict)
 
     def only(self, rows: list[int]) -> "CandidateRows":
         """Some of them, without failures."""

@@ -1,6 +1,8 @@
-"""Compute's side of the pipeline. Sending and collecting are apart, so that no step waits for a round trip.
+"""Compute's side of the pipeline. Sending and collecting are apart, so that no step waits for a
+round trip.
 
-Whatever goes wrong with Redis is waited out, and what is undecided is then sent again: deciding is idempotent.
+Whatever goes wrong with Redis is waited out, and what is undecided is then sent again: deciding is
+idempotent.
 """
 
 import time
@@ -43,7 +45,8 @@ class Received:
 
 
 class Exchange:
-    """Owns this replica's lines, its place in the prompts group, and what is undecided. `active`, by handle, is the service's."""
+    """Owns this replica's lines, its place in the prompts group, and what is undecided. `active`,
+    by handle, is the service's."""
 
     def __init__(self, stage: Stage, prompts: GroupStream, active: Mapping[int, ActiveRequest], *, publish_interval_s: float = 0.0, max_held: int = 1) -> None:
         """publish_interval_s, max_held: how long candidates are held back, as Outbox says."""
@@ -57,7 +60,8 @@ class Exchange:
         out, news, requests = (Line(stage.transport.client) for _ in range(3))
         self.outbox = Outbox(out, prompts, self.decisions, publish_interval_s=publish_interval_s, max_held=max_held)
         self.inbox = Inbox(news, requests, self.prompts, self.decisions, self.control)
-        self._step = time.time_ns() // 1000  # of the next message: beyond any of an earlier life of this replica
+        # of the next message: beyond any of an earlier life of this replica
+        self._step = time.time_ns() // 1000
         self._looked_at = self._warned_at = 0.0
 
     def start(self) -> None:
@@ -65,7 +69,8 @@ class Exchange:
         self.control.start_at_end()
 
     def send(self, rows: CandidateRows, *, is_urgent: bool = True) -> None:
-        """A step's rows, each to the sampler of its sequence; if they are not urgent, perhaps with the next step's.
+        """A step's rows, each to the sampler of its sequence; if they are not urgent, perhaps with
+        the next step's.
 
         Returns when they are written, not when they have arrived.
         """
@@ -86,7 +91,8 @@ class Exchange:
             self._flush()
 
     def collect(self, num_prompts: int, *, wait_s: float = 0.0) -> Received:
-        """What has come: decisions, control, and up to num_prompts prompts; if nothing has, waits up to wait_s for what is awaited."""
+        """What has come: decisions, control, and up to num_prompts prompts; if nothing has, waits
+        up to wait_s for what is awaited."""
         received = Received()
         if self.outbox.num_held and (wait_s or self.outbox.is_overdue()):
             self._publish()
@@ -110,7 +116,8 @@ class Exchange:
         return received
 
     def resend_overdue(self) -> list[int]:
-        """Now and then: ask again where samplers are silent or gone. Returns the handles of sequences that no sampler decides."""
+        """Now and then: ask again where samplers are silent or gone. Returns the handles of
+        sequences that no sampler decides."""
         now = time.monotonic()
         if now - self._looked_at < RESEND_EVERY_S or not self.undecided.rows:
             return []
@@ -129,7 +136,8 @@ class Exchange:
         follow_clock(self.stage.transport, [self.decisions, self.control])
 
     def forget(self, active: ActiveRequest, *, tell_sampler: bool) -> None:
-        """The request has ended: its entry is acknowledged with the next write, its sampler told unless it knows."""
+        """The request has ended: its entry is acknowledged with the next write, its sampler told
+        unless it knows."""
         self.undecided.forget(active.sequence.handle)
         if tell_sampler:
             self.samplers.forget(active)
@@ -145,7 +153,8 @@ class Exchange:
         self.outbox.next.ended[entry_id] = request_id
 
     def leave(self) -> None:
-        """Hand the unfinished entries to whoever claims them, and take this replica's traces away."""
+        """Hand the unfinished entries to whoever claims them, and take this replica's traces
+        away."""
         self.outbox.start_over()
         self.inbox.close()
         ended = self.outbox.next.ended
@@ -167,7 +176,8 @@ class Exchange:
         return self.undecided.settle(message.step, [each for each in found if each.token_id != UNKNOWN])
 
     def _follow_samplers(self) -> None:
-        """When samplers come or go, what is undecided of the sequences that move goes to their new ones."""
+        """When samplers come or go, what is undecided of the sequences that move goes to their new
+        ones."""
         moved = self.samplers.follow(self.stage.registry.ids("sampler", self.stage.model))
         self._send_again(moved)
 
@@ -194,7 +204,8 @@ class Exchange:
             self._recover(error)
 
     def _recover(self, error: Exception) -> None:
-        """Wait until Redis can serve, and begin again: nobody knows what arrived. Raises if the error is not temporary."""
+        """Wait until Redis can serve, and begin again: nobody knows what arrived. Raises if the
+        error is not temporary."""
         self.outbox.start_over()
         self.inbox.close()
         self.stage.transport.wait_out(error)

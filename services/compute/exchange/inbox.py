@@ -1,4 +1,5 @@
-"""Inbox: two standing reads. Redis answers one as soon as there are decisions or control messages, the other as soon as there are prompts."""
+"""Inbox: two standing reads. Redis answers one as soon as there are decisions or control messages,
+the other as soon as there are prompts."""
 
 from shared.wire.line import Line
 from shared.wire.messages import Control, StepDecisions
@@ -10,7 +11,8 @@ MAX_TAKEN = 64  # prompts in a reply: more would hold up the steps of those that
 
 
 class Inbox:
-    """A line for each read: for decisions and control messages, and for prompts. All methods raise what redis-py raises."""
+    """A line for each read: for decisions and control messages, and for prompts. All methods raise
+    what redis-py raises."""
 
     def __init__(self, news: Line, requests: Line, prompts: GroupReader, decisions: DirectReader, control: DirectReader) -> None:
         self.news = news
@@ -28,7 +30,8 @@ class Inbox:
             self.requests.send(lambda pipe: self.prompts.queue_read(pipe, count=min(num_prompts, MAX_TAKEN), block_ms=STANDING_MS))
 
     def wait(self, wait_s: float, *, for_decisions: bool) -> None:
-        """Wait for the first reply: of the first read if decisions are awaited, or prompts are not asked for."""
+        """Wait for the first reply: of the first read if decisions are awaited, or prompts are not
+        asked for."""
         line = self.news if for_decisions or not self.requests.num_awaited else self.requests
         line.has_reply(wait_s)
 

@@ -1,7 +1,8 @@
 """Outbox: what goes out to samplers and to Redis, written without waiting for the reply.
 
-The candidates of short steps go out together: each message costs Redis, sampler and gateway a wake-up, whose caches the model has emptied meanwhile, and
-on a CPU they all share the cores with the model.
+The candidates of short steps go out together: each message costs Redis, sampler and gateway a
+wake-up, whose caches the model has emptied meanwhile, and on a CPU they all share the cores with
+the model.
 """
 
 import time
@@ -20,7 +21,8 @@ class Write:
     """What one write holds."""
 
     messages: list[tuple[str, StepCandidates]] = field(default_factory=list)  # by sampler
-    ended: dict[bytes, str] = field(default_factory=dict)  # entries to acknowledge, and their requests
+    # entries to acknowledge, and their requests
+    ended: dict[bytes, str] = field(default_factory=dict)
     records: list[Record] = field(default_factory=list)  # keys to set
 
     def __bool__(self) -> bool:
@@ -28,9 +30,11 @@ class Write:
 
 
 class Outbox:
-    """A line to write on, and what is to be written. decisions: the stream that is trimmed with the writes.
+    """A line to write on, and what is to be written. decisions: the stream that is trimmed with the
+    writes.
 
-    Steps are held back until publish_interval_s have passed since the last were sent, max_held of them at most.
+    Steps are held back until publish_interval_s have passed since the last were sent, max_held of
+    them at most.
     """
 
     def __init__(self, line: Line, prompts: GroupStream, decisions: DirectReader, *, publish_interval_s: float, max_held: int) -> None:
@@ -42,7 +46,8 @@ class Outbox:
         self.next = Write()
         self.unanswered = Write()
         self.num_held = 0  # steps whose rows have not been queued
-        self._held_at = self._published_at = 0.0  # when the last step's rows came; when rows were last queued
+        # when the last step's rows came; when rows were last queued
+        self._held_at = self._published_at = 0.0
 
     def hold(self, *, is_urgent: bool) -> bool:
         """A step has rows. Returns whether they go out now, with all that is held back."""
@@ -64,7 +69,8 @@ class Outbox:
         self.num_held, self._published_at = 0, time.monotonic()
 
     def flush(self) -> None:
-        """Write what is to go out. What was written before has been answered by now, or nearly. Raises what redis-py raises."""
+        """Write what is to go out. What was written before has been answered by now, or nearly.
+        Raises what redis-py raises."""
         if self.line.num_awaited:
             self.confirm()
         write, self.next = self.next, Write()
@@ -77,7 +83,8 @@ class Outbox:
         self.unanswered = Write()
 
     def start_over(self) -> None:
-        """Nobody knows what arrived: the next write repeats what is not answered, but for messages to samplers, which are made anew."""
+        """Nobody knows what arrived: the next write repeats what is not answered, but for messages
+        to samplers, which are made anew."""
         self.line.close()
         self.next = Write([], self.unanswered.ended | self.next.ended, self.unanswered.records + self.next.records)
         self.unanswered = Write()

@@ -1,4 +1,5 @@
-"""Who knows whom: which sampler decides for which sequence, what it has been told of it, and what it may forget."""
+"""Who knows whom: which sampler decides for which sequence, what it has been told of it, and what
+it may forget."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -14,16 +15,19 @@ PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
 
 
 class Samplers:
-    """Each sequence belongs to the live sampler that rendezvous hashing of its request id says; its first row there comes with an introduction."""
+    """Each sequence belongs to the live sampler that rendezvous hashing of its request id says; its
+    first row there comes with an introduction."""
 
     def __init__(self, compute_id: str, active: Mapping[int, ActiveRequest]) -> None:
         self.compute_id = compute_id
         self.active = active
         self.live: set[str] = set()
-        self._forget: dict[str, list[int]] = defaultdict(list)  # by sampler: handles it need not remember
+        # by sampler: handles it need not remember
+        self._forget: dict[str, list[int]] = defaultdict(list)
 
     def follow(self, live: set[str]) -> list[int]:
-        """The samplers that live now. Returns the handles of the sequences that belong to another than before, or did to none."""
+        """The samplers that live now. Returns the handles of the sequences that belong to another
+        than before, or did to none."""
         if live == self.live:
             return []
         self.live = live
@@ -37,7 +41,8 @@ class Samplers:
         return [handle for handle, active in self.active.items() if active.sampler_id is None]
 
     def address(self, rows: CandidateRows, step: int) -> list[tuple[str, StepCandidates]]:
-        """One message per sampler with its rows. While none is alive, none: `follow` tells when that ends."""
+        """One message per sampler with its rows. While none is alive, none: `follow` tells when
+        that ends."""
         by_sampler: dict[str, list[int]] = defaultdict(list)
         intros: dict[str, list[SequenceIntro]] = defaultdict(list)
         for index, handle in enumerate(rows.handles.tolist()):

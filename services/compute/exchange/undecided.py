@@ -1,8 +1,9 @@
 """Undecided: the rows that samplers have been asked to decide, and who has been asked how often.
 
-Rows are known by (handle, position). Decisions may come twice, late, or out of order (from two samplers, after a takeover); they are let
-through once and in the order of the positions. A sampler that says nothing is asked again, with growing patience: it may have died, lost its
-memory, or be busy with rebuilding what it took over.
+Rows are known by (handle, position). Decisions may come twice, late, or out of order (from two
+samplers, after a takeover); they are let through once and in the order of the positions. A sampler
+that says nothing is asked again, with growing patience: it may have died, lost its memory, or be
+busy with rebuilding what it took over.
 """
 
 import math
@@ -14,7 +15,8 @@ from services.compute.candidates.rows import CandidateRows, gather
 
 FIRST_PATIENCE_S, LONGEST_PATIENCE_S = 2.0, 30.0
 NOT_ASKED = float("inf")
-MAX_SILENCES = 8  # that a row is sent into, to samplers that live and do not answer: some three minutes
+# that a row is sent into, to samplers that live and do not answer: some three minutes
+MAX_SILENCES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,8 @@ class Row:
 
     rows: CandidateRows
     index: int
-    step: int  # of the message with which it is first sent: decisions of earlier ones are not for it
+    # of the message with which it is first sent: decisions of earlier ones are not for it
+    step: int
     asked_at: float = NOT_ASKED  # monotonic, s: when it was sent last
     asked_step: int = 0  # of the message with which it was sent last
     num_silences: int = 0
@@ -51,7 +54,8 @@ class Patience:
 @dataclass(slots=True)
 class Undecided:
     rows: dict[int, dict[int, Row]] = field(default_factory=dict)  # by handle, by position, rising
-    early: dict[tuple[int, int], Decision] = field(default_factory=dict)  # that came before one at an earlier position
+    # that came before one at an earlier position
+    early: dict[tuple[int, int], Decision] = field(default_factory=dict)
     patience: dict[str, Patience] = field(default_factory=dict)  # by sampler
 
     def __len__(self) -> int:
@@ -79,7 +83,8 @@ class Undecided:
         return gather(list(indices.values())) if indices else None
 
     def forget(self, handle: int, after_position: int = 0) -> None:
-        """The sequence has ended, or goes on otherwise after a position: nobody waits for these rows any more."""
+        """The sequence has ended, or goes on otherwise after a position: nobody waits for these
+        rows any more."""
         rows = self.rows.get(handle, {})
         for position in [each for each in rows if each > after_position]:
             del rows[position]
@@ -89,7 +94,8 @@ class Undecided:
             del self.early[key]
 
     def settle(self, step: int, decisions: Iterable[Decision]) -> list[Decision]:
-        """The decisions of a message that are awaited, with those that came early and whose turn it is now."""
+        """The decisions of a message that are awaited, with those that came early and whose turn it
+        is now."""
         settled = []
         for decision in decisions:
             row = self.rows.get(decision.handle, {}).get(decision.position)

@@ -9,7 +9,8 @@ Entry = tuple[float, int, Sequence]  # rank, handle: no two are equal
 
 
 class WaitingQueue:
-    """A heap for each tenant and priority. What was removed stays in its heap until it comes to the top."""
+    """A heap for each tenant and priority. What was removed stays in its heap until it comes to the
+    top."""
 
     def __init__(self) -> None:
         self._heaps: dict[tuple[str, int], list[Entry]] = {}
@@ -34,7 +35,8 @@ class WaitingQueue:
     def head(self, handicap: Callable[[str], float], but: frozenset[int] = frozenset()) -> Sequence | None:
         """The one whose turn it is, of all but some handles.
 
-        The smallest rank says which priorities have their turn: its own, and those that are more urgent. Among these a tenant's handicap is added to the rank.
+        The smallest rank says which priorities have their turn: its own, and those that are more
+        urgent. Among these a tenant's handicap is added to the rank.
         """
         tops = [top for key in list(self._heaps) if (top := self._top(key, but)) is not None]
         if not tops:

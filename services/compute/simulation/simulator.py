@@ -15,7 +15,8 @@ from services.compute.simulation.trace import TraceRequest
 from shared.model.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
-VOCABULARY = 1000  # made-up tokens are below: every model has them; no two prompts begin alike unless they should
+# made-up tokens are below: every model has them; no two prompts begin alike unless they should
+VOCABULARY = 1000
 
 
 @dataclass(slots=True)
@@ -45,8 +46,10 @@ class Replay:
     num_sequence_steps: int = 0
     num_preemptions: int = 0
     scheduler_s: float = 0.0  # of real time, in the scheduler
-    gaps: list[float] = field(default_factory=list)  # between tokens of a sequence, where it is not one step
-    steps: list[tuple[float, int]] = field(default_factory=list)  # seconds, and sequences for which it was the time between tokens
+    # between tokens of a sequence, where it is not one step
+    gaps: list[float] = field(default_factory=list)
+    # seconds, and sequences for which it was the time between tokens
+    steps: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def qps(self) -> float:
@@ -73,8 +76,8 @@ def replay(
 ) -> Replay:
     """Run all requests to their ends. step_seconds runs or estimates a step.
 
-    max_total_tokens: what each request asks for, prompt and answer together; None: it knows its answer's length and asks for no more.
-    Raises ValueError for a request that does not fit.
+    max_total_tokens: what each request asks for, prompt and answer together; None: it knows its
+    answer's length and asks for no more. Raises ValueError for a request that does not fit.
     """
     arrivals = sorted(requests, key=lambda request: request.arrived_at)
     result = Replay([Timeline(request) for request in arrivals])

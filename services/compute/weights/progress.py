@@ -13,7 +13,8 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """A bar on a terminal that is this process's own; elsewhere a line of log every few seconds, which disturbs no other's."""
+    """A bar on a terminal that is this process's own; elsewhere a line of log every few seconds,
+    which disturbs no other's."""
 
     def __init__(self, num_tensors: int) -> None:
         self._num_tensors = num_tensors

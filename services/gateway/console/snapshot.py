@@ -5,10 +5,10 @@ from collections.abc import Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shared.process.stages import SERVING
 from shared.wire.messages import Replica
 from shared.wire.views import ComputeView
 
-STAGES = ("gateway", "tokenizer", "compute", "sampler")
 MAX_REPLICAS_SHOWN = 64  # of all stages
 STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
 
@@ -35,7 +35,7 @@ class Look:
 
 def snapshot(replicas: tuple[Replica, ...], look: Look, *, here: str, killed: Set[str], can_kill: bool) -> dict[str, Any]:
     """here: this gateway's replica id. killed: whose leases still run. can_kill: of the replicas on this machine."""
-    order = sorted(replicas, key=lambda each: (STAGES.index(each.stage) if each.stage in STAGES else len(STAGES), each.started_at, each.replica_id))
+    order = sorted(replicas, key=lambda each: (SERVING.index(each.stage) if each.stage in SERVING else len(SERVING), each.started_at, each.replica_id))
     own_host = next((each.host for each in replicas if each.replica_id == here), "")
     return {
         "time": time.time(),

@@ -122,7 +122,7 @@ class Subscriptions:
             for entry_id, values in entries.get(CONTROL.key.encode(), []):
                 self._control_id = entry_id.decode()
                 self._obey(values)
-            self.stage.turn()
+            self.stage.mark_alive()
 
     async def _read(self) -> Any:
         """Wait for more; now and then, trim what was dispatched and bury what nobody could read."""

@@ -7,6 +7,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from services.requests.batches.figures import BatchFigures
+from shared.process.stages import STAGES
 from shared.wire.messages import Replica
 
 COMPUTE_GAUGES = {
@@ -41,7 +42,6 @@ JOBS_GAUGES = {
     "max_sequences": ("penstock_jobs_max_sequences", "As many as it may have there now: fewer while others have some, 0 while Redis is nearly full"),
 }
 STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
-STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
 
 
 class PipelineState(Collector):

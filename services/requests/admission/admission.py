@@ -21,6 +21,7 @@ from services.requests.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRI
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.process.settings import RequestSettings
+from shared.process.stages import PIPELINE
 from shared.wire.messages import GenerateRequest, Replica, SchedulingParams, encode
 from shared.wire.registry import Registry
 from shared.wire.stage import Stage
@@ -40,7 +41,6 @@ from shared.wire.streams import (
 
 KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
 
-STAGES = ("tokenizer", "compute", "sampler")
 BYTES_PER_TOKEN = 4  # of English text, roughly
 UNBOUNDED_TOKENS = 512  # assumed of a request that names no max_tokens
 RETRY_AFTER_S = 2
@@ -120,14 +120,14 @@ class Admission:
             if replica.model is not None and name in (names := names_of(replica)) and tenant.may_use(names):
                 self._check_stages(registry, replica.model)
                 return replica.model
-        missing = [stage for stage in STAGES if not registry.of(stage)]
+        missing = [stage for stage in PIPELINE if not registry.of(stage)]
         if missing:  # it may be the model of those that are not there yet
             raise self._missing(missing, None)
         known = ", ".join(sorted(served_names(registry, tenant)))
         raise Invalid(f"the model {name!r} does not exist; served: {known}", param="model", code="model_not_found", status=404)
 
     def _check_stages(self, registry: Registry, model: str) -> None:
-        if missing := [stage for stage in STAGES if not registry.of(stage, model)]:
+        if missing := [stage for stage in PIPELINE if not registry.of(stage, model)]:
             raise self._missing(missing, model)
 
     def _missing(self, stages: list[str], model: str | None) -> Rejected:

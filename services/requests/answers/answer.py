@@ -8,7 +8,7 @@ import orjson
 
 from services.requests.parsing.answer import INPUT, AnswerParser, Parsing
 from services.requests.parsing.pieces import Piece, merged
-from shared.wire.messages import TokenLogprob
+from shared.wire.logprobs import TokenLogprob
 
 LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 

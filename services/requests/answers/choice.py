@@ -6,7 +6,9 @@ from typing import Any
 
 from services.requests.answers.answer import Answer, Delta
 from services.requests.record import ResponseRecord
-from shared.wire.messages import Float32Array, Int32Array, PromptLogprobs, TokenEvent, TokenLogprob
+from shared.model.arrays import Float32Array, Int32Array
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob
+from shared.wire.messages import TokenEvent
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from typing import Any
 
 from services.requests.answers.choice import Choice
 from services.requests.record import ResponseRecord
-from shared.wire.messages import Float32Array
+from shared.model.arrays import Float32Array
 
 
 def embeddings_body(record: ResponseRecord, choices: list[Choice], *, is_base64: bool) -> dict[str, Any]:

@@ -9,7 +9,9 @@ from services.requests.answers.choice import Choice, Usage, best, usage_of
 from services.requests.answers.prompt_logprobs import EchoedLogprobs, by_token_id, echoed, finite, likeliest
 from services.requests.parsing.answer import FORCED
 from services.requests.record import ResponseRecord
-from shared.wire.messages import Int32Array, PromptLogprobs, TokenEvent, TokenLogprob, TopLogprob
+from shared.model.arrays import Int32Array
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
+from shared.wire.messages import TokenEvent
 
 
 class Format(Protocol):

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from shared.wire.messages import PromptLogprobs
+from shared.wire.logprobs import PromptLogprobs
 
 PART = "bytes:\\x"  # begins the text of a token that is a part of a character
 LOWEST_LOGPROB = -9999.0  # JSON has no minus infinity

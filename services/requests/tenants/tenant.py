@@ -1,4 +1,5 @@
-"""Who asks, and what they may: a tenant is everybody who uses one API key. What it stores and streams is its own, and so are the prefixes that it caches."""
+"""Who asks, and what they may: a tenant is everybody who uses one API key. What it stores and
+streams is its own, and so are the prefixes that it caches."""
 
 from dataclasses import dataclass
 
@@ -11,7 +12,8 @@ class Tenant:
 
     tenant_id: str  # made once, never used again; empty: there are no keys
     name: str
-    is_admin: bool = False  # may read /metrics and whatever else shows what others do, and may end it
+    # may read /metrics and whatever else shows what others do, and may end it
+    is_admin: bool = False
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None  # prompt and output, estimated
     max_concurrency: int | None = None  # requests in the pipeline
@@ -24,7 +26,8 @@ class Tenant:
 
     @property
     def sees_all(self) -> bool:
-        """Whether other tenants' batches and responses are there for it. Where there are no keys, everybody administers, and sees what has no tenant."""
+        """Whether other tenants' batches and responses are there for it. Where there are no keys,
+        everybody administers, and sees what has no tenant."""
         return self.is_admin and bool(self.tenant_id)
 
     def sees(self, owner: str) -> bool:
@@ -36,7 +39,8 @@ class Tenant:
         return self.models is None or not set(self.models).isdisjoint(names)
 
     def salted(self, cache_salt: str) -> str:
-        """The salt of a request's cached prefixes: how fast a prompt is must not tell a tenant what another has asked."""
+        """The salt of a request's cached prefixes: how fast a prompt is must not tell a tenant what
+        another has asked."""
         return f"{self.tenant_id}\0{cache_salt}" if self.tenant_id else cache_salt
 
 

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.cpu.attention import NativeAttention
@@ -16,15 +17,14 @@ from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.backend import TorchBackend
 
-Tensor = torch.Tensor
-
 
 class CpuBackend:
     """One thread at a time may run its parts: they share a context's workspaces."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))  # for heads that native code does not know, over the same caches
+        # for heads that native code does not know, over the same caches
+        self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))
         self.dtype = self.torch.dtype
         self.device = self.torch.device
         self.buffers = self.torch.buffers

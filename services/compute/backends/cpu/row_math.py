@@ -3,10 +3,9 @@
 import ctypes
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.cpu.library import Addition, Context, pointer
-
-Tensor = torch.Tensor
 
 
 class NativeRowMath:

@@ -1,7 +1,6 @@
 """Searches through rows of logits in native code."""
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import torch
@@ -9,8 +8,7 @@ import torch
 from services.compute.backends.backend import SearchRequest
 from services.compute.backends.cpu.library import Context, Largest, Masses
 from services.compute.backends.torch.row_search import HostSearch
-
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 
 class NativeRowSearch:

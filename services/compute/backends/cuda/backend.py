@@ -1,10 +1,12 @@
-"""CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the same on a CPU, slowly: so it is tested without a GPU."""
+"""CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the
+same on a CPU, slowly: so it is tested without a GPU."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
@@ -22,8 +24,6 @@ from services.compute.backends.torch.reference import kv_row_size, quantize_weig
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
-Tensor = torch.Tensor
-
 RESERVED_BLOCK = 16  # tokens: --block-size is a multiple of it
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
 LISTED = 64  # candidates of a row that most steps ask for
@@ -34,7 +34,8 @@ class CudaBackend:
         self.dtype = dtype
         self.device = device
         self.capability = capability_of(device)
-        self.vendor_from = FEW_ROWS + 1 if allow_batch_variance else None  # rows from which on the vendor's products are used
+        # rows from which on the vendor's products are used
+        self.vendor_from = FEW_ROWS + 1 if allow_batch_variance else None
         self.buffers = CudaBuffers(device)
         self.row_math = CudaRowMath()
         self.row_search = CudaRowSearch()
@@ -79,7 +80,8 @@ class CudaBackend:
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
-        """None for mixtures of experts: how many tokens an expert gets is known on the host only, so their steps can't be recorded."""
+        """None for mixtures of experts: how many tokens an expert gets is known on the host only,
+        so their steps can't be recorded."""
         assert isinstance(attention, CudaAttention)
         if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
             return None
@@ -96,8 +98,9 @@ class CudaBackend:
         return torch.zeros((2, num_blocks, num_kv_heads * block_size * row), dtype=torch.int8 if group else self.dtype, device=self.device)
 
     def workspace_bytes(self, step: LargestStep) -> int:
-        """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and measures what they took: twice, for a recording has a pool
-        of its own. Without a GPU there is nothing to measure: the buffers, and the logits."""
+        """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
+        measures what they took: twice, for a recording has a pool of its own. Without a GPU there
+        is nothing to measure: the buffers, and the logits."""
         assert isinstance(step.attention, CudaAttention)
         self._reserve(step.attention, [1] * step.num_logits, step.max_model_len)
         self._reserve(step.attention, [step.num_tokens], max(step.max_model_len, step.num_tokens))
@@ -116,13 +119,15 @@ class CudaBackend:
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:
-        """Each shape of layer and of MLP with all tokens and with one, attention, the head and the search."""
+        """Each shape of layer and of MLP with all tokens and with one, attention, the head and the
+        search."""
         shapes = {}
         for linear in step.linears:
             assert isinstance(linear, CudaLinear)
             shapes[linear.form, linear.num_outputs, linear.k, linear.activation] = linear
         assert isinstance(step.head, CudaLinear)
-        hidden, mlps = step.head.k, {tuple(mlp.linears): mlp for mlp in step.mlps}  # of a mixture each token goes to several experts
+        # of a mixture each token goes to several experts
+        hidden, mlps = step.head.k, {tuple(mlp.linears): mlp for mlp in step.mlps}
         for num_tokens in (step.num_tokens, 1):
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
@@ -147,7 +152,8 @@ class CudaBackend:
             self.row_search.start(logits, wanted).read()
 
     def _reserve(self, attention: CudaAttention, lens: list[int], longest: int) -> CudaPlan:
-        """Buffers for a step of so many tokens of each sequence, with the longest context; its plan."""
+        """Buffers for a step of so many tokens of each sequence, with the longest context; its
+        plan."""
         heads, num_tokens = attention.heads, sum(lens)
         table = tuple(range(-(-longest // RESERVED_BLOCK)))
         ropes = tuple(self.buffers.take(f"{name} 0", (num_tokens, (heads.rotary_dim or heads.head_dim) // 2), torch.float32) for name in ("cos", "sin"))

@@ -1,4 +1,5 @@
-"""Whether the GPU of this machine can be used; and if not, why, in a few words. It is asked before anything of Triton is loaded."""
+"""Whether the GPU of this machine can be used; and if not, why, in a few words. It is asked before
+anything of Triton is loaded."""
 
 import importlib.util
 import os
@@ -10,7 +11,8 @@ import torch
 
 OLDEST = (8, 0)  # Ampere: the first that multiplies bfloat16
 OLDEST_FLOAT8 = (8, 9)  # Ada: the first that multiplies e4m3
-LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KB a block: CUDA's programming guide, compute capabilities
+# 99 KB a block: CUDA's programming guide, compute capabilities
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 INTERPRETED = (9, 0)  # what Triton's interpreter computes as
 
 

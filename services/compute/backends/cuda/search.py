@@ -1,20 +1,20 @@
-"""Searches through rows of logits: what launches kernels/search.py. Only the candidates come back to the host, which waits when it reads them."""
+"""Searches through rows of logits: what launches kernels/search.py. Only the candidates come back
+to the host, which waits when it reads them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.backend import SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
 from services.compute.backends.cuda.kernels import search as kernels
+from shared.model.arrays import Array
 
-Array = np.ndarray[Any, Any]
-Tensor = torch.Tensor
-
-CHUNK = 1024  # logits, or keys, of a program: no more than there are, no less than four times what it keeps
+# logits, or keys, of a program: no more than there are, no less than four times what it keeps
+CHUNK = 1024
 KEPT = (2, 64, 256)  # of a chunk: few numbers, for each is compiled by itself
 PART, BLOCK = 8192, 1024  # of the vocabulary, whose masses are summed apart; and at a time
 
@@ -25,7 +25,8 @@ class CudaSearch:
 
     drawn: Tensor  # [R] int64, on the device
     wanted: SearchRequest
-    copies: tuple[Tensor, Tensor, Tensor]  # here, once `copied` has happened: keys, masses and `drawn`
+    # here, once `copied` has happened: keys, masses and `drawn`
+    copies: tuple[Tensor, Tensor, Tensor]
     copied: torch.cuda.Event | None  # None: without a GPU
 
     def wait(self) -> None:
@@ -49,7 +50,8 @@ class CudaRowSearch:
     """As TorchRowSearch, on the device. What a row gets does not depend on the others."""
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
-        """All is launched, the draws as well: they read what the searches before them have found."""
+        """All is launched, the draws as well: they read what the searches before them have
+        found."""
         num_rows = len(wanted.params)
         rows = to_device(np.concatenate([wanted.scored.rows, wanted.whole.rows]), logits.device)
         temperatures = to_device(np.concatenate([wanted.scored.temperatures, wanted.whole.temperatures]), logits.device)
@@ -78,8 +80,8 @@ class CudaRowSearch:
 
 
 def largest_keys(logits: Tensor, k: int) -> Tensor:
-    """The keys of each row's largest logits, [R, one of KEPT, or a power of two beyond] int64, falling: chunk by chunk, and then among those that were found,
-    until one chunk is left."""
+    """The keys of each row's largest logits, [R, one of KEPT, or a power of two beyond] int64,
+    falling: chunk by chunk, and then among those that were found, until one chunk is left."""
     num_rows, vocab_size = logits.shape
     kept = next((size for size in KEPT if size >= k), triton.next_power_of_2(k))
     chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
@@ -97,7 +99,8 @@ def largest_keys(logits: Tensor, k: int) -> Tensor:
 
 
 def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """As total_masses: a sum for each part of the vocabulary, of which there are as many as it is long. Returns [n, parts] float32."""
+    """As total_masses: a sum for each part of the vocabulary, of which there are as many as it is
+    long. Returns [n, parts] float32."""
     num_parts = triton.cdiv(logits.shape[1], PART)
     out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
     if len(rows):

@@ -1,22 +1,22 @@
-"""Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use the vector units; on a GPU torch's."""
+"""Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use
+the vector units; on a GPU torch's."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
 from services.compute.backends.backend import MassRequest, RowSearch, SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
-
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 CHUNK = 64  # logits that share a maximum in the search for the largest
 
 
 @dataclass(frozen=True, slots=True)
 class HostSearch:
-    """Where the host computes: all is done when it is read. Rows of one candidate apart from those with lists, whose search takes longer."""
+    """Where the host computes: all is done when it is read. Rows of one candidate apart from those
+    with lists, whose search takes longer."""
 
     search: RowSearch
     logits: torch.Tensor
@@ -50,13 +50,15 @@ class TorchRowSearch:
         return HostSearch(self, logits, wanted)
 
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
-        """One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest logit from below, so only the few logits that reach it are
-        sorted. A maximum of NaN is NaN, and numpy and torch take it for the largest."""
+        """One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest
+        logit from below, so only the few logits that reach it are sorted. A maximum of NaN is NaN,
+        and numpy and torch take it for the largest."""
         num_rows, vocab_size = logits.shape
         num_chunks = vocab_size // CHUNK
         is_host = logits.device.type == "cpu"
         if k == 1:
-            best = torch.from_numpy(logits.numpy().argmax(axis=1)) if is_host else logits.argmax(dim=-1)  # the first of equal ones
+            # the first of equal ones
+            best = torch.from_numpy(logits.numpy().argmax(axis=1)) if is_host else logits.argmax(dim=-1)
             return logits.gather(1, best[:, None]).cpu().numpy(), best[:, None].cpu().numpy()
         if num_chunks <= k:
             ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -78,7 +80,8 @@ class TorchRowSearch:
 
 
 def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
-    """A chunk is every num_chunks-th logit: so all maxima come from elementwise comparisons of long runs. A row with NaN has nothing else to say."""
+    """A chunk is every num_chunks-th logit: so all maxima come from elementwise comparisons of long
+    runs. A row with NaN has nothing else to say."""
     chunked, rest = row[: CHUNK * num_chunks].reshape(CHUNK, num_chunks), row[CHUNK * num_chunks :]
     maxima = chunked.max(axis=0)
     if np.isnan(maxima).any() or np.isnan(rest).any():
@@ -93,7 +96,8 @@ def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
 
 
 def largest_on_device(logits: torch.Tensor, k: int, num_chunks: int) -> tuple[Array, Array]:
-    """The same for all rows at once, with the k best chunks of each; ties at the border, which might lie beyond them, are looked for."""
+    """The same for all rows at once, with the k best chunks of each; ties at the border, which
+    might lie beyond them, are looked for."""
     num_rows, vocab_size = logits.shape
     maxima, chunks = logits[:, : num_chunks * CHUNK].view(num_rows, CHUNK, num_chunks).amax(dim=1).topk(min(k + 1, num_chunks), dim=-1)
     offsets = torch.arange(CHUNK, device=logits.device)[:, None] * num_chunks

@@ -25,7 +25,8 @@ READERS: dict[str, Callable[[Options], Format]] = {
 
 
 def read_format(config: Mapping[str, Any]) -> Format:
-    """The format that a quantization_config describes. Raises StartupError for what is not supported."""
+    """The format that a quantization_config describes. Raises StartupError for what is not
+    supported."""
     method = config.get("quant_method")
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:

@@ -12,7 +12,8 @@ from services.requests.answers.sse import PING, encode_event
 from services.requests.bodies.fields import TokenIds
 from services.requests.errors import RequestFailed, check, error_body
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import TokenEvent, TokenLogprob, TopLogprob
+from shared.wire.logprobs import TokenLogprob, TopLogprob
+from shared.wire.messages import TokenEvent
 
 Json = dict[str, Any]
 

@@ -15,9 +15,10 @@ from services.gateway.answering.ask import ask_all, ask_tokenizer, question
 from services.gateway.api.openai.beam_search import BeamSearch, EarlyStopping
 from services.gateway.context import Context
 from services.requests.answers.choice import Choice
+from shared.model.arrays import Int32Array
 from shared.model.sampling_params import MAX_LOGPROBS, ChainParams, SamplingParams
 from shared.process.errors import Invalid, Rejected
-from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest, Int32Array
+from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest
 
 MAX_STEPS = 8192  # one-token requests of one search: width times max_tokens
 PATIENCE_S = 30.0  # for a full server, once a search has begun
