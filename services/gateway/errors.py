@@ -14,6 +14,8 @@ from starlette.types import Scope
 
 from services.gateway.anthropic.errors import error_of
 from services.gateway.encodings import TAKEN
+from shared.model.context_length import CODE as TOO_LONG
+from shared.model.context_length import sizes_of
 from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.line import reason_of, without_command
@@ -38,6 +40,7 @@ TYPE_BY_STATUS = {
 }
 
 
+LLAMA_PATHS = ("/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings", "/apply-template")
 CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody reads it
 
 
@@ -51,7 +54,24 @@ class RequestFailed(Exception):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     code = code or ("invalid_value" if status == 400 else None)
-    return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code}}
+    return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code} | context_sizes(message, code)}
+
+
+def context_sizes(message: str, code: str | None) -> dict[str, int]:
+    """The sizes of a prompt that is too long, under llama.cpp's names."""
+    found = sizes_of(message) if code == TOO_LONG else None
+    return {"n_prompt_tokens": found[0], "n_ctx": found[1]} if found is not None else {}
+
+
+def llama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """The body for llama.cpp's endpoints: a prompt that is too long has llama.cpp's type and number, and all else is as everywhere."""
+    body = error_body(status, message, param, code)
+    return {"error": body["error"] | {"code": status, "type": "exceed_context_size_error"}} if code == TOO_LONG else body
+
+
+def speaks_llama(scope: Scope) -> bool:
+    """Whether a request is to one of llama.cpp's own endpoints, which are at the root."""
+    return scope["path"] in LLAMA_PATHS
 
 
 def speaks_anthropic(scope: Scope) -> bool:
@@ -67,7 +87,8 @@ def error_response(
     if speaks_anthropic(scope):
         body = error_of(status, message)
     else:
-        body = {"error": message} if scope["path"].startswith("/api/") else error_body(status, message, param, code)
+        make = llama_error if speaks_llama(scope) else error_body
+        body = {"error": message} if scope["path"].startswith("/api/") else make(status, message, param, code)
     return JSONResponse(body, status, headers=headers)
 
 

@@ -117,7 +117,7 @@ async def ask_response(context: RequestContext, value: Json, key: str, seed: int
     record, requests, stored = await prepare_response(context, body, before, None, key=key, is_background=True)
 
     def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-        return fold_translation(record, logs, ResponseEvents(record, body.asked() | {"background": False}))
+        return fold_translation(record, logs, ResponseEvents(record, body.asked(requests[0].params) | {"background": False}))
 
     return Asked(record, requests, stored, fold)
 

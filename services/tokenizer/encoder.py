@@ -15,6 +15,7 @@ from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
 from shared.model.files import ModelFiles
+from shared.model.context_length import context_exceeded, context_far_exceeded
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
@@ -123,9 +124,7 @@ class Encoder:
             return text
         if cuts:
             return type(text)(text[:longest])
-        wanted = f"more than {len(ids)} tokens (in the {field_of(request)})"
-        reason = f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted}. Please reduce it."
-        return Invalid(reason, param=field_of(request), code="context_length_exceeded")
+        return context_far_exceeded(field_of(request), max_model_len, len(ids))
 
     def _encode_texts(self, requests: list[GenerateRequest], texts: list[str | None | Invalid], max_model_len: int) -> list[np.ndarray[Any, Any] | Invalid]:
         """One batched call for the templated texts, which bring their own special tokens, and one for plain prompts."""
@@ -309,11 +308,7 @@ class Encoder:
             raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
         room = max_model_len - n
         if (least := 0 if params.max_tokens == 0 else 1) > room:
-            parts = f" ({n} in the {field}, at least {least} in the completion)"
-            reason = (
-                f"This model's maximum context length is {max_model_len} tokens. However, you requested {n + least} tokens{parts}. Please reduce the {field}."
-            )
-            raise Invalid(reason, param=field, code="context_length_exceeded")
+            raise context_exceeded(field, max_model_len, n, least)
         if params.min_tokens > (max_tokens := room if params.max_tokens is None else min(params.max_tokens, room)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens

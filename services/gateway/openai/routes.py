@@ -31,6 +31,7 @@ KINDS = ("chat.completion", "text_completion")  # of responses that are streamed
 
 router = APIRouter(prefix="/v1")
 
+SAMPLING = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_stop_strings": MAX_STOP_STRINGS, "max_messages": MAX_MESSAGES}
 
 
@@ -97,21 +98,23 @@ async def list_models(request: Request) -> dict[str, Any]:
     """The models that are served. One whose compute is away for a moment is among them, without its length."""
     if speaks_anthropic(request.scope):
         return anthropic.list_of(context_of(request).served_names())
-    return {"object": "list", "data": [card(*each) for each in sorted(context_of(request).served_names().items())]}
+    context = context_of(request)
+    return {"object": "list", "data": [card(context, name, replica) for name, replica in sorted(context.served_names().items())]}
 
 
 @router.get("/models/{model:path}")
 async def get_model(model: str, request: Request) -> dict[str, Any]:
     """One of them."""
-    replica = context_of(request).served(model)
-    return anthropic.card(model, replica) if speaks_anthropic(request.scope) else card(model, replica)
+    context = context_of(request)
+    replica = context.served(model)
+    return anthropic.card(model, replica) if speaks_anthropic(request.scope) else card(context, model, replica)
 
 
-def card(name: str, replica: Replica) -> dict[str, Any]:
-    """A model in the list; `root` is its own name."""
+def card(context: RequestContext, name: str, replica: Replica) -> dict[str, Any]:
+    """A model in the list; `root` is its own name, `sampling` what a request gets that says nothing."""
     return {
         "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
-        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
+        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS, "sampling": SAMPLING | makers_sampling(context, replica.model or ""),
     }  # fmt: skip
 
 
@@ -191,9 +194,14 @@ def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
 
 def with_model_defaults(context: RequestContext, body: GenerateBody, params: SamplingParams, model: str) -> SamplingParams:
     """The params with what the model's makers say in the place of what the request does not. A beam search draws nothing."""
-    said = next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
+    said = makers_sampling(context, model)
     missing: dict[str, Any] = {name: value for name, value in said.items() if getattr(body, name, None) is None}
     return replace(params, **missing) if missing and not body.use_beam_search else params
+
+
+def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
+    """What the model's makers say of sampling, by the names of SamplingParams."""
+    return next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
 
 
 def fingerprint_of(context: RequestContext, model: str) -> str:

@@ -37,7 +37,7 @@ async def create(request: Request) -> Response:
     num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
     reader = None if body.background else context.stage.replica_id
     record, requests, content = await prepare_response(context, body, before, reader, num_dropped=num_dropped, is_background=body.background)
-    events = ResponseEvents(record, body.asked())
+    events = ResponseEvents(record, body.asked(requests[0].params))
     if body.background:
         leave = context.reading.follow(context.tenant.tenant_id) if body.stream else None  # before it is submitted: who is refused has begun nothing
         try:
@@ -68,7 +68,7 @@ async def prepare_response(
         record, requests = await prepare_chat(context, chat, "response", body.model, gateway_id, **others)
     if not body.store:
         return record, requests, b""
-    content = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)]).encode()
+    content = Stored(body.asked(requests[0].params), [*before, *with_ids(body.input, record.response_id)]).encode()
     if len(content) > (longest := context.settings.max_body_bytes):
         raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
     return record, requests, content
