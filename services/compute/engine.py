@@ -19,7 +19,7 @@ from services.compute.models.config import ARCHITECTURES, architecture_of, read_
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.warm_up import first_kernels, warm_up
+from services.compute.warm_up import check_numbers, first_kernels, warm_up
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
@@ -130,9 +130,11 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
     kv_cache = KVCache(config, model.backend, num_blocks=num_blocks, block_size=settings.block_size, group=choose_group(settings, config))
     runner = ModelRunner(model, kv_cache)
-    if device.type == "cuda" and model.splits_prompts:
+    if model.splits_prompts:
         with first_kernels(device):
-            warm_up(runner, backend.row_search, settings.max_num_seqs)
+            check_numbers(runner, files.name)
+            if device.type == "cuda":
+                warm_up(runner, backend.row_search, settings.max_num_seqs)
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and model.splits_prompts)
     scheduler = Scheduler(
         block_manager,

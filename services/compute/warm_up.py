@@ -39,6 +39,14 @@ def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
         begin_reduction(runner.logits(batch, hidden), sequences, search).finish()
 
 
+def check_numbers(runner: ModelRunner, name: str) -> None:
+    """Run one token. Raises StartupError where that gives no numbers: a NaN in the weights would fail each request by itself."""
+    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), is_sampled=True),), 1)
+    logits = runner.logits(batch, runner.run(batch))
+    if not bool(torch.isfinite(logits.amax())):  # of a row with a NaN, that is the largest
+        raise StartupError(f"{name}: its logits are no numbers: the weights hold NaN or infinite values, or this dtype can't hold what they make")
+
+
 @contextmanager
 def first_kernels(device: torch.device) -> Iterator[None]:
     """On a GPU raises StartupError, in one line, for whatever keeps a kernel from running: of the compiler, of the driver, of the kernel itself."""

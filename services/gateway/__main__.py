@@ -30,6 +30,7 @@ from services.gateway.takeover import Takeover
 from shared.api_keys import check_exposure
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
+from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
 from shared.wire.transport import Pipeline as RedisPipeline
 
@@ -43,7 +44,10 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     subscriptions = Subscriptions(stage, client)
     pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
 
+    unlike = UnlikeReplicas()
+
     def announce_load(_: RedisPipeline) -> None:
+        unlike.tell(stage.registry)
         stage.load = metrics.load() | {"running": subscriptions.num_sequences}
 
     stage.on_heartbeat = announce_load

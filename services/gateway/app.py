@@ -36,7 +36,7 @@ from services.gateway.pooling.routes import router as pooling
 from services.gateway.responses.routes import router as responses
 from services.gateway.silence import Silence
 from services.gateway.subscriptions import or_die
-from shared.wire.messages import Replica
+from shared.wire.registry import unlike_replicas
 from shared.wire.streams import BATCHES_RUNNING
 
 TOLD_DEATHS = 3  # of workers of batches
@@ -161,19 +161,6 @@ async def health(request: Request) -> JSONResponse:
     told = await warnings(context, num_batches)
     body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": told, "reader": reader, "compute": steps}
     return JSONResponse(body, 200 if not problems else 503)
-
-
-def unlike_replicas(computes: list[Replica]) -> list[str]:
-    """A warning for each model whose compute replicas have several fingerprints: they take over each other's requests, and may answer with other tokens."""
-    by_model: dict[str, dict[str, list[str]]] = {}
-    for each in computes:
-        by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)
-    return [
-        f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from another: "
-        + ", ".join(f"{fingerprint or 'none'} ({', '.join(sorted(ids))})" for fingerprint, ids in sorted(found.items()))
-        for model, found in sorted(by_model.items())
-        if len(found) > 1
-    ]
 
 
 async def ready(request: Request) -> JSONResponse:

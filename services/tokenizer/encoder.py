@@ -14,8 +14,8 @@ from services.tokenizer.breakers import BreakerTable
 from services.tokenizer.chat_template import SLOW, ChatTemplate, Slow
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
-from shared.model.files import ModelFiles
 from shared.model.context_length import context_exceeded, context_far_exceeded
+from shared.model.files import ModelFiles
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest

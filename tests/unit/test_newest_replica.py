@@ -3,10 +3,13 @@
 from itertools import permutations
 from types import SimpleNamespace
 
-from services.gateway.app import unlike_replicas
+import pytest
+from rich.console import Console
+
 from services.gateway.openai.routes import fingerprint_of, parsers_of
+from services.operator.status import Status, render
 from shared.wire.messages import Replica
-from shared.wire.registry import Registry
+from shared.wire.registry import Registry, UnlikeReplicas, unlike_replicas
 
 OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"})
 NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"})
@@ -27,3 +30,16 @@ def test_health_warns_of_replicas_that_would_answer_differently() -> None:
     assert unlike_replicas([NEW_COMPUTE, alike, alone]) == []
     [warning] = unlike_replicas([NEW_COMPUTE, alike, alone, OLD_COMPUTE])
     assert warning.startswith("compute replicas of m have different fingerprints") and warning.endswith("fp_new (c-2, c-3), fp_old (c-1)")
+
+
+def test_the_log_warns_of_them_once_for_each_change_and_status_every_time(caplog: pytest.LogCaptureFixture) -> None:
+    told = UnlikeReplicas()
+    alike, unlike = Registry((NEW_COMPUTE,)), Registry((NEW_COMPUTE, OLD_COMPUTE))
+    for registry in (alike, unlike, unlike, alike, alike, unlike):
+        told.tell(registry)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.startswith("compute replicas of m have different fingerprints") for line in lines] == [True, False, True], lines
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(render(Status([], [], {}, 0, unlike_replicas(unlike.replicas)), 200))
+    assert "fp_new (c-2), fp_old (c-1)" in shown.get()

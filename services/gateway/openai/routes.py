@@ -114,7 +114,8 @@ def card(context: RequestContext, name: str, replica: Replica) -> dict[str, Any]
     """A model in the list; `root` is its own name, `sampling` what a request gets that says nothing."""
     return {
         "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
-        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS, "sampling": SAMPLING | makers_sampling(context, replica.model or ""),
+        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
+        "sampling": SAMPLING | makers_sampling(context, replica.model or ""),
     }  # fmt: skip
 
 
