@@ -29,6 +29,7 @@ from services.gateway.ollama.embed import router as ollama_embeddings
 from services.gateway.ollama.routes import router as ollama
 from services.gateway.openai.docs import describe_bodies
 from services.gateway.openai.embeddings import router as embeddings
+from services.gateway.openai.invocations import router as invocations
 from services.gateway.openai.routes import router
 from services.gateway.openai.tokens import router as tokens_router
 from services.gateway.pages import add_playground
@@ -95,6 +96,7 @@ def build_app(context: Context) -> FastAPI:
         )  # fmt: skip
     app.include_router(router)
     app.include_router(embeddings)
+    app.include_router(invocations)
     app.include_router(pooling)
     app.include_router(responses)
     app.include_router(files)

@@ -6,11 +6,11 @@ looked through here, too: one that is too long is refused, and its megabytes nev
 
 import gc
 
-from services.gateway.openai.parse import BODIES, parse
+from services.gateway.openai.parse import BODIES, INVOCATION, parse
 from services.gateway.openai.schemas import ChatCompletionBody, GenerateBody
 from services.gateway.worker import run_worker
 
-KINDS = tuple(BODIES)
+KINDS = (*BODIES, INVOCATION)
 
 
 def answer(question: bytes) -> object:

@@ -18,6 +18,7 @@ from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways
 from tests.gateway.test_answers import LOOK, answering
 from tests.gateway.test_ignored import ASKED, answered
+from tests.waiting import wait_until
 
 CHAT = ASKED["/v1/chat/completions"]
 
@@ -92,6 +93,45 @@ def test_a_prompt_that_is_too_long_has_its_sizes_where_llama_cpp_s_clients_look(
         assert told["code"] == (400 if path == "/completion" else "context_length_exceeded")
     far = context_far_exceeded("input", 8192, 10_000)
     assert sizes_of(str(far)) == (10_000, 8192) and sizes_of("something else") is None
+
+
+def test_sagemaker_s_endpoint_tells_by_the_fields_what_is_asked(gateways: Deployment, backstage: Backstage) -> None:
+    chat = answered(gateways, backstage, "/invocations", {"messages": CHAT["messages"]}).json()
+    assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", "ok")
+    long = answered(gateways, backstage, "/invocations", {"model": NAME, "prompt": "x" * (1 << 17)}).json()
+    assert (long["object"], long["choices"][0]["text"]) == ("text_completion", "ok")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(gateways.post, "/invocations", {"model": NAME, "input": "Hi"})
+        [request] = backstage.take()
+        assert request.embedding is not None
+        backstage.end(request, error=RequestError("no", 400))
+        assert asked.result().status_code == 400
+    refused = gateways.post("/invocations", {"model": NAME}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("messages", "missing_required_parameter")
+
+
+def test_slots_are_the_places_in_the_replicas_steps(deployment: Deployment) -> None:
+    own = Backstage(deployment.redis_url, load={"max_num_seqs": 3.0, "running": 2.0})
+    try:
+        start_gateways(deployment)
+        slots = deployment.get("/slots").json()
+        assert [(slot["id"], slot["is_processing"], slot["n_ctx"]) for slot in slots] == [(0, True, 100_000), (1, True, 100_000), (2, False, 100_000)]
+        assert deployment.get("/slots?fail_on_no_slot=1").status_code == 200
+    finally:
+        own.close()
+    full = Backstage(deployment.redis_url, load={"max_num_seqs": 1.0, "running": 1.0})
+    try:
+        wait_until(lambda: deployment.get("/slots?fail_on_no_slot=1").status_code == 503, description="no place is free")
+    finally:
+        full.close()
+
+
+def test_logprobs_of_the_whole_vocabulary_are_refused_by_name(gateways: Deployment) -> None:
+    for field in ({"prompt_logprobs": -1}, {"logprobs": -1}):
+        [name] = field
+        refused = gateways.post("/v1/completions", {"model": NAME, "prompt": "x"} | field)
+        told = refused.json()["error"]
+        assert (refused.status_code, told["param"]) == (400, name) and "whole vocabulary" in told["message"]
 
 
 def test_what_is_used_where_the_request_is_silent_is_said(deployment: Deployment) -> None:

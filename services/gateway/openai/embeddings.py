@@ -56,6 +56,11 @@ async def embeddings(request: Request) -> Response:
     context = context_of(request)
     body = await context.read(request, "embedding")
     assert isinstance(body, EmbeddingBody)
+    return await answer_embeddings(context, body, request)
+
+
+async def answer_embeddings(context: Context, body: EmbeddingBody, request: Request) -> Response:
+    """Submit inputs, and answer their vectors."""
     responder = await submit_embeddings(context, body, request, EmbeddingResponder)
     responder.is_base64 = body.encoding_format == "base64"
     return await responder.whole(request)

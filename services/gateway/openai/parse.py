@@ -45,6 +45,7 @@ BODIES: dict[str, type[Body]] = {
     "ollama_model": OllamaModelBody,
     "ollama_pull": OllamaPullBody,
 }
+INVOCATION = "invocation"  # any of a chat, a completion and an embedding
 MAX_NAMED = 16  # of the wrong fields of a body
 BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed", "own", "free", "hosted")  # of a union, which pydantic puts between the parts of a path
 B = TypeVar("B", bound=Body)
@@ -58,7 +59,15 @@ def parse(kind: str, data: bytes) -> Body:
         raise Invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise Invalid(f"the body must be a JSON object, got {kind_of(value)}", code="invalid_json")
-    return check(BODIES[kind], value)
+    return check(BODIES[invoked(value) if kind == INVOCATION else kind], value)
+
+
+def invoked(value: dict[str, Any]) -> str:
+    """The kind of a body that came without one: its fields say it. Raises Invalid for one that could be none."""
+    for field, kind in (("messages", "chat"), ("prompt", "completion"), ("input", "embedding")):
+        if field in value:
+            return kind
+    raise Invalid("missing required parameter: messages, prompt or input", param="messages", code="missing_required_parameter")
 
 
 def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:

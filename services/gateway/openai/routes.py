@@ -41,6 +41,11 @@ async def chat_completions(request: Request) -> Response:
     context = context_of(request)
     body = await context.read(request, "chat")
     assert isinstance(body, ChatCompletionBody)
+    return await answer_chat(context, body, request)
+
+
+async def answer_chat(context: Context, body: ChatCompletionBody, request: Request) -> Response:
+    """Submit a conversation, and answer it."""
     record, requests = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
     return await respond(context, body, record, requests, request)
 
@@ -51,6 +56,11 @@ async def completions(request: Request) -> Response:
     context = context_of(request)
     body = await context.read(request, "completion")
     assert isinstance(body, CompletionBody)
+    return await answer_completion(context, body, request)
+
+
+async def answer_completion(context: Context, body: CompletionBody, request: Request) -> Response:
+    """Submit prompts, and answer them."""
     record, requests = await prepare_completion(context, body, context.stage.replica_id)
     return await respond(context, body, record, requests, request)
 
