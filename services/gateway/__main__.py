@@ -52,7 +52,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
 
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes)
-    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
+    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, pipeline.answers)
     watch = Watch(stage, client, subscriptions, can_kill=settings.chaos_demo)
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,

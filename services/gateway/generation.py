@@ -21,11 +21,12 @@ from services.gateway.schemas.answers import AnswerChecker
 from services.gateway.subscriptions import Subscriptions
 from services.gateway.takeover import Takeover
 from services.gateway.traces import admission_span, current_root
-from shared.process.errors import Invalid, Recoverable, Rejected
+from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.tenants import Tenant
 from shared.wire.line import reason_of
 from shared.wire.messages import GenerateRequest, SchedulingParams, TokenEvent
-from shared.wire.streams import response_key
+from shared.wire.streams import log_key, response_key
+from shared.wire.token_log import parse_log
 from shared.wire.transport import is_temporary
 
 KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
@@ -70,6 +71,16 @@ class Generation:
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
         """The events that have come, each with its sequence's index; none after timeout_s. Raises ResponseFailed."""
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
+
+    async def text_before(self, index: int) -> str | None:
+        """The text of a sequence up to where the stream was resumed; None: its log is not whole, or out of reach."""
+        request_id = self.request_ids[index]
+        try:
+            with away():
+                entries: Any = await self.pipeline.client.xrange(log_key(request_id), max=f"{self.positions[index]}-0")
+            return "".join(event.text for event in parse_log(entries))
+        except (Lost, Recoverable):
+            return None
 
     def close(self) -> None:
         """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice.

@@ -19,6 +19,7 @@ from services.gateway.files.store import FileStore
 from services.gateway.grammars import GrammarChecker
 from services.gateway.metrics import Metrics
 from services.gateway.responses.stored import Store
+from services.gateway.schemas.answers import AnswerChecker
 from services.jobs.broker import be_careful
 from services.jobs.deaths import Deaths
 from services.jobs.places import Places
@@ -46,6 +47,7 @@ class Office:
         self.files = FileStore(self.client, self.storage)
         self.batches = BatchStore(self.client)
         self.grammars = GrammarChecker()
+        self.answers = AnswerChecker()
         admission = Admission(stage, self.client, settings, Metrics(stage))
         self.context = RequestContext(
             settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
@@ -81,6 +83,7 @@ class Office:
     def close(self) -> None:
         """Once no task runs any more."""
         self.call(self.grammars.helpers.stop())
+        self.call(self.answers.helper.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self.queue.close()

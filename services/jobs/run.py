@@ -324,7 +324,7 @@ class BatchRun:
         key = key_of(self.batch_id, line.custom_id)
         try:
             await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
-            body, totals = await read_answer(self.office.client, asked, self.office.reading)
+            body, totals = await read_answer(self.office.client, asked, self.office.reading, self.office.answers)
         except Lost as error:
             log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
             return None

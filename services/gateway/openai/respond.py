@@ -15,7 +15,7 @@ from services.gateway.generation import Generation
 from services.gateway.measured import Measured
 from services.gateway.openai.formats import Choice, best, content_and_calls, format_for, usage
 from services.gateway.record import ResponseRecord
-from services.gateway.schemas.answers import unchecked
+from services.gateway.schemas.answers import AnswerChecker, unchecked
 from services.gateway.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
 from services.gateway.subscription import ResponseFailed
 from shared.process.telemetry import get_logger
@@ -145,12 +145,15 @@ class Responder:
         """Hold the answers that end here against what of their schemas could not be enforced."""
         record = self.generation.record
         for index, event in batch if record.checks else ():
-            if event.finish_reason == "stop" and record.parsing is None and self.generation.positions[index]:
-                self.choices[index].schema_errors = [unchecked("the stream was resumed, and its beginning is not here")]
-            elif event.finish_reason == "stop":
-                text = [*self.choices[index].text, *(each.text for at, each in batch if at == index)]
-                content, calls = content_and_calls(Choice(index, text=text), record)
-                self.choices[index].schema_errors = await self.generation.pipeline.answers.check(record.checks, content, calls)
+            if event.finish_reason != "stop":
+                continue
+            is_resumed = record.parsing is None and self.generation.positions[index]
+            before = await self.generation.text_before(index) if is_resumed else ""
+            if before is None:
+                self.choices[index].schema_errors = [unchecked("the stream was resumed, and its beginning is not there any more")]
+            else:
+                text = "".join([before, *self.choices[index].text, *(each.text for at, each in batch if at == index)])
+                self.choices[index].schema_errors = await schema_errors(self.generation.pipeline.answers, record, text)
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
@@ -200,6 +203,12 @@ class Responder:
 
     def _id(self, positions: list[int]) -> str | None:
         return format_id(positions) if self.has_positions else None
+
+
+async def schema_errors(answers: AnswerChecker, record: ResponseRecord, text: str) -> list[dict[str, Any]]:
+    """Where a whole answer breaks what of its schemas could not be enforced."""
+    content, calls = content_and_calls(Choice(0, text=[text]), record)
+    return await answers.check(record.checks, content, calls)
 
 
 async def aside(work: Callable[[], T], *, is_long: bool) -> T:

@@ -56,7 +56,7 @@ async def conversation(context: RequestContext, response_id: str, field: str) ->
     """The items up to a response's answer, that included. Raises Invalid, naming the field, for one that is not stored, or that can't be gone on with."""
     try:
         record, stored = await context.store.load(context.tenant, response_id)
-        events = await context.store.read(record, stored)
+        events = await context.store.read(record, stored, is_checked=False)
     except Invalid as error:
         raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
     if events.status in UNFINISHED or events.status == "failed":

@@ -15,9 +15,10 @@ import redis.asyncio
 
 from services.gateway.generation import away, find_record
 from services.gateway.held import queue_delete
-from services.gateway.openai.respond import aside
+from services.gateway.openai.respond import aside, schema_errors
 from services.gateway.record import ResponseRecord
 from services.gateway.responses.events import ResponseEvents
+from services.gateway.schemas.answers import AnswerChecker
 from services.gateway.silence import GONE, PAGE
 from services.gateway.subscriptions import draining
 from services.gateway.translate import Fold, Json
@@ -48,10 +49,11 @@ class Stored:
 class Store:
     """Stored responses, as a gateway finds them in Redis."""
 
-    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float) -> None:
-        """followers: a client of its own, each command of which may block."""
+    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float, answers: AnswerChecker | None = None) -> None:
+        """followers: a client of its own, each command of which may block. answers: what holds those that are read against their schemas; None: nothing."""
         self.client = client
         self.followers = followers
+        self.answers = answers
         self.ping_interval_s = ping_interval_s
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
         self._is_draining = False
@@ -65,16 +67,23 @@ class Store:
             raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
         return record, Stored(**await aside(lambda: orjson.loads(packed), is_long=len(packed) > LONG_BYTES))
 
-    async def read(self, record: ResponseRecord, stored: Stored) -> ResponseEvents:
-        """The response as its log has it now. Raises Invalid (404) if the log has expired."""
+    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> ResponseEvents:
+        """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
         events = ResponseEvents(record, stored.asked)
         fold = Fold(record, events)
         events.opening(None)
         async for page in self._pages(record):
             for event in page:
+                if is_checked:
+                    await self._check_end(record, fold, event)
                 fold.add(event)
             await asyncio.sleep(0)  # a long log: others have their turn in between
         return events
+
+    async def _check_end(self, record: ResponseRecord, fold: Fold, event: TokenEvent) -> None:
+        """Hold an answer that this event ends against what of its schema could not be enforced."""
+        if self.answers is not None and record.checks and event.finish_reason == "stop":
+            fold.choice.schema_errors = await schema_errors(self.answers, record, "".join([*fold.choice.text, event.text]))
 
     async def _pages(self, record: ResponseRecord) -> AsyncIterator[list[TokenEvent]]:
         (request_id,) = record.request_ids
@@ -126,6 +135,7 @@ class Store:
                 return
             for event in self._parse(request_id, entries, position):
                 position = event.position
+                await self._check_end(record, fold, event)
                 yield fold.encode(fold.add(event))
             last_id = entries[-1][0] if entries else last_id
             if not entries and is_due:
