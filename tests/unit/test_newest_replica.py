@@ -1,11 +1,16 @@
 """Replicas with other settings beside each other: every gateway asks the same one, and /health warns of them."""
 
+import asyncio
+import shutil
 from itertools import permutations
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
+from services.gateway import app
+from services.gateway.files.storage import Storage
 from services.gateway.openai.routes import fingerprint_of, parsers_of
 from services.operator.status import Status, render
 from shared.wire.messages import Replica
@@ -43,3 +48,14 @@ def test_the_log_warns_of_them_once_for_each_change_and_status_every_time(caplog
     with console.capture() as shown:
         console.print(render(Status([], [], {}, 0, unlike_replicas(unlike.replicas)), 200))
     assert "fp_new (c-2), fp_old (c-1)" in shown.get()
+
+
+def test_health_warns_of_a_files_folder_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk's own figure, against a bound above and below it; the folder is made with the first file."""
+    files = SimpleNamespace(storage=Storage(str(tmp_path / "not" / "yet")))
+    context = SimpleNamespace(stage=SimpleNamespace(registry=Registry(())), files=files)
+    free = shutil.disk_usage(tmp_path).free
+    for least, is_told in ((free // 2, False), (free * 2, True)):
+        monkeypatch.setattr(app, "LEAST_FREE_BYTES", least)
+        told = asyncio.run(app.warnings(context, 0))  # type: ignore[arg-type]
+        assert [line.startswith("the files folder is full: ") and line.endswith(" MiB are free") for line in told] == [True] * is_told
