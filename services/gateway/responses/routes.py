@@ -144,7 +144,8 @@ async def input_items(
     context = context_of(request)
     async with context.reading.place(context.caller):
         _, stored = await context.store.load(context.tenant, response_id, of_all=True)
-    items = stored.items if order == "asc" else stored.items[::-1]
+        found = await context.store.items(stored)
+    items = found if order == "asc" else found[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
         if not places:
