@@ -130,11 +130,10 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
     kv_cache = KVCache(config, model.backend, num_blocks=num_blocks, block_size=settings.block_size, group=choose_group(settings, config))
     runner = ModelRunner(model, kv_cache)
-    if model.splits_prompts:
-        with first_kernels(device):
-            check_numbers(runner, files.name)
-            if device.type == "cuda":
-                warm_up(runner, backend.row_search, settings.max_num_seqs)
+    with first_kernels(device):
+        check_numbers(runner, files.name)
+        if device.type == "cuda" and model.splits_prompts:
+            warm_up(runner, backend.row_search, settings.max_num_seqs)
     block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and model.splits_prompts)
     scheduler = Scheduler(
         block_manager,
