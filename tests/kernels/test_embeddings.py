@@ -127,8 +127,9 @@ def save_word_tokenizer(folder: Path) -> None:
 
 def test_an_encoder_whose_weights_are_no_numbers_is_refused(encoder: Path) -> None:
     tensors = load_file(encoder / "model.safetensors")
-    name = next(name for name, tensor in tensors.items() if tensor.ndim == 2 and "embed" not in name and "pooler" not in name)
-    tensors[name][0, 0] = float("nan")
+    for tensor in tensors.values():
+        if tensor.ndim == 2:
+            tensor[0, 0] = float("nan")
     save_file(tensors, encoder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(StartupError, match="what it computes are no numbers"):
         build_engine(ComputeSettings(model=str(encoder), dtype="float32", num_threads=1, max_num_seqs=4), open_model(str(encoder), weights=True))
