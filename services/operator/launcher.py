@@ -19,7 +19,7 @@ import redis
 from services.operator.lifeline import Lifeline
 from services.operator.model_store import DEFAULT_MODEL, pull
 from services.operator.preflight import check_device, check_keys, check_memory, check_ports
-from services.operator.redis_server import default_memory, password_for, socket_path, start_server, url_of, why_it_ended
+from services.operator.redis_server import BROKEN_FILE, default_memory, password_for, socket_path, start_server, url_of, why_it_ended
 from shared.api_keys import check_exposure, wants_keys
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
@@ -159,12 +159,19 @@ class Launcher:
                     child.delay_s, child.num_failures = FIRST_RESTART_S, 0
                 child.num_failures += code > 0  # whom a signal ended may start well
                 if child.name == REDIS and child.num_failures >= MAX_REDIS_FAILURES:
-                    raise StartupError(f"the embedded Redis can't start: {why_it_ended(self.settings.data_dir)}")
+                    self._explain_redis()
                 log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)
                 child.restart_at, child.delay_s, child.process = now + child.delay_s, min(child.delay_s * 2, LONGEST_RESTART_S), None
             if child.process is None and now >= child.restart_at:
                 child.process, child.started_at = child.start(), now
                 self.lifeline.note(child.name, child.process.pid)
+
+    def _explain_redis(self) -> None:
+        """Say why Redis does not start. Raises StartupError where trying again will not help: at first, or where its file is broken; later a disk may be full."""
+        why = why_it_ended(self.settings.data_dir)
+        if not self.is_announced or BROKEN_FILE.search(why):
+            raise StartupError(f"the embedded Redis can't start: {why}")
+        log.error("the embedded Redis can't start", reason=why)
 
     @property
     def _url(self) -> str:
