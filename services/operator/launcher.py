@@ -167,7 +167,7 @@ class Launcher:
                 self.lifeline.note(child.name, child.process.pid)
 
     def _explain_redis(self) -> None:
-        """Say why Redis does not start. Raises StartupError where trying again will not help: at first, or where its file is broken; later a disk may be full."""
+        """Say why Redis does not start. Raises StartupError at the beginning, and for a broken file; later it may be a full disk, which passes."""
         why = why_it_ended(self.settings.data_dir)
         if not self.is_announced or BROKEN_FILE.search(why):
             raise StartupError(f"the embedded Redis can't start: {why}")
