@@ -19,7 +19,7 @@ from services.compute.models.config import ARCHITECTURES, architecture_of, read_
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.warm_up import first_kernels, warm_up
+from services.compute.warm_up import check_numbers, first_kernels, warm_up
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
@@ -129,8 +129,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, model, limit, workspace_bytes)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = ModelRunner(model, kv_cache)
-    if device.type == "cuda" and not is_encoder:
-        with first_kernels(device):
+    with first_kernels(device):
+        check_numbers(runner, files.name)
+        if device.type == "cuda" and not is_encoder:
             warm_up(runner, backend.row_search, settings.max_num_seqs)
     log.info(
         "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),

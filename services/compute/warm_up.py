@@ -42,6 +42,16 @@ def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
         begin_reduction(runner.logits(batch, hidden), sequences, search).finish()
 
 
+def check_numbers(runner: ModelRunner, name: str) -> None:
+    """Run one token. Raises StartupError where that gives no numbers: a NaN in the weights would fail each request by itself."""
+    draws = runner.model.splits_prompts  # an encoder has no logits
+    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), is_sampled=draws, pooled=range(0 if draws else 1)),), int(draws))
+    hidden = runner.run(batch)
+    numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
+    if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest
+        raise StartupError(f"{name}: what it computes are no numbers: the weights hold NaN or infinite values, or this dtype can't hold what they make")
+
+
 @contextmanager
 def first_kernels(device: torch.device) -> Iterator[None]:
     """On a GPU raises StartupError, in one line, for whatever keeps a kernel from running: of the

@@ -30,6 +30,7 @@ from services.requests.responses.stored import Store
 from services.requests.tenants.api_keys import check_exposure
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
+from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
 from shared.wire.transport import Pipeline as RedisPipeline
 
@@ -43,12 +44,15 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     subscriptions = Subscriptions(stage, client)
     pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
 
+    unlike = UnlikeReplicas()
+
     def announce_load(_: RedisPipeline) -> None:
+        unlike.tell(stage.registry)
         stage.load = metrics.load() | {"running": subscriptions.num_sequences}
 
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies")
-    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
+    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, pipeline.answers)
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
         store=store, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client),

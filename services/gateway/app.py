@@ -20,6 +20,7 @@ from services.gateway.api.models import router as models
 from services.gateway.api.ollama.embed import router as ollama_embeddings
 from services.gateway.api.ollama.routes import router as ollama
 from services.gateway.api.openai.embeddings import router as embeddings
+from services.gateway.api.openai.invocations import router as invocations
 from services.gateway.api.openai.routes import router
 from services.gateway.api.openai.tokens import router as tokens_router
 from services.gateway.api.pooling.routes import router as pooling
@@ -39,7 +40,7 @@ from services.gateway.reading.silence import Silence
 from services.gateway.reading.subscriptions import or_die
 from services.requests.bodies.ignored import HEADER
 from shared.process.stages import PIPELINE
-from shared.wire.messages import Replica
+from shared.wire.registry import unlike_replicas
 from shared.wire.streams import BATCHES_RUNNING
 
 TOLD_DEATHS = 3  # of workers of batches
@@ -100,6 +101,7 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
     app.include_router(router)
     app.include_router(models)
     app.include_router(embeddings)
+    app.include_router(invocations)
     app.include_router(pooling)
     app.include_router(responses)
     app.include_router(files)
@@ -166,19 +168,6 @@ async def health(request: Request) -> JSONResponse:
     told = await warnings(context, num_batches)
     body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": told, "reader": reader, "compute": steps}
     return JSONResponse(body, 200 if not problems else 503)
-
-
-def unlike_replicas(computes: list[Replica]) -> list[str]:
-    """A warning for each model whose compute replicas have several fingerprints: they take over each other's requests, and may answer with other tokens."""
-    by_model: dict[str, dict[str, list[str]]] = {}
-    for each in computes:
-        by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)
-    return [
-        f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from another: "
-        + ", ".join(f"{fingerprint or 'none'} ({', '.join(sorted(ids))})" for fingerprint, ids in sorted(found.items()))
-        for model, found in sorted(by_model.items())
-        if len(found) > 1
-    ]
 
 
 async def ready(request: Request) -> JSONResponse:

@@ -3,7 +3,7 @@
 Making requests of bodies takes a part of them, which the workers of batches have, too.
 """
 
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -56,7 +56,7 @@ class Context(ConversationContext):
         """Every name that the caller may use, and a replica of its model: compute's, if one is alive."""
         return served_names(self.stage.registry, self.tenant)
 
-    async def read(self, request: Request, kind: type[B]) -> B:
+    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
         """The request's body, which names a model: the only one, if the client left it out. Raises Invalid, Rejected."""
         body = await self.bodies.read(request, kind)
         if getattr(body, "model", None) == "" and not getattr(body, "name", ""):

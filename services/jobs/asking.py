@@ -40,6 +40,7 @@ from shared.wire.messages import GenerateRequest, TokenEvent, encode
 
 Json = dict[str, Any]
 Logs = list[list[TokenEvent]]  # of a response's sequences
+Problems = list[list[Json]]  # where their answers break their schemas
 
 # levels behind interactive requests: those that come within five minutes go first (aging_s is 30)
 BATCH_PRIORITY = 10
@@ -56,7 +57,7 @@ class Asked:
     requests: list[GenerateRequest]
     stored: bytes  # empty: nothing
     # the answer's body. Raises RequestFailed
-    fold: Callable[[ResponseRecord, Logs], tuple[Any, Totals]]
+    fold: Callable[[ResponseRecord, Logs, Problems], tuple[Any, Totals]]
     asked_at: float = 0.0  # wall clock, s; 0: it is not traced
 
 
@@ -102,8 +103,8 @@ async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int)
     body = parse.take(EmbeddingBody, value)
     record, requests = prepare_embeddings(context, body, None, key=key, is_background=True)
 
-    def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-        choices = choices_of(record, logs)
+    def fold(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
+        choices = choices_of(record, logs, problems)
         found = embeddings_body(record, choices, is_base64=body.encoding_format == "base64")
         return found, Totals(completed=1, input_tokens=found["usage"]["prompt_tokens"])
 
@@ -122,8 +123,8 @@ async def ask_response(context: ConversationContext, value: Json, key: str, seed
     body, before = await with_conversation(context, body)
     record, requests, stored = await prepare_response(context, body, before, None, key=key, is_background=True)
 
-    def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-        return fold_translation(record, logs, ResponseEvents(record, body.asked() | {"background": False}))
+    def fold(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
+        return fold_translation(record, logs, problems, ResponseEvents(record, body.asked(requests[0].params) | {"background": False}))
 
     return Asked(record, requests, stored, fold)
 
@@ -135,12 +136,13 @@ async def ask_message(context: RequestContext, value: Json, key: str, seed: int)
     chat = message_chat(body if body.seed is not None else body.model_copy(update={"seed": seed}))
     with own_terms(MESSAGE_NAMES):
         record, requests = await prepare_chat(context, chat, "message", body.model, None, key=key, is_background=True)
-    return Asked(record, requests, b"", lambda record, logs: fold_translation(record, logs, MessageEvents(record)))
+    return Asked(record, requests, b"", lambda record, logs, problems: fold_translation(record, logs, problems, MessageEvents(record)))
 
 
-def fold_translation(record: ResponseRecord, logs: Logs, translation: Translation) -> tuple[Any, Totals]:
+def fold_translation(record: ResponseRecord, logs: Logs, problems: Problems, translation: Translation) -> tuple[Any, Totals]:
     """The answer of another API. Raises RequestFailed, in its terms."""
     folded = Fold(record, translation)
+    [folded.choice.schema_errors] = problems
     translation.opening(None)
     for event in logs[0]:
         try:
@@ -170,16 +172,17 @@ def seeded(body: G, seed: int) -> G:
     return body if body.seed is not None else body.model_copy(update={"seed": seed})
 
 
-def fold_choices(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-    choices = choices_of(record, logs)
+def fold_choices(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
+    choices = choices_of(record, logs, problems)
     return whole_body(record, choices), count(usage_of(choices, record.n))
 
 
-def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
+def choices_of(record: ResponseRecord, logs: Logs, problems: Problems) -> list[Choice]:
     """Raises RequestFailed."""
     choices = []
     for index, events in enumerate(logs):
         choices.append(choice := Choice.begin(index, record))
+        choice.schema_errors = problems[index]
         for event in events:
             check(event)
             choice.add(event)

@@ -17,7 +17,7 @@ return 1
 
 
 class LeaseLost(Exception):
-    """Another worker has the batch: this one was silent for too long."""
+    """Another worker has the batch, or it is gone; the message says which."""
 
 
 class Lease:
@@ -35,6 +35,10 @@ class Lease:
     async def renew(self) -> bool:
         """Returns whether it was still this run's."""
         return bool(await self.client.eval(RENEW, 0, self.key, self.token, int(LEASE_S * 1000)))
+
+    async def is_free(self) -> bool:
+        """Returns whether nobody has it: Redis was away, or this worker stood still, for longer than the lease, and nobody else was there."""
+        return not await self.client.exists(self.key)
 
     async def give_up(self) -> None:
         await self.client.eval(RENEW, 0, self.key, self.token, 0)

@@ -19,6 +19,7 @@ from services.requests.batches.store import BatchStore
 from services.requests.client import connect
 from services.requests.files.storage import Storage
 from services.requests.files.store import FileStore
+from services.requests.grammars.answers import AnswerChecker
 from services.requests.grammars.checker import GrammarChecker
 from services.requests.responses.conversation import ConversationContext
 from services.requests.responses.stored import Store
@@ -46,6 +47,7 @@ class Office:
         self.files = FileStore(self.client, self.storage)
         self.batches = BatchStore(self.client)
         self.grammars = GrammarChecker()
+        self.answers = AnswerChecker()
         admission = Admission(stage, self.client, settings)
         self.context = ConversationContext(
             settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
@@ -82,6 +84,7 @@ class Office:
     def close(self) -> None:
         """Once no task runs any more."""
         self.call(self.grammars.helpers.stop())
+        self.call(self.answers.helper.stop())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self.queue.close()

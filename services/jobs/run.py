@@ -91,8 +91,8 @@ class BatchRun:
         except (redis.RedisError, OSError, Recoverable):
             await self._begun(0)  # Redis or the disk: no fault of the batch
             raise
-        except LeaseLost:
-            log.warning("another worker has taken the batch", batch_id=self.batch_id)
+        except LeaseLost as lost:
+            log.warning(str(lost), batch_id=self.batch_id)
             return False
         finally:
             for task in (working, watching):
@@ -122,9 +122,12 @@ class BatchRun:
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if not await persist(self.lease.renew):
-                raise LeaseLost
+                if not await persist(self.lease.is_free):
+                    raise LeaseLost("another worker has taken the batch")
+                log.warning("the lease ran out and nobody has taken the batch: another run goes on with it", batch_id=self.batch_id)
+                return True  # what this run knows may be old: somebody may have had the batch meanwhile
             if (batch := await self._load()) is None:
-                raise LeaseLost
+                raise LeaseLost("the batch is gone from Redis")
             self._note(batch)
             if self.office.stopping.is_set() or (self.is_answering and time.monotonic() > self.ends_at):
                 return True
@@ -330,7 +333,7 @@ class BatchRun:
         key = key_of(self.batch_id, line.custom_id)
         try:
             await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
-            body, totals = await read_answer(self.office.client, asked, self.office.reading)
+            body, totals = await read_answer(self.office.client, asked, self.office.reading, self.office.answers)
         except Lost as error:
             log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
             return None

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from shared.model.context_length import CODE as TOO_LONG
+from shared.model.context_length import sizes_of
 from shared.wire.messages import RequestError, TokenEvent
 
 GONE = RequestError("the request was lost: Redis has lost its data", 500, code="request_lost")
@@ -35,7 +37,13 @@ class RequestFailed(Exception):
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     code = code or ("invalid_value" if status == 400 else None)
-    return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code}}
+    return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code} | context_sizes(message, code)}
+
+
+def context_sizes(message: str, code: str | None) -> dict[str, int]:
+    """The sizes of a prompt that is too long, under llama.cpp's names."""
+    found = sizes_of(message) if code == TOO_LONG else None
+    return {"n_prompt_tokens": found[0], "n_ctx": found[1]} if found is not None else {}
 
 
 def check(event: TokenEvent) -> None:

@@ -121,9 +121,14 @@ def parsers_of(context: RequestContext, model: str) -> tuple[str, str]:
 
 def with_model_defaults(context: RequestContext, body: GenerateBody, params: SamplingParams, model: str) -> SamplingParams:
     """The params with what the model's makers say in the place of what the request does not. A beam search draws nothing."""
-    said = next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
+    said = makers_sampling(context, model)
     missing: dict[str, Any] = {name: value for name, value in said.items() if getattr(body, name, None) is None}
     return replace(params, **missing) if missing and not body.use_beam_search else params
+
+
+def makers_sampling(context: RequestContext, model: str) -> dict[str, float]:
+    """What the model's makers say of sampling, by the names of SamplingParams."""
+    return next((replica.sampling for replica in context.stage.registry.of("tokenizer", model)), {})
 
 
 def fingerprint_of(context: RequestContext, model: str) -> str:

@@ -16,6 +16,7 @@ from services.tokenizer.prepared import Prepared
 from services.tokenizer.special_tokens import MARK, MarkedText, SpecialTokens
 from services.tokenizer.template_features import opened_thought
 from shared.model.arrays import Array
+from shared.model.context_length import context_exceeded, context_far_exceeded
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS
 from shared.process.errors import Invalid
@@ -136,9 +137,7 @@ class Encoder:
         if cuts:
             prepared.text = type(text)(text[:longest])
             return
-        wanted = f"more than {len(ids)} tokens (in the {field_of(request)})"
-        reason = f"This model's maximum context length is {max_model_len} tokens. However, you requested {wanted}. Please reduce it."
-        prepared.error = Invalid(reason, param=field_of(request), code="context_length_exceeded")
+        prepared.error = context_far_exceeded(field_of(request), max_model_len, len(ids))
 
     def _encode_texts(self, prepared: list[Prepared], max_model_len: int) -> None:
         """One batched call for the templated texts, which bring their own special tokens, and one
@@ -347,11 +346,7 @@ class Encoder:
             raise Invalid(f"this model's embeddings can't be cut to {dimensions} dimensions: it was not trained for that", param="dimensions")
         num_left = max_model_len - n
         if (least := 0 if params.max_tokens == 0 else 1) > num_left:
-            parts = f" ({n} in the {field}, at least {least} in the completion)"
-            reason = (
-                f"This model's maximum context length is {max_model_len} tokens. However, you requested {n + least} tokens{parts}. Please reduce the {field}."
-            )
-            raise Invalid(reason, param=field, code="context_length_exceeded")
+            raise context_exceeded(field, max_model_len, n, least)
         if params.min_tokens > (max_tokens := num_left if params.max_tokens is None else min(params.max_tokens, num_left)):
             raise Invalid(f"min_tokens is {params.min_tokens}, but at most {max_tokens} fit", param="min_tokens")
         return max_tokens

@@ -118,8 +118,8 @@ class SamplingParams:
         _between("min_p", self.min_p, 0.0, 1.0)
         _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _between("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        _between("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        _check_logprobs("logprobs", self.logprobs)
+        _check_logprobs("prompt_logprobs", self.prompt_logprobs)
         _between("seed", self.seed, 0, SEEDS - 1)
         if not 0.0 < self.top_p <= 1.0:
             raise Invalid(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
@@ -148,6 +148,12 @@ class SamplingParams:
         """Whether anything changes the row of logits before the candidates are taken (min_tokens
         aside)."""
         return bool(self.logit_bias) or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
+
+
+def _check_logprobs(name: str, count: int | None) -> None:
+    if count == -1:  # vLLM's word for it, which its own servers refuse unless they were started otherwise
+        raise Invalid(f"{name} -1, the whole vocabulary, is not available: at most {MAX_LOGPROBS} of each token", param=name)
+    _between(name, count, 0, MAX_LOGPROBS)
 
 
 def _between(name: str, value: float | None, low: float, high: float) -> None:

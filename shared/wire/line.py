@@ -51,7 +51,7 @@ class Line:
         commands = pipe.command_stack
         if commands:
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
-            self._connection.send_packed_command(packed, check_health=False)
+            self._connection.send_packed_command([b"".join(packed)], check_health=False)  # redis-py cuts at 6,000 bytes: each piece would wake Redis
             self._awaited.extend((arguments[0], options, block_of(arguments)) for arguments, options in commands)
             self._sent_at = time.monotonic()
 

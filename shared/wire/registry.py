@@ -111,6 +111,34 @@ def say_unread(name: str, error: str) -> None:
     log.warning("an announcement does not decode: is the replica's version newer than this one?", replica=name, error=error)
 
 
+def unlike_replicas(computes: Iterable[Replica]) -> list[str]:
+    """A warning for each model whose compute replicas have several fingerprints: they take over each other's requests, and may answer with other tokens."""
+    by_model: dict[str, dict[str, list[str]]] = {}
+    for each in computes:
+        by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)
+    return [
+        f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from another: "
+        + ", ".join(f"{fingerprint or 'none'} ({', '.join(sorted(ids))})" for fingerprint, ids in sorted(found.items()))
+        for model, found in sorted(by_model.items())
+        if len(found) > 1
+    ]
+
+
+class UnlikeReplicas:
+    """Says in the log which compute replicas are unlike, once for each change."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+
+    def tell(self, registry: Registry) -> None:
+        found = unlike_replicas(registry.of("compute"))
+        if found == self._told:
+            return
+        for each in found or ("compute replicas of each model have one fingerprint again",):
+            log.warning(each)
+        self._told = found
+
+
 def announce(pipe: Pipeline, replica: Replica) -> None:
     """Say once that this replica is alive."""
     name = f"{replica.stage}:{replica.replica_id}"

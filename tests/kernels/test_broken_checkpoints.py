@@ -20,7 +20,7 @@ from services.compute.models.config import read_config
 from services.compute.weights.formats.options import Options
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
-from shared.model.files import open_model
+from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
@@ -333,6 +333,16 @@ def test_a_mutated_checkpoint_loads_or_is_refused(originals: dict[str, tuple[Pat
         load(folder)
     except StartupError as error:
         assert one_line(error)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_found_before_the_first_request(number: float, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    change(folder, put("weight", first(number)))
+    settings = ComputeSettings(model=str(folder), num_threads=1, kv_cache_memory="16MiB", redis_url=NOWHERE)
+    with pytest.raises(StartupError, match="what it computes are no numbers: the weights hold NaN") as raised:
+        build_engine(settings, open_model(str(folder), weights=True))
+    assert one_line(raised.value)
 
 
 NUMBERS = st.integers(-2, 200) | st.sampled_from([2**31 - 1, 2**62, 10**30]) | st.floats()

@@ -1,5 +1,6 @@
 """What a worker looks after now and then: batches that nobody has, Redis' memory, and what nobody needs any more."""
 
+import asyncio
 import io
 import os
 import signal
@@ -123,6 +124,30 @@ def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Red
     assert client.hget(batch_key("batch_a"), "status") == b"validating", "no mark: it is one too many"
     do(redis_url, tmp_path, sweep, run)
     assert client.hget(batch_key("batch_a"), "status") == b"failed", "it was looked at, and its file is nowhere"
+
+
+@pytest.mark.parametrize("taker", ["", "jobs-other/x"])
+def test_a_batch_whose_lease_ran_out_goes_on_unless_another_worker_has_it(taker: str, redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
+
+    async def run(office: Office) -> None:
+        file = await office.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
+        await office.batches.create(replace(record("batch_a"), input_file_id=file.file_id))
+        await office.send("batch_a")
+        running = asyncio.create_task(run_slice(office, "batch_a"))
+        while await office.client.hget(batch_key("batch_a"), "status") != b"in_progress":
+            assert not running.done()
+            await asyncio.sleep(0.05)
+        await office.client.delete("celery:jobs")
+        if taker:
+            await office.client.set(batch_lease_key("batch_a"), taker)
+        else:
+            await office.client.delete(batch_lease_key("batch_a"))
+        await running
+
+    do(redis_url, tmp_path, run)
+    assert client.llen("celery:jobs") == (0 if taker else 1)
+    assert client.get(batch_lease_key("batch_a")) == (taker.encode() or None)
 
 
 def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wait_for_their_turn(

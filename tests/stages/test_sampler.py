@@ -117,6 +117,7 @@ def test_a_takeover_is_one_read_for_all_and_one_write(bench: Bench) -> None:
     told = bench.answer(*((handle, 21, 500, 319) for handle in handles), intros=tuple(map(intro, handles)))
     assert told == {(handle, 21): (500, 0) for handle in handles}
     assert bench.proxy.names.count(b"XRANGE") == len(handles) and bench.proxy.names.count(b"EVAL") == 1, bench.proxy.names
+    assert bench.proxy.num_writes == 2, "a read of the logs; the step, with the next read"
     assert all(len(bench.log(handle)) == 21 for handle in handles)
 
 

@@ -13,8 +13,9 @@ from services.gateway.http.disconnect import until_disconnect
 from services.gateway.reading.generation import Generation
 from services.gateway.reading.subscription import ResponseFailed
 from services.gateway.telemetry.measured import Measured
-from services.requests.answers.choice import Choice, content_and_calls
+from services.requests.answers.choice import Choice
 from services.requests.answers.formats import format_for, whole_body
+from services.requests.answers.schema_errors import schema_errors
 from services.requests.answers.sse import DONE, PING, PING_AMONG_IDS, encode_event, format_id
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, check, error_body, error_of
 from services.requests.grammars.answers import unchecked
@@ -141,12 +142,15 @@ class Responder:
         """Hold the answers that end here against what of their schemas could not be enforced."""
         record = self.generation.record
         for index, event in batch if record.checks else ():
-            if event.finish_reason == "stop" and record.parsing is None and self.generation.positions[index]:
-                self.choices[index].schema_errors = [unchecked("the stream was resumed, and its beginning is not here")]
-            elif event.finish_reason == "stop":
-                text = [*self.choices[index].text, *(each.text for at, each in batch if at == index)]
-                content, calls = content_and_calls(Choice(index, text=text), record)
-                self.choices[index].schema_errors = await self.generation.pipeline.answers.check(record.checks, content, calls)
+            if event.finish_reason != "stop":
+                continue
+            is_resumed = record.parsing is None and self.generation.positions[index]
+            before = await self.generation.text_before(index) if is_resumed else ""
+            if before is None:
+                self.choices[index].schema_errors = [unchecked("the stream was resumed, and its beginning is not there any more")]
+            else:
+                text = "".join([before, *self.choices[index].text, *(each.text for at, each in batch if at == index)])
+                self.choices[index].schema_errors = await schema_errors(self.generation.pipeline.answers, record, text)
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import pickle
+from collections.abc import Mapping
 from typing import TypeVar
 
 from fastapi import Request
@@ -32,7 +33,7 @@ class BodyReader:
         self.helpers = HelperPool(worker, "parsing long bodies", max_of_tenant=MAX_OF_TENANT, wait_s=PARSE_TIMEOUT_S)
         self._held = 0
 
-    async def read(self, request: Request, kind: type[B]) -> B:
+    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
         """The request's body, checked. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503) while others take all memory, and as
         HelperPool does for a long one."""
         decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
@@ -57,7 +58,7 @@ class BodyReader:
         pass_over(*body.passed_over)
         return body
 
-    async def _parse_long(self, tenant_id: str, kind: type[B], data: bytes) -> B:
+    async def _parse_long(self, tenant_id: str, kind: type[B] | Mapping[str, type[B]], data: bytes) -> B:
         try:
             outcome = await self.helpers.ask(tenant_id, pickle.dumps(kind), data, timeout_s=PARSE_TIMEOUT_S)
         except TimeoutError:
@@ -66,5 +67,6 @@ class BodyReader:
             raise Rejected("the body could not be parsed", status=503, retry_after_s=1) from None
         if isinstance(outcome, Invalid):
             raise outcome
-        assert isinstance(outcome, kind)
+        kinds: tuple[type[B], ...] = (kind,) if isinstance(kind, type) else tuple(kind.values())
+        assert isinstance(outcome, kinds)
         return outcome

@@ -1,6 +1,7 @@
 """Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in a body and in a stream; other APIs have their own."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import redis
 from fastapi import Request, Response
@@ -14,12 +15,26 @@ from starlette.types import Scope
 from services.gateway.http.encodings import TAKEN
 from services.requests.anthropic.errors import error_of
 from services.requests.errors import CLIENT_CLOSED, RequestFailed, error_body
+from shared.model.context_length import CODE as TOO_LONG
 from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.process.telemetry import get_logger
 from shared.wire.line import reason_of, without_command
 from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.gateway")
+
+LLAMA_PATHS = ("/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings", "/apply-template")
+
+
+def llama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    """The body for llama.cpp's endpoints: a prompt that is too long has llama.cpp's type and number, and all else is as everywhere."""
+    body = error_body(status, message, param, code)
+    return {"error": body["error"] | {"code": status, "type": "exceed_context_size_error"}} if code == TOO_LONG else body
+
+
+def speaks_llama(scope: Scope) -> bool:
+    """Whether a request is to one of llama.cpp's own endpoints, which are at the root."""
+    return scope["path"] in LLAMA_PATHS
 
 
 def speaks_anthropic(scope: Scope) -> bool:
@@ -35,7 +50,8 @@ def error_response(
     if speaks_anthropic(scope):
         body = error_of(status, message)
     else:
-        body = {"error": message} if scope["path"].startswith("/api/") else error_body(status, message, param, code)
+        make = llama_error if speaks_llama(scope) else error_body
+        body = {"error": message} if scope["path"].startswith("/api/") else make(status, message, param, code)
     return JSONResponse(body, status, headers=headers)
 
 

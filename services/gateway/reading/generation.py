@@ -6,6 +6,7 @@ Submits the requests or takes a running response over, hands out their events, a
 import asyncio
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import redis
 import redis.asyncio
@@ -20,8 +21,10 @@ from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
 from services.requests.tenants.limits import Caller
 from services.requests.tenants.tenant import Tenant
-from shared.process.errors import Invalid, Rejected
+from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.wire.messages import GenerateRequest, TokenEvent
+from shared.wire.streams import log_key
+from shared.wire.token_log import parse_log
 
 
 def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> tuple[ResponseRecord, list[GenerateRequest]]:
@@ -52,6 +55,16 @@ class Generation:
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
         """The events that have come, each with its sequence's index; none after timeout_s. Raises ResponseFailed."""
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
+
+    async def text_before(self, index: int) -> str | None:
+        """The text of a sequence up to where the stream was resumed; None: its log is not whole, or out of reach."""
+        request_id = self.request_ids[index]
+        try:
+            with away():
+                entries: Any = await self.pipeline.client.xrange(log_key(request_id), max=f"{self.positions[index]}-0")
+            return "".join(event.text for event in parse_log(entries))
+        except (Lost, Recoverable):
+            return None
 
     def close(self) -> None:
         """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice.

@@ -53,6 +53,19 @@ redis.call('UNLINK', ARGV[2])
 """
 )
 
+# ARGV: account, stored key, response id, its length as it was read, what is to be stored in its place, a key that must be there ('': none). What has changed
+# since it was read stays as it is.
+REWRITE = f"""
+local account, stored, id, size, content, needed = unpack(ARGV)
+if needed ~= '' and redis.call('EXISTS', needed) == 0 or redis.call('STRLEN', stored) ~= tonumber(size) then return end
+redis.call('SET', stored, content, 'KEEPTTL')
+local expires = redis.call('ZSCORE', account, size .. '/' .. id)
+if not expires then return end
+redis.call('ZREM', account, size .. '/' .. id)
+redis.call('ZADD', account, expires, #content .. '/' .. id)
+redis.call('INCRBY', account .. '{held_bytes_key("")}', #content - size)
+"""
+
 
 def check_size(size: int, most: int) -> None:
     """Raises Invalid for a request that never fits, whatever its tenant holds."""
@@ -72,3 +85,8 @@ def too_much_held(held: int, more: int, most: int, wait_s: int) -> Rejected:
 def queue_delete(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str) -> None:
     """Queue that nothing stays stored of a response that has ended."""
     pipe.eval(DELETE, 0, held_key(tenant_id), stored_key(response_id), response_id)
+
+
+def queue_rewrite(pipe: "redis.asyncio.client.Pipeline", tenant_id: str, response_id: str, size: int, content: bytes, needed: str = "") -> None:
+    """Queue that something else is stored of a response that has ended. size: of what was read, in bytes; needed: a response that must be stored, too."""
+    pipe.eval(REWRITE, 0, held_key(tenant_id), stored_key(response_id), response_id, size, content, stored_key(needed) if needed else "")

@@ -171,10 +171,13 @@ class BatchStore:
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
 
-    async def create(self, record: BatchRecord, traceparent: str = "") -> Batch:
-        """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the owner's are running."""
+    async def create(self, record: BatchRecord, traceparent: str = "", model: str = "") -> Batch:
+        """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the owner's are running.
+
+        model: as far as it is known before the input is checked.
+        """
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
-        values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent
+        values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent, "model", model
         with away():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.eval(CREATE, 0, *keys, record.batch_id, time.time(), TTL_S, MAX_RUNNING, MAX_KEPT, batch_key(""), *values)
@@ -182,7 +185,7 @@ class BatchStore:
                 is_made, *_ = await pipe.execute()
         if not is_made:
             raise Rejected(f"{MAX_RUNNING} batches are running already", status=429, retry_after_s=60)
-        return Batch(record, "validating", {})
+        return Batch(record, "validating", {}, model=model)
 
     async def load(self, batch_id: str, tenant: Tenant) -> Batch:
         """Raises Invalid (404) for one that is not there for this tenant."""

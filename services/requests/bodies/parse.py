@@ -1,7 +1,7 @@
 """A body's bytes to a body, checked. Pure, and in time linear in its size: it runs in the gateway or, for long bodies, in its helper process."""
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import orjson
@@ -17,15 +17,24 @@ BRANCHES = ("str", "int", "float", "bool", "word", "named", "allowed", "own", "f
 B = TypeVar("B", bound=Body)
 
 
-def parse(model: type[B], data: bytes) -> B:
-    """Raises Invalid (400), naming the fields that are wrong."""
+def parse(model: type[B] | Mapping[str, type[B]], data: bytes) -> B:
+    """The body, as a model or as that of the first field that it has. Raises Invalid (400), naming the fields that are wrong."""
     try:
         value = orjson.loads(data.removeprefix(codecs.BOM_UTF8))
     except orjson.JSONDecodeError as error:
         raise Invalid(f"the body is not JSON: {error}", code="invalid_json") from None
     if not isinstance(value, dict):
         raise Invalid(f"the body must be a JSON object, got {kind_of(value)}", code="invalid_json")
-    return check(model, value)
+    return check(model if isinstance(model, type) else invoked(model, value), value)
+
+
+def invoked(kinds: Mapping[str, type[B]], value: dict[str, Any]) -> type[B]:
+    """The kind of a body that came without one: one of its fields says it. Raises Invalid for one that could be none."""
+    for field, kind in kinds.items():
+        if field in value:
+            return kind
+    *fields, last = kinds
+    raise Invalid(f"missing required parameter: {', '.join(fields)} or {last}", param=next(iter(kinds)), code="missing_required_parameter")
 
 
 def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:

@@ -60,12 +60,14 @@ async def conversation(context: ConversationContext, response_id: str, field: st
     """The items up to a response's answer, that included. Raises Invalid, naming the field, for one that is not stored, or that can't be gone on with."""
     try:
         record, stored = await context.store.load(context.tenant, response_id)
-        events = await context.store.read(record, stored)
+        items = await context.store.items(stored)
+        events = await context.store.read(record, stored, is_checked=False)
     except Invalid as error:
         raise Invalid(f"Previous response with id '{response_id}' not found.", param=field, code="previous_response_not_found") from error
     if events.status in UNFINISHED or events.status == "failed":
         raise Invalid(f"the response {response_id!r} is {events.status}: it can't be gone on with", param=field, code="previous_response_not_completed")
-    return [*stored.items, *map(without_logprobs, events.output)]
+    await context.store.hand_over(record, stored)
+    return [*items, *map(without_logprobs, events.output)]
 
 
 def without_logprobs(item: Json) -> Json:

@@ -49,7 +49,7 @@ class ResponseEvents:
         self._names = names_of(asked.get("tools") or [])
         self._key = record.response_id.rpartition("_")[2]
         self._number = 0
-        self._told: Json = {}  # where the answer breaks its schema; of those who read it later nobody is told
+        self._told: Json = {}  # where the answer breaks its schema
         self._open: Json | None = None  # the last item of output, while it grows
         self._text: list[str] = []  # of the item that grows
         self._logprobs: list[Json] = []

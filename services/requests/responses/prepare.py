@@ -26,7 +26,7 @@ async def prepare_response(
         record, requests = await prepare_chat(context, chat, "response", body.model, gateway_id, **others)
     if not body.store:
         return record, requests, b""
-    content = Stored(body.asked(), [*before, *with_ids(body.input, record.response_id)]).encode()
+    content = Stored(body.asked(requests[0].params), [*before, *with_ids(body.input, record.response_id)]).encode()
     if len(content) > (longest := context.settings.max_body_bytes):
         raise Invalid(f"the conversation has {len(content)} bytes, and at most {longest} are stored", param="input")
     return record, requests, content

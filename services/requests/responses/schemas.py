@@ -11,6 +11,7 @@ from services.requests.bodies.neutral import OF_OTHER_SERVERS, REFUSED, Table
 from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_USER
 from services.requests.responses.items import INPUT_SCHEMA, Json, read_input
+from shared.model.sampling_params import SamplingParams
 
 MAX_METADATA = 16
 MAX_TOOLS = 128
@@ -88,8 +89,8 @@ class ResponseBody(Body):
     def has_logprobs(self) -> bool:
         return LOGPROBS in (self.include or ()) or bool(self.top_logprobs)
 
-    def asked(self) -> Json:
-        """The fields of the response's object that repeat the request."""
+    def asked(self, params: SamplingParams) -> Json:
+        """The fields of the response's object that repeat the request. params: as they are used, with the model maker's own where the request has none."""
         text = self.text or TextOptions()
         reasoning = self.reasoning or ReasoningOptions()
         return {
@@ -104,12 +105,12 @@ class ResponseBody(Body):
             "safety_identifier": self.safety_identifier,
             "service_tier": "default",
             "store": self.store,
-            "temperature": 1.0 if self.temperature is None else self.temperature,
+            "temperature": params.temperature,
             "text": {"format": text.format or {"type": "text"}} | ({"verbosity": text.verbosity} if text.verbosity else {}),
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools or [],
             "top_logprobs": self.top_logprobs or 0,
-            "top_p": 1.0 if self.top_p is None else self.top_p,
+            "top_p": params.top_p,
             "truncation": self.truncation or "disabled",
             "user": self.user,
         }

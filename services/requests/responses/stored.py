@@ -1,6 +1,7 @@
 """Stored responses: what was asked is a key of Redis, what was answered is the token log. Any gateway reads both, and both live equally long.
 
-What is kept of the request is the whole conversation, so that going on with it needs the response before, and none of those before that.
+What is kept of the request is the whole conversation, so that going on with it needs the response before, and none of those before that. Of a chain of
+responses only the last two keep it: the items of the others are the beginning of what their successor keeps, and so they name that. A successor outlives them.
 """
 
 import asyncio
@@ -13,10 +14,12 @@ import orjson
 import redis
 import redis.asyncio
 
-from services.requests.admission.held import queue_delete
+from services.requests.admission.held import queue_delete, queue_rewrite
+from services.requests.answers.schema_errors import schema_errors
 from services.requests.answers.translate import Fold, Json
 from services.requests.client import away
 from services.requests.errors import GONE, draining
+from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
 from services.requests.responses.events import ResponseEvents
 from services.requests.tenants.tenant import Tenant
@@ -28,6 +31,7 @@ from shared.wire.token_log import END, decode_entry, end_alone, end_request, par
 from shared.wire.transport import Backoff, entries_of, is_temporary
 
 LONG_BYTES = 256 << 10
+MAX_LINKS = 10_000  # from a response to the one that keeps its items
 PAGE = 512  # entries of a log at a time: decoding more would stall other streams
 DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
 MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
@@ -38,19 +42,27 @@ class Stored:
     """What a response was asked."""
 
     asked: Json  # the fields of its object that repeat the request
-    items: list[Json]  # the whole conversation that the model was given, but for the instructions
+    items: list[Json]  # the whole conversation that the model was given, but for the instructions; none, if another has it
+    holder: str = ""  # the response that has it
+    num_items: int = 0  # that many are this one's, the holder's first
 
     def encode(self) -> bytes:
-        return orjson.dumps(asdict(self))
+        whole = asdict(self)
+        return orjson.dumps(whole if self.holder else {name: whole[name] for name in ("asked", "items")})
+
+
+async def decode(packed: bytes) -> Stored:
+    return Stored(**(await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)))
 
 
 class Store:
     """Stored responses, as a gateway finds them in Redis."""
 
-    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float) -> None:
-        """followers: a client of its own, each command of which may block."""
+    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float, answers: AnswerChecker | None = None) -> None:
+        """followers: a client of its own, each command of which may block. answers: what holds those that are read against their schemas; None: nothing."""
         self.client = client
         self.followers = followers
+        self.answers = answers
         self.ping_interval_s = ping_interval_s
         self.wait_s = min(ping_interval_s, MAX_WAIT_S)
         self._is_draining = False
@@ -62,19 +74,66 @@ class Store:
             record = await find_record(self.client, tenant, response_id, of_all=of_all)
         if packed is None or record is None:
             raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
-        fields = await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)
-        return record, Stored(**fields)
+        return record, await decode(packed)
 
-    async def read(self, record: ResponseRecord, stored: Stored) -> ResponseEvents:
-        """The response as its log has it now. Raises Invalid (404) if the log has expired."""
+    async def items(self, stored: Stored) -> list[Json]:
+        """The whole conversation that the model was given. Raises Invalid (404) if whoever keeps it is gone."""
+        found = stored
+        for _ in range(MAX_LINKS):
+            if not found.holder:
+                return found.items[: stored.num_items] if stored.holder else found.items
+            if (packed := await self._get(found.holder)) is None:
+                break
+            found = await decode(packed)
+        raise Invalid("the conversation is not stored any more", param="response_id", code="response_not_found", status=404)
+
+    async def _get(self, response_id: str) -> bytes | None:
+        with away():
+            packed: bytes | None = await self.client.get(stored_key(response_id))
+        return packed
+
+    async def hand_over(self, record: ResponseRecord, stored: Stored) -> None:
+        """Have the response before this one, with which somebody goes on, name this one for its items: else each turn would keep all before it."""
+        before = stored.asked.get("previous_response_id")
+        if stored.holder or not before or (packed := await self._get(before)) is None:
+            return
+        found = await decode(packed)
+        content = Stored(found.asked, [], record.response_id, len(found.items)).encode()
+        if found.holder or len(content) >= len(packed) or stored.items[: len(found.items)] != found.items:
+            return
+        with away():
+            async with self.client.pipeline(transaction=False) as pipe:
+                queue_rewrite(pipe, record.tenant_id, before, len(packed), content, record.response_id)
+                await pipe.execute()
+
+    async def _handed_back(self, record: ResponseRecord) -> tuple[str, int, bytes] | None:
+        """What the response before is to keep when this one goes, whose items it names: its id, the length of what it keeps now, and the new. None: nothing."""
+        packed = await self._get(record.response_id)
+        stored = await decode(packed) if packed is not None else Stored({}, [])
+        before = stored.asked.get("previous_response_id")
+        kept = await self._get(before) if before else None
+        if not before or kept is None or (found := await decode(kept)).holder != record.response_id:
+            return None
+        items = [] if stored.holder else stored.items[: found.num_items]
+        return before, len(kept), Stored(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode()
+
+    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> ResponseEvents:
+        """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
         events = ResponseEvents(record, stored.asked)
         fold = Fold(record, events)
         events.opening(None)
         async for page in self._pages(record):
             for event in page:
+                if is_checked:
+                    await self._check_end(record, fold, event)
                 fold.add(event)
             await asyncio.sleep(0)  # a long log: others have their turn in between
         return events
+
+    async def _check_end(self, record: ResponseRecord, fold: Fold, event: TokenEvent) -> None:
+        """Hold an answer that this event ends against what of its schema could not be enforced."""
+        if self.answers is not None and record.checks and event.finish_reason == "stop":
+            fold.choice.schema_errors = await schema_errors(self.answers, record, "".join([*fold.choice.text, event.text]))
 
     async def _pages(self, record: ResponseRecord) -> AsyncIterator[list[TokenEvent]]:
         (request_id,) = record.request_ids
@@ -129,6 +188,7 @@ class Store:
                 return
             for event in self._parse(request_id, entries, position):
                 position = event.position
+                await self._check_end(record, fold, event)
                 yield fold.encode(fold.add(event))
             last_id = entries[-1][0] if entries else last_id
             if not entries and is_due:
@@ -169,9 +229,12 @@ class Store:
     async def delete(self, record: ResponseRecord) -> None:
         """Forget the response; one that runs is cancelled."""
         await self.cancel(record)
+        handed_back = await self._handed_back(record)
         with away():
             async with self.client.pipeline(transaction=False) as pipe:
                 queue_delete(pipe, record.tenant_id, record.response_id)
+                if handed_back is not None:
+                    queue_rewrite(pipe, record.tenant_id, *handed_back)
                 for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
                     pipe.expire(key, DELETED_LOG_TTL_S)
                 await pipe.execute()

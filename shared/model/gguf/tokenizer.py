@@ -17,6 +17,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # a tok
 MAX_TOKEN = 1024  # characters that are made by merging: each of a token's cuts is tried
 # characters looked at to find the merges; 262,144 tokens of 8 characters take 17 million
 MAX_CUTTING = 1 << 28
+MAX_MERGES = 1 << 20  # real vocabularies of 262,144 tokens have some 580,000; each takes 200 bytes
 # characters of all merges together; twice as many merges as 262,144 tokens, of 8 characters, are 4
 # million
 MAX_MERGED = 1 << 25
@@ -220,9 +221,12 @@ def _unique(tokens: list[str]) -> list[str]:
 
 
 def _read_merges(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]:
-    """The file's merges. Raises StartupError for one of what is no token, or to what is none."""
+    """The file's merges. Raises StartupError for one of what is no token, or to what is none, and for more than any real vocabulary has."""
     known = set(tokens)
-    merges = [_halves(merge) for merge in head.items("tokenizer.ggml.merges", str)]
+    listed = head.items("tokenizer.ggml.merges", str)
+    if len(listed) > MAX_MERGES or sum(map(len, listed)) > MAX_MERGED:
+        raise StartupError(f"{head.path}: {len(listed)} merges of {sum(map(len, listed))} characters; at most {MAX_MERGES} of {MAX_MERGED} are read")
+    merges = [_halves(merge) for merge in listed]
     for left, right in merges:
         if not {left, right, left + right} <= known:
             raise StartupError(f"{head.path}: the merge {left!r} {right!r} is not of tokens, or makes none")
@@ -261,7 +265,7 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
             if left is not None and right is not None:
                 ranked.append((-scores[number], number, left, right))
                 num_merged += len(token)
-        if num_merged > MAX_MERGED:
-            raise StartupError(f"{head.path}: the tokens make merges of more than {MAX_MERGED} characters; no real vocabulary does")
+        if num_merged > MAX_MERGED or len(ranked) > MAX_MERGES:
+            raise StartupError(f"{head.path}: the tokens make more than {MAX_MERGES} merges, or of more than {MAX_MERGED} characters; no real vocabulary does")
     ranked.sort()
     return [(tokens[left], tokens[right]) for _, _, left, right in ranked]

@@ -1,9 +1,13 @@
 """OpenAI's batches: a file of requests, answered in their own time."""
 
+import asyncio
+import codecs
 import time
 import uuid
+from contextlib import suppress
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import JSONResponse
 
@@ -15,6 +19,8 @@ from services.gateway.http.lists import page_of
 from services.gateway.telemetry.traces import current_root
 from services.requests.batches.store import Batch, BatchRecord
 from services.requests.client import away
+from services.requests.files.storage import Storage
+from services.requests.neutral.messages import MAX_NAME
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.streams import FILE_TTL_S
@@ -22,6 +28,8 @@ from shared.wire.streams import FILE_TTL_S
 log = get_logger("penstock.gateway")
 
 router = APIRouter(prefix="/v1/batches")
+
+LOOKED_AT = 64 << 10  # bytes of a batch's input, before it is checked
 
 
 @router.post("", openapi_extra=takes(BatchBody))
@@ -42,10 +50,20 @@ async def create(request: Request) -> JSONResponse:
         f"batch_{uuid.uuid4().hex}", context.tenant, body.endpoint, file.file_id, body.completion_window, now, now + window_s, body.metadata, ttl_s
     )
     root = current_root()
-    batch = await context.batches.create(record, root.traceparent if root is not None else "")
+    model = await asyncio.to_thread(model_of, context.files.storage, file.path)
+    batch = await context.batches.create(record, root.traceparent if root is not None else "", model)
     await context.jobs.send(record.batch_id)
     log.info("batch created", batch_id=record.batch_id, endpoint=record.endpoint, num_bytes=file.num_bytes, x_request_id=request.state.request_id)
     return JSONResponse(batch.describe())
+
+
+def model_of(storage: Storage, path: str) -> str:
+    """The model that the file's first request names; empty: it can't be told from the file's beginning. The worker that checks all lines says it for good."""
+    with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        line, _, _ = storage.read(path, 0, LOOKED_AT).removeprefix(codecs.BOM_UTF8).lstrip().partition(b"\n")
+        name = orjson.loads(line)["body"]["model"]
+        return name if isinstance(name, str) and len(name) <= MAX_NAME else ""
+    return ""
 
 
 @router.get("")

@@ -20,6 +20,7 @@ from services.requests.bodies.fields import TokenIds
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
 from services.requests.neutral.translate import name_of, own_terms
 from services.requests.prepare import prepare_chat, prepare_completion
+from shared.process.errors import Rejected
 from shared.wire.messages import EncodingParams
 
 Json = dict[str, Any]
@@ -117,6 +118,22 @@ async def embedding(request: Request) -> Response:
     body = await context.read(request, LlamaEmbeddingBody)
     asked = EmbeddingBody.model_construct(model=context.resolve(body.model), input=[*body.content])
     return await (await submit_embeddings(context, asked, request, LlamaEmbeddings)).whole(request)
+
+
+@router.get("/slots")
+async def slots(request: Request, model: str | None = None, fail_on_no_slot: bool = False) -> list[Json]:
+    """The places in the model's steps, as its replicas announced them last; of what runs in them nothing is shown. Raises Rejected (503) where none is free
+    and the client asks for that."""
+    context = context_of(request)
+    name = context.resolve(model or context.only_model())
+    found: list[Json] = []
+    for replica in context.stage.registry.of("compute", name):
+        num_slots, num_running = (int(replica.load.get(key, 0)) for key in ("max_num_seqs", "running"))
+        own = range(len(found), len(found) + num_slots)
+        found += [{"id": number, "n_ctx": replica.max_model_len, "speculative": False, "is_processing": number - own.start < num_running} for number in own]
+    if fail_on_no_slot and all(slot["is_processing"] for slot in found):
+        raise Rejected("no slot available", status=503, retry_after_s=1, code="no_slot_available")
+    return found
 
 
 @router.get("/props")

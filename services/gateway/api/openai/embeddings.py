@@ -3,7 +3,7 @@
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
-from services.gateway.context import context_of
+from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.requests.neutral.schemas import EmbeddingBody
 
@@ -14,7 +14,11 @@ router = APIRouter(prefix="/v1")
 async def embeddings(request: Request) -> Response:
     """A vector of each input, given as texts or as token ids."""
     context = context_of(request)
-    body = await context.read(request, EmbeddingBody)
+    return await answer_embeddings(context, await context.read(request, EmbeddingBody), request)
+
+
+async def answer_embeddings(context: Context, body: EmbeddingBody, request: Request) -> Response:
+    """Submit inputs, and answer their vectors."""
     responder = await submit_embeddings(context, body, request, EmbeddingResponder)
     responder.is_base64 = body.encoding_format == "base64"
     return await responder.whole(request)

@@ -29,7 +29,11 @@ router = APIRouter()
 async def chat_completions(request: Request) -> Response:
     """Answer a conversation."""
     context = context_of(request)
-    body = await context.read(request, ChatCompletionBody)
+    return await answer_chat(context, await context.read(request, ChatCompletionBody), request)
+
+
+async def answer_chat(context: Context, body: ChatCompletionBody, request: Request) -> Response:
+    """Submit a conversation, and answer it."""
     record, requests = await prepare_chat(context, body, "chat.completion", body.model, context.stage.replica_id)
     return await respond(context, body, record, requests, request)
 
@@ -38,7 +42,11 @@ async def chat_completions(request: Request) -> Response:
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, given as text or as token ids."""
     context = context_of(request)
-    body = await context.read(request, CompletionBody)
+    return await answer_completion(context, await context.read(request, CompletionBody), request)
+
+
+async def answer_completion(context: Context, body: CompletionBody, request: Request) -> Response:
+    """Submit prompts, and answer them."""
     record, requests = await prepare_completion(context, body, context.stage.replica_id)
     return await respond(context, body, record, requests, request)
 

@@ -33,7 +33,7 @@ async def create(request: Request) -> Response:
     num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
     reader = None if body.background else context.stage.replica_id
     record, requests, content = await prepare_response(context, body, before, reader, num_dropped=num_dropped, is_background=body.background)
-    events = ResponseEvents(record, body.asked())
+    events = ResponseEvents(record, body.asked(requests[0].params))
     if body.background:
         leave = context.reading.follow(context.tenant.tenant_id) if body.stream else None  # before it is submitted: who is refused has begun nothing
         try:
@@ -121,7 +121,8 @@ async def input_items(
     context = context_of(request)
     async with context.reading.place(context.caller):
         _, stored = await context.store.load(context.tenant, response_id, of_all=True)
-    items = stored.items if order == "asc" else stored.items[::-1]
+        found = await context.store.items(stored)
+    items = found if order == "asc" else found[::-1]
     if after is not None:
         places = [number for number, item in enumerate(items) if item["id"] == after]
         if not places:

@@ -26,6 +26,7 @@ const running = new Map(); // AnswerStream by chat id
 const unsaved = new Set();
 let current = chats[0] ?? null;
 let models = [];
+const usual = {}; // by model, what a request gets that says nothing
 let view = "chat";
 const screens = {narrow: matchMedia("(max-width: 959px)"), wide: matchMedia("(min-width: 1240px)"), large: matchMedia("(min-width: 1600px)")};
 let hasSettings = screens.wide.matches;
@@ -80,7 +81,7 @@ function open(chat) {
   pane.show(chat);
   pane.composer.setRunning(running.has(chat.id));
   sidebar.show(chats, chat);
-  settings.show(chat.settings);
+  settings.show(chat.settings, usual[modelOf(chat)]);
   if (models.length) bar.showModels(models, modelOf(chat));
   setMenu(false);
 }
@@ -198,9 +199,11 @@ function escape() {
 
 async function connect() {
   try {
-    const found = (await listModels()).map(each => each.id);
+    const cards = await listModels(), found = cards.map(each => each.id);
     if (found.length) models = found; // a model whose last replica was just killed will be back: until then the server says what is missing
+    for (const each of cards) usual[each.id] = each.sampling;
     bar.showModels(models, modelOf(current));
+    settings.setUsual(usual[modelOf(current)]);
   } catch (error) {
     if (!models.length) bar.showModels([], null);
     if (error instanceof ApiError && error.status === 401) notify("This server wants an API key: it goes into Settings, Access", {isError: true});
@@ -213,6 +216,7 @@ function modelOf(chat) {
 
 function chooseModel(name) {
   current.model = name;
+  settings.setUsual(usual[name]);
   changed(current);
 }
 

@@ -13,8 +13,10 @@ export class SettingsPanel {
     this.onkey = onkey;
   }
 
-  show(settings) {
+  // usual: what a request gets that says nothing, by its parameters' names.
+  show(settings, usual = {}) {
     this.settings = settings;
+    this.usual = usual;
     settings.parameters ??= {};
     replace(this.element,
       h("header", {class: "pane-head"}, h("h2", {}, "Settings"), iconButton("close", "Close settings", this.onclose)),
@@ -24,6 +26,10 @@ export class SettingsPanel {
         this.#format(),
         this.#tools(),
         this.#access()));
+  }
+
+  setUsual(usual = {}) {
+    if (JSON.stringify(usual) !== JSON.stringify(this.usual)) this.show(this.settings, usual);
   }
 
   #changed() {
@@ -60,15 +66,16 @@ export class SettingsPanel {
     } else if (field.kind === "text") {
       input = h("input", {...described, type: "text", value, maxlength: 256, oninput: event => store(event.target.value)});
     } else {
-      const placeholder = field.placeholder ?? String(field.fallback);
+      const fallback = this.usual[field.name] ?? field.fallback;
+      const placeholder = field.placeholder ?? String(fallback);
       input = h("input", {...described, type: "text", inputmode: "decimal", value, placeholder, oninput: event => {
         store(event.target.value.trim());
-        if (slider) slider.value = event.target.value || field.fallback;
+        if (slider) slider.value = event.target.value || fallback;
       }});
       if (field.max !== undefined) {
         slider = h("input", {type: "range", min: field.min, max: field.max, step: field.step, "aria-label": `${field.name}, slider`, tabindex: "-1",
           oninput: event => { input.value = event.target.value; store(event.target.value); }});
-        slider.value = value === "" ? field.fallback : value;
+        slider.value = value === "" ? fallback : value;
       }
     }
     check(field, value, problem, input);
