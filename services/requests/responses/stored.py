@@ -89,8 +89,8 @@ class Store:
 
     async def _get(self, response_id: str) -> bytes | None:
         with away():
-            packed: bytes | None = await self.client.get(stored_key(response_id))
-        return packed
+            packed: Any = await self.client.get(stored_key(response_id))
+        return None if packed is None else bytes(packed)
 
     async def hand_over(self, record: ResponseRecord, stored: Stored) -> None:
         """Have the response before this one, with which somebody goes on, name this one for its items: else each turn would keep all before it."""
