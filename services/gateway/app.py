@@ -36,7 +36,7 @@ from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, 
 from services.gateway.http.observed import Observed
 from services.gateway.reading.canceller import LAST_TRY_S
 from services.gateway.reading.silence import Silence
-from services.gateway.reading.subscriptions import or_die
+from services.gateway.reading.subscriptions import exit_on_failure
 from services.requests.admission.admission import STAGES
 from services.requests.bodies.ignored import HEADER
 from shared.wire.messages import Replica
@@ -59,7 +59,7 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
             "canceller": pipeline.canceller.run(),
             "memory": context.admission.memory.run(),
         }
-        tasks = [asyncio.create_task(or_die(name, each)) for name, each in work.items()]
+        tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
         await asyncio.to_thread(context.stage.join)
         yield
         await asyncio.to_thread(context.stage.leave)

@@ -56,8 +56,8 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
 
 
 @contextmanager
-def away() -> Iterator[None]:
-    """Redis can't serve at the moment: Recoverable, which is a 503 with Retry-After."""
+def redis_errors_as_503() -> Iterator[None]:
+    """Turn what a Redis that can't serve raises into Recoverable, which is a 503 with Retry-After. Lets what is no passing trouble through."""
     try:
         yield
     except (redis.RedisError, OSError) as error:

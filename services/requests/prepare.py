@@ -74,10 +74,14 @@ async def prepare_chat(
     kind: of record.PREFIXES; name: of the model, as the client called it; gateway_id: who reads the events; None: nobody, the log is enough; others: further
     fields of the record.
     """
-    calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
+    # A wrong body and a missing model are refused first, at no charge; then what can't be compiled, which is charged. Nothing is refused after that.
+    calling, params, model = body.calling(), body.params(), check(context, body)
     params = with_model_defaults(context, body, params, model)
     tool_calls, reasoning = parsers_of(context, model)
     parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
+    options = body.chat_options(
+        calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
+    )
     prepared = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
     constraint = prepared.constraint if prepared is not None else None
     if constraint is not None and parsing.reasoning and body.may_think:
@@ -87,9 +91,6 @@ async def prepare_chat(
         has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         checks=checks_of(prepared), **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
-    options = body.chat_options(
-        calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
-    )
     if parsing.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     messages = tuple(message.to_wire() for message in body.messages)

@@ -24,7 +24,7 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class PipelineFigures:
     """What Redis said."""
 
     queues: Sequence[Queue]
@@ -33,7 +33,7 @@ class Look:
     num_dead_letters: int
 
 
-def snapshot(replicas: tuple[Replica, ...], look: Look, *, here: str, killed: Set[str], can_kill: bool) -> dict[str, Any]:
+def snapshot(replicas: tuple[Replica, ...], figures: PipelineFigures, *, here: str, killed: Set[str], can_kill: bool) -> dict[str, Any]:
     """here: this gateway's replica id. killed: whose leases still run. can_kill: of the replicas on this machine."""
     order = sorted(replicas, key=lambda each: (STAGES.index(each.stage) if each.stage in STAGES else len(STAGES), each.started_at, each.replica_id))
     own_host = next((each.host for each in replicas if each.replica_id == here), "")
@@ -41,14 +41,14 @@ def snapshot(replicas: tuple[Replica, ...], look: Look, *, here: str, killed: Se
         "time": time.time(),
         "gateway": here,
         "can_kill": can_kill,
-        "num_in_flight": look.num_in_flight,
-        "num_dead_letters": look.num_dead_letters,
+        "num_in_flight": figures.num_in_flight,
+        "num_dead_letters": figures.num_dead_letters,
         "num_replicas": len(replicas),
         "replicas": [
             replica_shown(each, is_killed=each.replica_id in killed, can_kill=can_kill and each.host == own_host) for each in order[:MAX_REPLICAS_SHOWN]
         ],
-        "queues": [asdict(queue) for queue in look.queues],
-        "caches": [asdict(view) for view in look.views],
+        "queues": [asdict(queue) for queue in figures.queues],
+        "caches": [asdict(view) for view in figures.views],
     }
 
 

@@ -27,7 +27,7 @@ OPEN_FOLDERS = ("/static-offline-docs/", "/playground/")
 # For administrators: what shows the work of all tenants
 ADMIN = frozenset({"/metrics", "/live"})
 ADMIN_FOLDERS = ("/live/",)
-LOOK_EVERY_S = 1.0  # at the file of keys, whether it has changed
+CHECK_EVERY_S = 1.0  # at the file of keys, whether it has changed
 MAX_KEY_LENGTH = 512
 OF_ENVIRONMENT = Tenant("environment", "environment", is_admin=True)
 
@@ -40,7 +40,7 @@ class KeyRing:
         self.path: Path | None = settings.keys_file if settings.auth else None
         self.is_open = not wants_keys(settings)
         self._own: dict[bytes, tuple[bytes, Tenant]] = {}
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._version = self._version_of_file()
         if settings.auth and settings.api_key:
             key = settings.api_key.get_secret_value()
@@ -56,7 +56,7 @@ class KeyRing:
 
     def tenant_of(self, key: str) -> Tenant | None:
         """Whose key this is; None: nobody's."""
-        self._look()
+        self._reload()
         if self.is_open:
             return EVERYBODY
         if not key or len(key) > MAX_KEY_LENGTH:
@@ -79,11 +79,11 @@ class KeyRing:
             return None
         return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino  # ctime: of who may read or write it
 
-    def _look(self) -> None:
+    def _reload(self) -> None:
         """Read the keys again if their file has changed. What can't be read, or is gone, leaves them as they are: nothing opens by a mistake."""
-        if self.path is None or (now := time.monotonic()) - self._looked_at < LOOK_EVERY_S:
+        if self.path is None or (now := time.monotonic()) - self._checked_at < CHECK_EVERY_S:
             return
-        self._looked_at = now
+        self._checked_at = now
         if (version := self._version_of_file()) == self._version:
             return
         self._version = version

@@ -73,7 +73,7 @@ async def on_failed(request: Request, error: Exception) -> JSONResponse:
 
 async def on_away(request: Request, error: Exception) -> JSONResponse:
     log.warning("redis can't serve", error=reason_of(error))
-    return error_response(request.scope, 503, "the pipeline is not reachable at the moment", None, "redis_away", headers={"Retry-After": "1"})
+    return error_response(request.scope, 503, "the pipeline is not reachable at the moment", None, "redis_unavailable", headers={"Retry-After": "1"})
 
 
 async def on_redis(request: Request, error: Exception) -> JSONResponse:

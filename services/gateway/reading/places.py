@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import redis.asyncio
 
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.tenants.limits import SCRIPT, UNLIMITED, Caller
 from shared.process.errors import Rejected
 from shared.wire.streams import quota_key, running_key
@@ -62,7 +62,7 @@ class Reading:
     async def _charge(self, caller: Caller) -> None:
         tenant = caller.tenant
         limits = [UNLIMITED if each is None else each for each in (tenant.requests_per_minute, tenant.tokens_per_minute)]
-        with away():
+        with redis_errors_as_503():
             left, *wanting = await self.client.eval(CHARGE, 0, quota_key(tenant.tenant_id), running_key(tenant.tenant_id), *limits, PRICE)
         if wanting:
             raise caller.refused("requests", wanting[0][1], left)

@@ -30,8 +30,8 @@ CHUNK = 64  # sequences in a round trip, for the same reason
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What Redis says of one sequence."""
+class LogSnapshot:
+    """What Redis holds of one sequence."""
 
     events: list[TokenEvent]  # after the position; or the end, should the log have ended there or before
     has_log: bool
@@ -57,13 +57,13 @@ class Silence:
         while True:
             try:
                 async with asyncio.timeout(max(0.0, looked_at + self.interval_s - time.monotonic())):
-                    await subscriptions.look.wait()
+                    await subscriptions.found.wait()
             except TimeoutError:
                 looked_at = time.monotonic()
-            subscriptions.look.clear()
+            subscriptions.found.clear()
             behind, subscriptions.behind = subscriptions.behind, set()
             try:
-                await self._look_at(list(self._due(behind)), behind)
+                await self._catch_up(list(self._due(behind)), behind)
             except (redis.RedisError, OSError) as error:
                 if not is_temporary(error):
                     raise
@@ -83,7 +83,7 @@ class Silence:
                 if subscription in behind or subscription.heard_at[request_id] < silent_since:
                     yield subscription, request_id
 
-    async def _look_at(self, due: list[tuple[Subscription, str]], behind: set[Subscription]) -> None:
+    async def _catch_up(self, due: list[tuple[Subscription, str]], behind: set[Subscription]) -> None:
         unheard = set()
         for start in range(0, len(due), CHUNK):
             chunk = due[start : start + CHUNK]
@@ -91,12 +91,12 @@ class Silence:
             replies = await self._ask(chunk)
             for number, (subscription, request_id) in enumerate(chunk):
                 try:
-                    look = read(replies[4 * number : 4 * number + 4], positions[number])
+                    found = read(replies[4 * number : 4 * number + 4], positions[number])
                 except Lost as error:
                     log.error("a token log is not whole", request_id=request_id, error=error)
                     subscription.fail(RequestError(f"the request was lost: {error}", 500, code="request_lost"))
                     continue
-                if self._settle(subscription, request_id, look) and subscription not in behind:
+                if self._settle(subscription, request_id, found) and subscription not in behind:
                     unheard.add(subscription)
         for subscription in unheard:
             await self._attach_again(subscription)
@@ -122,21 +122,21 @@ class Silence:
             replies: list[Any] = await pipe.execute()
             return replies
 
-    def _settle(self, subscription: Subscription, request_id: str, look: Look) -> bool:
-        """Do what the look calls for. True: the log had something that no event had brought."""
-        if look.generation > subscription.generation:
+    def _settle(self, subscription: Subscription, request_id: str, found: LogSnapshot) -> bool:
+        """Hand on what the log has, or end the response. True: the log had something that no event had brought."""
+        if found.generation > subscription.generation:
             self.subscriptions.hand_over(subscription)
             return False
-        if not look.has_record and not look.events:  # whoever computes it may die, and nobody would know that it was to be answered
+        if not found.has_record and not found.events:  # whoever computes it may die, and nobody would know that it was to be answered
             log.error("the request is gone from Redis", request_id=request_id)
             self._gone += [(subscription.model, each) for each in sorted(subscription.unfinished)]
             subscription.fail(GONE)
             return False
         before = subscription.positions[request_id], request_id in subscription.unfinished
-        for event in look.events:
+        for event in found.events:
             subscription.offer(event)
         subscription.heard_at[request_id] = time.monotonic()
-        if look.is_whole_page:
+        if found.is_whole_page:
             self.subscriptions.catch_up(subscription)
         return before != (subscription.positions[request_id], request_id in subscription.unfinished)
 
@@ -149,13 +149,13 @@ class Silence:
             await pipe.execute()
 
 
-def read(replies: list[Any], position: int) -> Look:
+def read(replies: list[Any], position: int) -> LogSnapshot:
     """The four replies about one sequence. Raises Lost for a log with a gap."""
     entries, last, has_record, generation = replies
     found = parse_log(entries, position)
     if not found and last and END in last[0][1]:
         found = [end_alone(decode_entry(last[0][1][MESSAGE]))]
-    return Look(found, bool(last), bool(has_record), int(generation or 0), len(entries) == PAGE)
+    return LogSnapshot(found, bool(last), bool(has_record), int(generation or 0), len(entries) == PAGE)
 
 
 def end_alone(event: TokenEvent) -> TokenEvent:

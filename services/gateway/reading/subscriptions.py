@@ -121,7 +121,7 @@ class Subscriptions:
                 self._dispatch(values)
             for entry_id, values in entries.get(CONTROL.key.encode(), []):
                 self._control_id = entry_id.decode()
-                self._obey(values)
+                self._handle_control(values)
             self.stage.turn()
 
     async def _read(self) -> Any:
@@ -168,7 +168,7 @@ class Subscriptions:
             if subscription is not None and not subscription.offer(event):
                 self.catch_up(subscription)
 
-    def _obey(self, values: dict[bytes, bytes]) -> None:
+    def _handle_control(self, values: dict[bytes, bytes]) -> None:
         """Attach: another generation of readers. (Garbage there is every replica's to see; the stages report it.)"""
         try:
             message = decode(Control, values[MESSAGE])
@@ -183,7 +183,7 @@ class Subscriptions:
                     self.hand_over(subscription)
 
 
-async def or_die(name: str, work: Coroutine[Any, Any, None]) -> None:
+async def exit_on_failure(name: str, work: Coroutine[Any, Any, None]) -> None:
     """A task without which the gateway is deaf: should it fail, the process goes with it, and whoever watches it starts another."""
     try:
         await work

@@ -39,14 +39,14 @@ class Takeover:
         """
         positions = parse_id(last_event_id, len(request_ids)) if last_event_id else [0] * len(request_ids)
         for _ in range(ATTEMPTS):
-            found = await self._look(response_id, model, request_ids, positions)
+            found = await self._generation_of_reader(response_id, model, request_ids, positions)
             message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
             arguments = (reader_key(response_id), found, self.stage.replica_id, response_key(response_id), CONTROL.key, CONTROL_WINDOW_S, message)
             if await self.client.eval(TAKE, 0, *arguments):
                 return positions, found + 1
         raise Recoverable("others take the response over all the time")
 
-    async def _look(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
+    async def _generation_of_reader(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
         """The generation of the present reader, if the logs hold what is asked for."""
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.hget(reader_key(response_id), "generation")

@@ -146,14 +146,14 @@ class Metrics:
         batches: BatchFigures | None = None
         try:
             async with asyncio.timeout(REDIS_PATIENCE_S):
-                lengths, in_flight, batches = await self._look(client, models)
+                lengths, in_flight, batches = await self._read_figures(client, models)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("redis does not say how long the queues are", error=error)
         snapshot = CollectorRegistry()
         snapshot.register(PipelineState(self.stage.registry.replicas, lengths, in_flight, batches))
         return generate_latest(self.registry) + generate_latest(snapshot)
 
-    async def _look(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
+    async def _read_figures(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
         keys = [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]
         async with client.pipeline(transaction=False) as pipe:
             for key in keys:

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from services.requests.admission.held import HELD, check_size, too_much_held
 from services.requests.admission.redis_memory import RedisMemory
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.record import ResponseRecord
 from services.requests.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, Caller
 from services.requests.tenants.tenant import Tenant
@@ -258,7 +258,7 @@ async def admit(admission: Admission, caller: Caller, record: ResponseRecord, re
     """
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
     owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
-    with away():
+    with redis_errors_as_503():
         await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, KEPT_BYTES if record.is_background else 0)
 
 

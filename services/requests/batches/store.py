@@ -12,7 +12,7 @@ import orjson
 import redis.asyncio
 
 from services.requests.batches.figures import ENDED, queue_created
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.process.telemetry import get_logger
@@ -175,7 +175,7 @@ class BatchStore:
         """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the owner's are running."""
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
         values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.eval(CREATE, 0, *keys, record.batch_id, time.time(), TTL_S, MAX_RUNNING, MAX_KEPT, batch_key(""), *values)
                 queue_created(pipe, record.created_at)
@@ -186,7 +186,7 @@ class BatchStore:
 
     async def load(self, batch_id: str, tenant: Tenant) -> Batch:
         """Raises Invalid (404) for one that is not there for this tenant."""
-        with away():
+        with redis_errors_as_503():
             values: Any = await self.client.hgetall(batch_key(batch_id))
             batch = read_batch(batch_id, values)
         if batch is None or not tenant.sees(batch.record.owner):
@@ -195,7 +195,7 @@ class BatchStore:
 
     async def list_of(self, owner: str, after: str | None, count: int) -> list[Batch]:
         """At most so many of an owner's, the newest first, of those that follow `after`. Raises Invalid if that is none of them."""
-        with away():
+        with redis_errors_as_503():
             place: Any = await self.client.zrevrank(batches_key(owner), after) if after is not None else -1
             if place is None:
                 raise Invalid(f"no object {after!r} in this list", param="after")
@@ -211,7 +211,7 @@ class BatchStore:
 
     async def running(self) -> list[Batch]:
         """The batches of all owners that have not ended, the newest first."""
-        with away():
+        with redis_errors_as_503():
             names: Any = await self.client.smembers(BATCHES_RUNNING)
             async with self.client.pipeline(transaction=False) as pipe:
                 keys = [name.decode(errors="replace") for name in names]
@@ -231,7 +231,7 @@ class BatchStore:
 
     async def delete(self, record: BatchRecord) -> None:
         """Forget one that has ended."""
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(batch_key(record.batch_id))
                 pipe.zrem(batches_key(record.owner), record.batch_id)

@@ -11,7 +11,6 @@ from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from services.requests.bodies.ignored import tell_others
-from services.requests.bodies.neutral import OF_PARTS
 
 MAX_INPUTS = 2048  # of embeddings, in one request
 
@@ -22,6 +21,8 @@ OTHER_MEDIA = {
     "image_url": "images", "input_image": "images", "image": "images", "input_audio": "audio", "audio_url": "audio", "video_url": "video", "file": "files",
     "input_file": "files",
 }  # fmt: skip
+
+OF_PARTS = ("annotations", "cache_control", "prompt_cache_breakpoint")  # fields of a part that change no answer
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 Prompt = str | TokenIds

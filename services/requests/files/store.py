@@ -11,7 +11,7 @@ from typing import IO, Any
 import msgpack
 import redis.asyncio
 
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.files.storage import PIECE_BYTES, Storage
 from services.requests.record import read_record
 from shared.process.errors import Invalid, Recoverable
@@ -66,7 +66,7 @@ class FileStore:
 
     async def load(self, file_id: str, owner: str) -> FileRecord:
         """Raises Invalid (404) for a file that is not there, or not this owner's."""
-        with away():
+        with redis_errors_as_503():
             packed: Any = await self.client.get(file_key(file_id))
         record = read_file(file_id, packed)
         if record is None or record.owner != owner:
@@ -75,7 +75,7 @@ class FileStore:
 
     async def list_of(self, owner: str) -> list[FileRecord]:
         """All of an owner's, the newest first."""
-        with away():
+        with redis_errors_as_503():
             found: Any = await self.client.zrevrange(files_key(owner), 0, -1)
             names = [name.decode(errors="replace") for name in found]
             values: list[Any] = await self.client.mget([file_key(name) for name in names]) if names else []
@@ -108,19 +108,19 @@ class FileStore:
     async def _room_for(self, record: FileRecord, max_size: int) -> AsyncIterator[None]:
         """Room that nobody else is given until the file is known. Reserved before it is looked for: of two that come at once, the second sees the first."""
         key, own = uploads_key(record.owner), f"{record.file_id}/{record.num_bytes}"
-        with away():
+        with redis_errors_as_503():
             before: Any = await self.client.eval(RESERVE, 0, key, own, int(RESERVED_S * 1000))
         try:
             coming = dict(each.decode().split("/") for each in before)
             await self.check_room(record.owner, record.num_bytes, max_size=max_size, coming={name: int(size) for name, size in coming.items()})
             yield
         finally:
-            with suppress(Recoverable), away():  # should Redis be away, the reservation runs out
+            with suppress(Recoverable), redis_errors_as_503():  # should Redis be away, the reservation runs out
                 await self.client.zrem(key, own)
 
     async def enter(self, record: FileRecord) -> None:
         """Make a file known whose content is stored. Safe to repeat."""
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.set(file_key(record.file_id), msgpack.packb(asdict(record)), exat=record.expires_at)
                 pipe.zadd(files_key(record.owner), {record.file_id: record.created_at})
@@ -128,7 +128,7 @@ class FileStore:
                 await pipe.execute()
 
     async def delete(self, record: FileRecord) -> None:
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(file_key(record.file_id))
                 pipe.zrem(files_key(record.owner), record.file_id)

@@ -7,9 +7,8 @@ import orjson
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import OF_CALLS, OF_MESSAGES, Body
 from services.requests.bodies.fields import CONTENT_SCHEMA, at_most, join_parts, kind_of
-from services.requests.bodies.neutral import OF_CALLS, OF_MESSAGES
 from services.requests.parsing.answer import INPUT
 from shared.wire.messages import ChatMessage, ToolCall
 

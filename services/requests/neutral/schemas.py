@@ -11,9 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 import orjson
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import ANYTHING, OF_CHATS, OF_COMPLETIONS, Body
 from services.requests.bodies.fields import MAX_INPUTS, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt
-from services.requests.bodies.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS
 from services.requests.neutral.constrain import StructuredOutputs, constraint_of
 from services.requests.neutral.messages import MAX_NAME, Message
 from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling

@@ -15,7 +15,7 @@ import redis.asyncio
 
 from services.requests.admission.held import queue_delete
 from services.requests.answers.translate import Fold, Json
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.errors import GONE, draining
 from services.requests.record import ResponseRecord, find_record
 from services.requests.responses.events import ResponseEvents
@@ -57,7 +57,7 @@ class Store:
 
     async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
         """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all: or not to be seen by it."""
-        with away():
+        with redis_errors_as_503():
             packed: Any = await self.client.get(stored_key(response_id))
             record = await find_record(self.client, tenant, response_id, of_all=of_all)
         if packed is None or record is None:
@@ -80,7 +80,7 @@ class Store:
         (request_id,) = record.request_ids
         position, is_there = 0, False
         while True:
-            with away():
+            with redis_errors_as_503():
                 entries: Any = await self.client.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
                 is_there = is_there or bool(entries) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
             if not is_there:
@@ -99,7 +99,7 @@ class Store:
             return [TokenEvent(request_id, position, None, "", finish_reason="error", error=RequestError(f"{GONE.message}: {error}", 500, code=GONE.code))]
 
     async def has_ended(self, record: ResponseRecord) -> bool:
-        with away():
+        with redis_errors_as_503():
             last: Any = await self.client.xrevrange(log_key(record.request_ids[0]), count=1)
         return bool(last) and END in last[0][1]
 
@@ -149,7 +149,7 @@ class Store:
 
     async def cancel(self, record: ResponseRecord) -> None:
         """End the response as cancelled, now: its log says so before anybody is told. What has ended stays as it is."""
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
                 for request_id in record.request_ids:
                     pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
@@ -160,7 +160,7 @@ class Store:
     async def delete(self, record: ResponseRecord) -> None:
         """Forget the response; one that runs is cancelled."""
         await self.cancel(record)
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
                 queue_delete(pipe, record.tenant_id, record.response_id)
                 for key in (log_key(record.request_ids[0]), response_key(record.response_id)):

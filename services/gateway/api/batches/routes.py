@@ -14,7 +14,7 @@ from services.gateway.http.docs import takes
 from services.gateway.http.lists import page_of
 from services.gateway.telemetry.traces import current_root
 from services.requests.batches.store import Batch, BatchRecord
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
 from shared.wire.streams import FILE_TTL_S
@@ -81,7 +81,7 @@ async def cancel(batch_id: str, request: Request) -> JSONResponse:
     """End a batch: what has been answered by then is in its files."""
     context = context_of(request)
     batch = await context.batches.load(batch_id, context.tenant)
-    with away():
+    with redis_errors_as_503():
         status = await context.batches.move(batch_id, ("validating", "in_progress"), "cancelling")
     if status != "cancelling":
         raise Invalid(f"Cannot cancel a batch with status '{status}'.", param="batch_id", code="batch_has_ended", status=409)

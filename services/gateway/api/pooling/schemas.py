@@ -4,9 +4,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import ANYTHING, Body, Table
 from services.requests.bodies.fields import Texts, read_text
-from services.requests.bodies.neutral import ANYTHING, Table
 from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER, EmbeddingBody
 from shared.model.sampling_params import MAX_TOKENS
