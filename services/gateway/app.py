@@ -121,7 +121,7 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
 
 
 def own_problems(context: Context) -> list[str]:
-    """What keeps this gateway from serving: its reader's trouble, or the heartbeat's (which writes, and so sees a Redis that only reads)."""
+    """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which writes and so notices a Redis that takes no writes."""
     found = list(context.pipeline.subscriptions.problems)
     if context.stage.problem:
         found.append(f"redis can't serve: {context.stage.problem}")

@@ -90,6 +90,6 @@ def context_of(request: Request) -> Context:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose request this is."""
+    """The tenant that sent this request."""
     caller: Caller = request.state.caller
     return caller.tenant

@@ -1,4 +1,4 @@
-"""What goes into the pipeline for a body, and its record: a chat, a completion, embeddings."""
+"""Makes the pipeline's requests and the response's record of a body: a chat, a completion, embeddings."""
 
 import time
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from shared.wire.messages import GenerateRequest, Replica, SchedulingParams
 async def prepare_completion(
     context: RequestContext, body: CompletionBody, gateway_id: str | None, kind: str = "text_completion", **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a completion: as `prepare_chat` for a chat. kind: of record.PREFIXES."""
+    """Make the requests and the record of a completion, as `prepare_chat` of a chat. kind: of record.PREFIXES."""
     params, prompts, prepared, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
     params = with_model_defaults(context, body, params, model)
     constraint = prepared.constraint if prepared is not None else None
@@ -69,7 +69,7 @@ def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
 async def prepare_chat(
     context: RequestContext, body: ChatCompletionBody, kind: str, name: str, gateway_id: str | None, **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a chat, whichever API it came by. Raises Invalid, Rejected.
+    """Make the requests and the record of a chat, whichever API it came by. Raises Invalid, Rejected.
 
     kind: of record.PREFIXES; name: of the model, as the client called it; gateway_id: who reads the events; None: nobody, the log is enough; others: further
     fields of the record.
@@ -107,7 +107,7 @@ async def prepare_chat(
 
 
 def after_thought(constraint: Constraint, reasoning: str) -> Constraint:
-    """The same for a model that may think before its answer."""
+    """Let the model think before the constrained answer."""
     marks = REASONING[reasoning]
     return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
 
@@ -138,13 +138,13 @@ def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
-    """For each prompt, for each of its n choices. With a seed, choice i of a prompt is the same whatever the other prompts."""
+    """The params of each prompt's n choices. With a seed, choice i of a prompt does not depend on the other prompts."""
     seed = body.seed % (1 << 64) if body.seed is not None else None
     return [choice_params(params, seed, choice) for _ in range(num_prompts) for choice in range(body.num_sequences if body.num_beams is None else 1)]
 
 
 def each_choice(body: GenerateBody, *, has_logprobs: bool) -> dict[str, Any]:
-    """What the record says of a prompt's choices."""
+    """The record's fields about a prompt's choices."""
     picks = body.num_beams is None and body.num_sequences > body.n
     return {
         "n": 1 if body.num_beams is not None else body.num_sequences, "num_best": body.n if picks else None, "hides_logprobs": picks and not has_logprobs,
@@ -155,7 +155,7 @@ def each_choice(body: GenerateBody, *, has_logprobs: bool) -> dict[str, Any]:
 def prepare_embeddings(
     context: RequestContext, body: EmbeddingBody, gateway_id: str | None, kind: str = "embedding", **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a list of inputs: as `prepare_chat` for a chat. kind: of record.PREFIXES."""
+    """Make the requests and the record of a list of inputs, as `prepare_chat` of a chat. kind: of record.PREFIXES."""
     model = check(context, body)
     prompts = body.prompts(may_bring_template=context.settings.trust_request_chat_template)
     if len(prompts) > (most := context.settings.max_requests):

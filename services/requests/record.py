@@ -42,7 +42,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """What it takes to stream a response again, from any gateway."""
+    """The facts that any gateway needs to stream a response again."""
 
     response_id: str
     kind: str  # of PREFIXES
@@ -89,7 +89,7 @@ def read_record(record_type: type[R], key: str, packed: bytes | None) -> R | Non
 
 
 def read_response(response_id: str, packed: bytes | None) -> ResponseRecord | None:
-    """As `read_record`: a record that says another id than its key is none."""
+    """Read a response's record. A record that says another id than its key counts as none."""
     record = read_record(ResponseRecord, response_key(response_id), packed)
     return record if record is not None and record.response_id == response_id else None
 
@@ -108,7 +108,7 @@ def choice_params(params: SamplingParams, seed: int | None, choice: int) -> Samp
 
 
 async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str, *, of_all: bool = False) -> ResponseRecord | None:
-    """None if there is none, or none of this tenant's; of_all: or none that it sees, as an administrator does. Raises what the client raises."""
+    """Find the record of this tenant's response; of_all: of any that it may see, as an administrator does. None: there is none. Raises what the client raises."""
     packed: Any = await client.get(response_key(response_id))
     record = read_response(response_id, packed)
     if record is None or not (tenant.sees(record.tenant_id) if of_all else record.tenant_id == tenant.tenant_id):

@@ -199,5 +199,5 @@ class Responder:
 
 
 async def aside(work: Callable[[], T], *, is_long: bool) -> T:
-    """What `work` returns. What takes long runs in a thread, beside which the others' streams go on."""
+    """Return what `work` returns. Long work runs in a thread, so that other streams go on meanwhile."""
     return await asyncio.to_thread(work) if is_long else work()

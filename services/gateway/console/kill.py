@@ -20,7 +20,7 @@ TIMEOUT_S = 5.0
 
 
 def check_origin(request: Request) -> None:
-    """No page of another site may do this, not even one whose name leads here. Raises Invalid (403)."""
+    """Refuse pages of other sites, even one whose name leads here. Raises Invalid (403)."""
     host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     site = request.headers.get("sec-fetch-site", "same-origin")
     kind = request.headers.get("content-type", "").partition(";")[0].strip()

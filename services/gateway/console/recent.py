@@ -1,7 +1,7 @@
-"""RecentRequests: the way of recent requests through the pipeline, put together from one look after the other. Plain data.
+"""RecentRequests: the way of recent requests through the pipeline, put together from successive views. Plain data.
 
 What a compute replica shows has the moments at which a request was tokenized, taken up and first scheduled; what this gateway answers, it knows the
-first and the last token of as well (the same moments that spans and metrics are made of). The rest is as exact as the looks are frequent.
+first and the last token of as well (the same moments that spans and metrics are made of). The rest is as exact as the views are frequent.
 """
 
 from collections import OrderedDict
@@ -68,13 +68,13 @@ class RecentRequest:
 
 
 class RecentRequests:
-    """What was seen of requests, and is shown, the newest first."""
+    """The recent requests as they were seen, the newest first."""
 
     def __init__(self) -> None:
         self._requests: OrderedDict[str, RecentRequest] = OrderedDict()
 
     def lost(self) -> list[RecentRequest]:
-        """Those at no replica, of which somebody must find out whether they have ended."""
+        """The requests at no replica. The caller must find out whether they have ended."""
         return [request for request in self._requests.values() if request.is_lost]
 
     def see(self, now: float, views: Iterable[ComputeView], models: Mapping[str, str]) -> None:
@@ -138,7 +138,7 @@ class RecentRequests:
         return request
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """As JSON has them."""
+        """The requests as JSON."""
         return [
             {
                 "request_id": request.request_id,

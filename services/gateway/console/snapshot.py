@@ -25,7 +25,7 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class PipelineFigures:
-    """What Redis said."""
+    """The figures of the pipeline that Redis gave."""
 
     queues: Sequence[Queue]
     views: Sequence[ComputeView]

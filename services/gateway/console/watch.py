@@ -1,4 +1,4 @@
-"""Watch: one look at the pipeline twice a second while somebody watches, one JSON text of it for all who do, and nothing while nobody does."""
+"""Watch: reads the pipeline's state twice a second while somebody watches, as one JSON text for all watchers. Does nothing while nobody watches."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -53,14 +53,14 @@ class Watch:
             self._task = asyncio.create_task(self._run())
 
     def leave(self) -> None:
-        """One fewer does. With the last of them the looking ends, and what the replicas do for it within WATCHED_TTL_MS."""
+        """One fewer does. With the last of them the reading ends, and what the replicas do for it within WATCHED_TTL_MS."""
         self._num_watchers -= 1
         if self._num_watchers == 0 and self._task is not None:
             self._task.cancel()
             self._task, self._latest = None, b""
 
     def killed(self, replica_id: str) -> None:
-        """It is dead, though its lease still runs."""
+        """Show the replica as dead, though its lease still runs."""
         self._killed.add(replica_id)
 
     def drain(self) -> None:
@@ -83,7 +83,7 @@ class Watch:
                 yield self._latest
 
     async def _run(self) -> None:
-        """Until cancelled. While Redis can't serve, that is what there is to see."""
+        """Run until cancelled. While Redis can't serve, show that."""
         loop = asyncio.get_running_loop()
         while True:
             started_at = loop.time()
@@ -139,13 +139,13 @@ class Watch:
 
 
 def queue_of(stage: str, model: str, length: Any, pending: Any) -> Queue:
-    """Of XLEN's and XPENDING's replies; a group that does not exist yet has taken nothing."""
+    """Read XLEN's and XPENDING's replies. A group that does not exist yet has taken nothing."""
     num_taken = pending["pending"] if isinstance(pending, dict) else 0
     return Queue(stage, model, max(0, (length if isinstance(length, int) else 0) - num_taken), num_taken)
 
 
 def view_in(packed: Any) -> ComputeView | None:
-    """None: the replica has shown nothing yet, or is of another version."""
+    """Decode a view. None: the replica has shown nothing yet, or has another version."""
     try:
         return decode(ComputeView, packed) if isinstance(packed, bytes) else None
     except Invalid:

@@ -55,7 +55,7 @@ class KeyRing:
         return self.is_open and self.path is not None
 
     def tenant_of(self, key: str) -> Tenant | None:
-        """Whose key this is; None: nobody's."""
+        """The tenant with this key, or None."""
         self._reload()
         if self.is_open:
             return EVERYBODY
@@ -88,17 +88,17 @@ class KeyRing:
             return
         self._version = version
         if version is None:
-            log.error("the keys' file has gone, the last keys stay good", path=str(self.path))
+            log.error("key file missing; keeping the last loaded keys", path=str(self.path))
             return
         try:
             self._tenants, self.is_open = self._own | self._read(), False
             log.info("read the API keys", path=str(self.path), num_keys=len(self._tenants))
         except (StartupError, OSError) as error:
-            log.error("the keys' file is no good, the last keys stay good", error=error)
+            log.error("key file unreadable; keeping the last loaded keys", error=error)
 
 
 def _table(digests: list[tuple[bytes, Tenant]]) -> dict[bytes, tuple[bytes, Tenant]]:
-    """By the hash's beginning, which is no secret's; the rest is compared in constant time."""
+    """Index tenants by the start of the key's hash, which is no secret. The rest is compared in constant time."""
     return {digest[:8]: (digest, tenant) for digest, tenant in digests}
 
 

@@ -10,7 +10,7 @@ RAW = -zlib.MAX_WBITS  # deflate, as some clients understand it
 
 
 def decoder_for(header: str, max_bytes: int) -> "Decoder | None":
-    """For a request's Content-Encoding; None: the body is plain. Raises Invalid (415)."""
+    """Make a decoder for a request's Content-Encoding. None: the body is plain. Raises Invalid (415)."""
     names = [name for part in header.split(",") if (name := part.strip().lower()) not in ("", "identity")]
     if not names:
         return None

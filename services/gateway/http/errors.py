@@ -85,7 +85,7 @@ async def on_gone(_: Request, __: Exception) -> Response:
 
 
 async def on_http(request: Request, error: Exception) -> JSONResponse:
-    """What the router says: above all, that there is no such endpoint."""
+    """Answer the router's errors, above all for an unknown endpoint."""
     assert isinstance(error, HTTPException)
     path, message, code = request.url.path, str(error.detail), None
     if error.status_code == 404:

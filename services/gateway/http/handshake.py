@@ -93,6 +93,6 @@ class Handshake(asyncio.Protocol):
 
 
 def shaken(protocol: type[PatientProtocol], context: ssl.SSLContext) -> Callable[..., Handshake]:
-    """What uvicorn's `http=` takes: the protocol, behind a handshake with this certificate."""
+    """Put the protocol behind a handshake with this certificate, for uvicorn's `http=`."""
     handshakes = Handshakes(context, protocol.max_connections)
     return lambda **given: Handshake(handshakes, lambda: protocol(**given))

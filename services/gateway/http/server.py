@@ -47,7 +47,7 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """What to serve with; None: plain HTTP. Raises StartupError for a certificate and a key that can't serve."""
+    """Load the certificate and its key. None: plain HTTP. Raises StartupError for a pair that can't serve."""
     if settings.tls_certificate is None:
         if settings.tls_key is not None:
             raise StartupError("--tls-key needs --tls-certificate")

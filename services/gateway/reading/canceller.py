@@ -46,12 +46,12 @@ class Canceller:
         if len(self._pending) >= MAX_PENDING:
             oldest = next(iter(self._pending))
             del self._pending[oldest]
-            log.error("too much to cancel, a response will run to its end", response_id=oldest[0])
+            log.error("cancel queue full; response will run to completion", response_id=oldest[0])
         self._pending[response_id, generation] = tuple(request_ids)
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Write what is to be cancelled, until this task is cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -66,7 +66,7 @@ class Canceller:
                     self.backoff.succeeded()
 
     async def finish(self) -> None:
-        """At the end: once more, for a short time."""
+        """Try once more at the gateway's end, for a short time."""
         try:
             async with asyncio.timeout(LAST_TRY_S):
                 while self._pending:

@@ -26,7 +26,7 @@ from shared.wire.messages import GenerateRequest, TokenEvent
 
 
 def joined_to_trace(record: ResponseRecord, requests: list[GenerateRequest]) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """The same, with the trace of the request that is being answered, if there is one."""
+    """Add the trace of the HTTP request that is being answered, if there is one."""
     root = current_root()
     if root is None or not root.traceparent:
         return record, requests
@@ -99,11 +99,11 @@ class Pipeline:
         return generation
 
     async def submit_unread(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-        """The same for a response that runs whoever reads it. Raises as above."""
+        """Submit a response that runs whether or not anybody reads it. Raises as `submit`."""
         await self._admit(caller, *joined_to_trace(record, requests), stored)
 
     async def _admit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-        """Raises as above. Where nobody knows whether Redis took the requests, they are cancelled."""
+        """Raises as `submit`. Cancels the requests if it is not known whether Redis took them."""
         try:
             with admission_span(len(requests)):
                 await admit(self.admission, caller, record, requests, stored)
@@ -114,7 +114,7 @@ class Pipeline:
             raise
 
     def _subscribe(self, record: ResponseRecord, positions: list[int], generation: int) -> Subscription:
-        """To the events after these positions. An answer that is parsed is read from its beginning: what a token means depends on what was before."""
+        """Subscribe to the events after these positions. A parsed answer is read from its start: what a token means depends on those before it."""
         begin = [0] * len(positions) if record.parsing is not None else positions
         return self.subscriptions.subscribe(record.response_id, dict(zip(record.request_ids, begin, strict=True)), generation, record.served_model)
 

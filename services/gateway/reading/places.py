@@ -24,8 +24,8 @@ CHARGE = (
     SCRIPT
     + """
 local rpm, tpm = tonumber(ARGV[3]), tonumber(ARGV[4])
-local left, wanting = look_at_limits(ARGV[1], ARGV[2], rpm, tpm, -1, tonumber(ARGV[5]), 0, 0)
-if wanting then return {left, wanting} end
+local left, exceeded = look_at_limits(ARGV[1], ARGV[2], rpm, tpm, -1, tonumber(ARGV[5]), 0, 0)
+if exceeded then return {left, exceeded} end
 charge(ARGV[1], rpm, tpm, left)
 return {left}
 """
@@ -63,9 +63,9 @@ class Reading:
         tenant = caller.tenant
         limits = [UNLIMITED if each is None else each for each in (tenant.requests_per_minute, tenant.tokens_per_minute)]
         with redis_errors_as_503():
-            left, *wanting = await self.client.eval(CHARGE, 0, quota_key(tenant.tenant_id), running_key(tenant.tenant_id), *limits, PRICE)
-        if wanting:
-            raise caller.refused("requests", wanting[0][1], left)
+            left, *exceeded = await self.client.eval(CHARGE, 0, quota_key(tenant.tenant_id), running_key(tenant.tenant_id), *limits, PRICE)
+        if exceeded:
+            raise caller.refused("requests", exceeded[0][1], left)
         caller.tell(left)
 
     def follow(self, tenant_id: str) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Silence is checked: a sequence of which nothing was heard for a while is looked up in its log, and so is one that has a hole.
+"""Silence: a sequence that was silent for a while is read from its log, and so is one with a gap.
 
 This one rule heals a lost event, a lost attach, an end written between two reads, a Redis that restarted, and one that came back empty.
 """
@@ -31,7 +31,7 @@ CHUNK = 64  # sequences in a round trip, for the same reason
 
 @dataclass(frozen=True, slots=True)
 class LogSnapshot:
-    """What Redis holds of one sequence."""
+    """A sequence as Redis holds it."""
 
     events: list[TokenEvent]  # after the position; or the end, should the log have ended there or before
     has_log: bool
@@ -41,7 +41,7 @@ class LogSnapshot:
 
 
 class Silence:
-    """The task that looks."""
+    """The task that reads the logs of silent sequences."""
 
     def __init__(self, subscriptions: Subscriptions, client: "redis.asyncio.Redis", interval_s: float) -> None:
         self.subscriptions = subscriptions
@@ -51,7 +51,7 @@ class Silence:
         self._gone: list[tuple[str, str]] = []  # models and requests whose ends are to be written
 
     async def run(self) -> None:
-        """Until cancelled: look at once at what has a hole, and every interval at what is silent."""
+        """Run until cancelled. Read sequences with a gap at once, and silent ones at every interval."""
         subscriptions = self.subscriptions
         looked_at = time.monotonic()
         while True:
@@ -74,7 +74,7 @@ class Silence:
                 self.backoff.succeeded()
 
     def _due(self, behind: set[Subscription]) -> Iterator[tuple[Subscription, str]]:
-        """The sequences to look at: of those that are behind, and that nothing was heard of."""
+        """The sequences to read: those that are behind or silent."""
         silent_since = time.monotonic() - self.interval_s
         for subscription in self.subscriptions.all():
             if subscription.has_failed or not subscription.is_submitted:
@@ -141,7 +141,7 @@ class Silence:
         return before != (subscription.positions[request_id], request_id in subscription.unfinished)
 
     async def _attach_again(self, subscription: Subscription) -> None:
-        """Whoever writes its events does not know this reader."""
+        """Tell the sampler again where to send the events."""
         log.info("events did not come, attaching again", response_id=subscription.response_id)
         message = Control("attach", tuple(subscription.positions), self.subscriptions.stage.replica_id, subscription.generation)
         async with self.client.pipeline(transaction=False) as pipe:

@@ -71,7 +71,7 @@ class Subscriptions:
         return set(self._by_request.values())
 
     def subscribe(self, response_id: str, positions: dict[str, int], generation: int, model: str) -> Subscription:
-        """From now on the response's events go to this subscription; one of an older generation ends."""
+        """Send the response's events to a new subscription. One of an older generation ends."""
         subscription = Subscription(response_id, positions, generation, model)
         for request_id in positions:
             if (older := self._by_request.get(request_id)) is not None:
@@ -87,7 +87,7 @@ class Subscriptions:
                 del self._by_request[request_id]
 
     def hand_over(self, subscription: Subscription) -> None:
-        """Another reader has the response now."""
+        """End the subscription: another reader has the response now."""
         log.info("resumed elsewhere", response_id=subscription.response_id, generation=subscription.generation)
         subscription.fail(RESUMED_ELSEWHERE)
 
@@ -104,7 +104,7 @@ class Subscriptions:
         self.look.set()
 
     async def run(self) -> None:
-        """Until cancelled. While Redis can't serve, wait for it; what was sent meanwhile is still in the stream."""
+        """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the stream."""
         while True:
             try:
                 reply = await self._read()

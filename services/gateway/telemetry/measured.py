@@ -35,7 +35,7 @@ class SequenceClock:
 
 
 class Measured:
-    """One that is resumed has no submission to count from: of it only tokens and ends are counted."""
+    """Measures one response. A resumed one has no submission to count from: only its tokens and ends are counted."""
 
     def __init__(self, metrics: Metrics, *, is_resumed: bool = False) -> None:
         self.metrics = metrics
@@ -114,7 +114,7 @@ class Measured:
                 histogram.observe(seconds)
 
     def whole(self, record: ResponseRecord, choices: list[Choice]) -> None:
-        """Answers that came all at once, as those of a search do."""
+        """Count answers that came all at once, such as a beam search's."""
         figures = self.metrics.of(record.served_model)
         for choice in choices:
             figures.success[choice.finish_reason if choice.finish_reason in figures.success else "stop"].inc()

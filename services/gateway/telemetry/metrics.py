@@ -103,7 +103,7 @@ class Metrics:
         return Histogram(f"penstock_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
 
     def of(self, model: str) -> ModelMetrics:
-        """Of a model that is served, by its own name."""
+        """The figures of a served model, by its own name."""
         if (found := self._of.get(model)) is None:
             names = [name for name in ModelMetrics.__slots__ if name != "success"]
             success = {reason: self.success.labels(model, reason) for reason in FINISH_REASONS}
@@ -121,7 +121,7 @@ class Metrics:
         self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)).inc()
 
     def token(self, figures: ModelMetrics, count: int = 1) -> None:
-        """So many tokens came."""
+        """Count tokens that came."""
         figures.generation_tokens.inc(count)
         self.num_output_tokens += count
 
@@ -131,7 +131,7 @@ class Metrics:
         self._ttfts.append((time.monotonic(), seconds))
 
     def load(self) -> dict[str, float]:
-        """For the registry, where penstock status reads it. From any thread."""
+        """Figures for the registry, where penstock status reads them. Safe from any thread."""
         since = time.monotonic() - RECENT_S
         recent = [seconds for at, seconds in list(self._ttfts) if at > since]
         return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}

@@ -37,12 +37,12 @@ _root: ContextVar[Root | None] = ContextVar("root", default=None)
 
 
 def current_root() -> Root | None:
-    """Of the request that this task answers; None: nobody wants spans."""
+    """The span of the HTTP request that this task answers. None: spans are off."""
     return _root.get()
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:
-    """What a client says of its trace, as far as it may: one traceparent, and a tracestate that is not too long. Empty: the request has a trace of its own."""
+    """The client's trace headers, as far as they are taken: one traceparent, and a tracestate of bounded length. Empty: the request begins a trace."""
     parents, state = headers.getlist("traceparent"), ",".join(headers.getlist("tracestate"))
     if len(parents) != 1 or len(parents[0]) > MAX_TRACEPARENT:
         return {}

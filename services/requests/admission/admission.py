@@ -65,10 +65,10 @@ local quota, running, rpm, tpm, concurrency, charged_requests, charged_tokens = 
 rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
 local account, max_size, size = ARGV[{ACCOUNT}], tonumber(ARGV[{ACCOUNT + 1}]), tonumber(ARGV[{ACCOUNT + 2}])
 local num_sequences = (#ARGV - {FIRST - 1}) / 3
-local left, wanting = {{}}, nil
+local left, exceeded = {{}}, nil
 if quota ~= '' then
-  left, wanting = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
-  if wanting then return {{left, wanting}} end
+  left, exceeded = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
+  if exceeded then return {{left, exceeded}} end
 end
 local held = held_by(account, max_size - size)
 if held + size > max_size then return {{left, {{'held', held, wait_for_room(account)}}}} end
@@ -162,10 +162,10 @@ class Admission:
         arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), held_key(caller.tenant.tenant_id), most, size]
         for request, count, message in zip(submitted, tokens, messages, strict=True):
             arguments += [request.request_id, count, message]
-        left, *wanting = await self.client.eval(SUBMIT, 0, *arguments)
-        if not wanting:
+        left, *exceeded = await self.client.eval(SUBMIT, 0, *arguments)
+        if not exceeded:
             return caller.admitted(left)
-        kind, *rest = wanting[0]
+        kind, *rest = exceeded[0]
         if kind == b"full":
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
         refusal = too_much_held(rest[0], size, most, rest[1]) if kind == b"held" else caller.refused(kind.decode(), rest[0], left)
@@ -202,7 +202,7 @@ class Admission:
 
 
 def names_of(replica: Replica) -> tuple[str, ...]:
-    """What clients may call its model, its own name first."""
+    """The names that clients may call the replica's model by, its own first."""
     return () if replica.model is None else (replica.model, *replica.aliases)
 
 
@@ -247,7 +247,7 @@ def texts_of(request: GenerateRequest) -> list[str]:
 
 
 def num_bytes(text: str) -> int:
-    """In UTF-8, roughly: exact for ASCII, and for other texts without encoding them (n choices would do it n times)."""
+    """Roughly the length in UTF-8: exact for ASCII, else estimated without encoding, which n choices would do n times."""
     return len(text) if text.isascii() else 3 * len(text)
 
 

@@ -33,7 +33,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """What one event adds to a choice."""
+    """The part of an answer that one event adds."""
 
     content: str = ""
     reasoning: str = ""
@@ -69,7 +69,7 @@ class Delta:
 
 
 class Answer:
-    """What was made of the text so far."""
+    """The answer so far."""
 
     def __init__(self, parsing: Parsing, name: str, *, has_reasoning: bool) -> None:
         """name: of the choice; the ids of its calls are made of it, so that whoever reads the answer again finds the same."""
@@ -85,7 +85,7 @@ class Answer:
         self._held: list[str] | None = None  # the arguments so far of the call of a custom tool that is being made
 
     def _with_inputs(self, pieces: list[Piece], *, is_end: bool) -> list[Piece]:
-        """The same with the input of each call of a custom tool, once it is whole, in the place of its arguments, which are held until then."""
+        """Put each custom tool's input in the place of its arguments. The arguments are held until the input is whole."""
         made: list[Piece] = []
         for piece in pieces:
             if piece.kind == "call":

@@ -170,7 +170,7 @@ class CompletionFormat:
         self.record = record
 
     def opening(self, index: int) -> None:
-        """None: completions begin with their first token."""
+        """Return None: completions begin with their first token."""
 
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
         prompt = event.prompt_logprobs
@@ -250,7 +250,7 @@ def name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
 
 
 def chat_name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
-    """The same as chat completions have it: parts of characters are spelt `\\xe6\\xb0`."""
+    """A token in a chat completion's logprobs: parts of characters are spelt `\\xe6\\xb0`."""
     is_part = entry.token.startswith("bytes:") and entry.token.encode() != entry.raw
     return entry.token.removeprefix("bytes:") if is_part and not by_id else name_of(entry, by_id=by_id)
 
@@ -278,7 +278,7 @@ def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[
 
 
 def format_for(record: ResponseRecord) -> Format:
-    """Of a response of any API: what is no completion is a chat inside."""
+    """The format of a response of any API: what is no completion is a chat inside."""
     return CompletionFormat(record) if record.kind == "text_completion" else ChatFormat(record)
 
 

@@ -33,7 +33,7 @@ class EchoedLogprobs:
 
 
 def echoed(prompt: PromptLogprobs, num_top: int, *, by_id: bool) -> EchoedLogprobs:
-    """Those of a prompt, with the num_top likeliest. by_id: tokens are named by their ids."""
+    """The logprobs of a prompt, with the num_top likeliest. by_id: tokens are named by their ids."""
     text_of = {token_id: f"token_id:{token_id}" if by_id else text for token_id, text in texts(prompt).items()}
     tokens = [text_of[token_id] for token_id in prompt.token_ids.tolist()]
     own = zip(tokens[1:], prompt.logprobs.tolist(), strict=True)
@@ -42,7 +42,7 @@ def echoed(prompt: PromptLogprobs, num_top: int, *, by_id: bool) -> EchoedLogpro
 
 
 def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
-    """For each token of the prompt a map from token ids, its own first, then the num_top likeliest; null for the first token. Parts of characters are
+    """Map token ids to logprobs for each token of the prompt, its own first, then the num_top likeliest; null for the first. Parts of characters are
     U+FFFD there, as vLLM has them: the ids say which."""
     text_of = {token_id: "\ufffd" if text.startswith(PART) else text for token_id, text in texts(prompt).items()}
     own = zip(prompt.token_ids[1:].tolist(), prompt.logprobs.tolist(), prompt.ranks.tolist(), strict=True)

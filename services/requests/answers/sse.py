@@ -25,7 +25,7 @@ def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:
 
 
 def format_id(positions: list[int]) -> str | None:
-    """None before the first token: whoever comes back from there begins anew."""
+    """Write an event id. None before the first token: a client that comes back from there begins again."""
     return ",".join(map(str, positions)) if any(positions) else None
 
 

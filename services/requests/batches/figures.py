@@ -48,7 +48,7 @@ def queue_created(pipe: Pipeline, created_at: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What waits, of all batches that have not ended. Times: wall clock, s."""
+    """The work that waits, over all batches that have not ended. Times: wall clock, s."""
 
     lines_waiting: int  # of batches that are checked
     oldest_at: int  # when the oldest batch was made
@@ -67,7 +67,7 @@ def queue_backlog(pipe: Pipeline, backlog: Backlog | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """As Redis has them."""
+    """The figures of batches that Redis holds."""
 
     num_running: int = 0
     values: dict[str, int] = field(default_factory=dict)

@@ -69,7 +69,7 @@ return ARGV[5]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of a batch, or of a part of it."""
+    """Totals of a batch, or of a part of it."""
 
     completed: int = 0
     failed: int = 0  # with an error of their own, or a stage's
@@ -89,7 +89,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """What was asked."""
+    """A batch as it was asked for."""
 
     batch_id: str
     tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
@@ -194,7 +194,7 @@ class BatchStore:
         return batch
 
     async def list_of(self, owner: str, after: str | None, count: int) -> list[Batch]:
-        """At most so many of an owner's, the newest first, of those that follow `after`. Raises Invalid if that is none of them."""
+        """List at most so many of an owner's batches, the newest first, from the one after `after`. Raises Invalid if that is not among them."""
         with redis_errors_as_503():
             place: Any = await self.client.zrevrank(batches_key(owner), after) if after is not None else -1
             if place is None:

@@ -139,7 +139,7 @@ def at_most(count: int) -> Callable[[Any], Any]:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls it."""
+    """The JSON name of a value's type."""
     if value is None:
         return "null"
     if isinstance(value, float) and abs(value) >= 1 << 63:  # orjson reads integers beyond 64 bits as these

@@ -52,7 +52,7 @@ def tell(*names: str) -> None:
 
 
 def pass_over(*names: str) -> None:
-    """The same of fields, which --strict-fields refuses. Raises Invalid."""
+    """Name fields that are passed over. Raises Invalid with --strict-fields."""
     collected = COLLECTED.get()
     if names and collected is not None and collected.is_strict:
         raise refusal(names)

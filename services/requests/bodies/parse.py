@@ -37,7 +37,7 @@ def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = 
 
 
 def take(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:
-    """The same; what is passed over goes to whoever collects it."""
+    """Check a body, and report what it passes over to the innermost `collecting`."""
     body = check(model, value, rename)
     pass_over(*map(rename, body.passed_over))
     return body

@@ -26,7 +26,7 @@ log = get_logger("penstock.gateway")
 
 
 class OutsideFolder(FileNotFoundError):
-    """To this storage there is no such file."""
+    """The path leads out of the storage's folder."""
 
 
 class Storage:
@@ -59,7 +59,7 @@ class Storage:
             file.write(data)
 
     def size(self, path: str) -> int:
-        """In bytes. Raises FileNotFoundError."""
+        """The file's size in bytes. Raises FileNotFoundError."""
         return int(self.fs.info(self._within(path))["size"])
 
     def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -67,12 +67,12 @@ class Storage:
         return bytes(self.fs.cat_file(self._within(path), start, end))
 
     def open(self, path: str) -> IO[bytes]:
-        """To read from. Raises FileNotFoundError."""
+        """Open the file to read. Raises FileNotFoundError."""
         file: IO[bytes] = self.fs.open(self._within(path), "rb")
         return file
 
     def names(self, folder: str) -> list[str]:
-        """What is whole in a folder, sorted; of a folder that is not there: nothing."""
+        """The names of a folder's complete files, sorted. None are in a folder that does not exist."""
         return [name for name, _ in self._listed(folder) if not name.endswith(UNFINISHED)]
 
     def remove(self, path: str) -> None:
@@ -90,7 +90,7 @@ class Storage:
         return shutil.disk_usage(folder).free
 
     def abandoned(self, folder: str, after_s: float) -> list[str]:
-        """What in a folder was not written to its end, and not written to for so long."""
+        """The names of a folder's incomplete files that were not written to for so long."""
         return [name for name, info in self._listed(folder) if name.endswith(UNFINISHED) and time.time() - modified_at(info) > after_s]
 
     def _within(self, path: str) -> str:

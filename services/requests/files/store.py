@@ -37,7 +37,7 @@ return before
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file is."""
+    """A file's record."""
 
     file_id: str
     owner: str
@@ -84,7 +84,7 @@ class FileStore:
         return [record for name, value in zip(names, values, strict=True) if (record := read_file(name, value)) is not None]
 
     async def check_room(self, owner: str, num_bytes: int, *, max_size: int, coming: dict[str, int] | None = None) -> None:
-        """For one more file. max_size: of all of the owner's, in bytes; coming: sizes by id of those that are being stored.
+        """Check that there is room for one more file. max_size: of all of the owner's, in bytes. coming: sizes by id of those that are being stored.
 
         Raises Invalid (413) beyond the owner's bounds.
         """

@@ -37,7 +37,7 @@ class StructuredOutputs(BaseModel):
 
 
 def constraint_of(response_format: dict[str, Any] | None, structured_outputs: StructuredOutputs | None, guided: Mapping[str, Any]) -> Constraint | None:
-    """What the answer must match, by whichever of the fields is there; None: nothing. guided: the guided_* fields by name.
+    """The constraint on the answer, by whichever of the fields is there; None: there is none. guided: the guided_* fields by name.
 
     Raises Invalid for what is malformed, and for more than one.
     """

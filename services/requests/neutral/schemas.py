@@ -151,13 +151,13 @@ class GenerateBody(Body):
         return SchedulingParams(self.priority, deadline_at, group_id if self.num_sequences > 1 else "", salt)
 
     def constraint(self) -> Constraint | None:
-        """What the answer must match. Raises Invalid."""
+        """The constraint that the answer must match. Raises Invalid."""
         guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")}
         return constraint_of(self.response_format, self.structured_outputs, guided)
 
     @property
     def num_sequences(self) -> int:
-        """Of each prompt: more than n where the best of them are wanted."""
+        """Sequences of each prompt: more than n where the best of them are wanted."""
         return self.n if self.best_of is None or self.use_beam_search else self.best_of
 
     @property
@@ -239,7 +239,7 @@ def make_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def read_function_call(value: Any) -> Any:
-    """As a tool_choice."""
+    """Read a function_call as a tool_choice."""
     if value in (None, "none", "auto"):
         return value
     if isinstance(value, dict) and isinstance(value.get("name"), str):
@@ -286,7 +286,7 @@ class ChatCompletionBody(GenerateBody):
         return self.reasoning_effort != "none" and kwargs.get("enable_thinking") is not False and kwargs.get("thinking") is not False
 
     def chat_options(self, calling: Calling, *, may_bring_template: bool, begins_with_call: bool = False) -> ChatOptions:
-        """What the template is given beside the messages. begins_with_call: the answer has no room for a thought. Raises Invalid."""
+        """The template's arguments besides the messages. begins_with_call: the answer has no room for a thought. Raises Invalid."""
         if self.chat_template is not None and not may_bring_template:
             raise Invalid("chat_template is not allowed here: the operator can, with --trust-request-chat-template", param="chat_template")
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
@@ -361,7 +361,7 @@ class EmbeddingBody(Body):
         return EncodingParams(truncate_prompt_tokens=checked_truncation(self.truncate_prompt_tokens), keeps_beginning=True)
 
     def prompts(self, *, may_bring_template: bool) -> list[dict[str, Any]]:
-        """For each vector the fields of GenerateRequest that say what it is of. Raises Invalid."""
+        """The fields of GenerateRequest that hold the input, for each vector. Raises Invalid."""
         if (self.input is None) == (self.messages is None):
             raise Invalid("give input or messages, one of them", param="input")
         if self.input is not None:
@@ -391,5 +391,5 @@ class CompletionBody(GenerateBody):
 
     @property
     def num_echo_logprobs(self) -> int | None:
-        """Of each token that is repeated, beside its own."""
+        """Logprobs of each echoed token besides its own."""
         return self.logprobs if self.echo else None

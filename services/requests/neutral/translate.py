@@ -1,4 +1,4 @@
-"""Other APIs' bodies as chats, and what is wrong with those told in the other API's terms."""
+"""Turns other APIs' bodies into chats, and reports the chats' errors in the other API's terms."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def name_of(path: str, names: dict[str, str]) -> str:
 
 @contextmanager
 def own_terms(names: dict[str, str]) -> Iterator[None]:
-    """What is wrong with a chat, and what of it is passed over, is told in the other API's terms."""
+    """Report a chat's errors and passed-over fields in the other API's terms."""
     try:
         with renamed(lambda name: name_of(name, names)):
             yield
@@ -76,5 +76,5 @@ def in_own_terms(error: RequestError, names: dict[str, str]) -> RequestError:
 
 
 def thinking_kwargs(is_wanted: bool) -> Json:
-    """For the template: the two names that models have for it."""
+    """The template's arguments for thinking: models have two names for it."""
     return {"enable_thinking": is_wanted, "thinking": is_wanted}

@@ -48,7 +48,7 @@ class ObjectCall:
 
     @property
     def rest(self) -> str:
-        """What was read and is no part of the call: all of it, or the last that its arguments held back."""
+        """The text read that is no part of the call: all of it, or the rest that its arguments held back."""
         return self._arguments.held if self._arguments is not None else "".join(self._read)
 
     def feed(self, text: str, pieces: list[Piece]) -> int:

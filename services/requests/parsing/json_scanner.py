@@ -50,7 +50,7 @@ class JsonScanner:
         return at
 
     def take(self) -> str:
-        """What was accepted since the last call."""
+        """The text accepted since the last call."""
         text = "".join(self._accepted)
         self._accepted.clear()
         return text

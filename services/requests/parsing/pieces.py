@@ -23,12 +23,12 @@ class Parser(Protocol):
     def feed(self, text: str) -> list[Piece]: ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, once no more text can come. Nothing is fed afterwards."""
+        """Return what was held back, once no more text can come. Nothing is fed afterwards."""
         ...
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same with neighbours of one kind joined, and without empty ones. Calls are never joined."""
+    """Join neighbours of one kind, and drop empty pieces. Calls are never joined."""
     found: list[Piece] = []
     for piece in pieces:
         if found and found[-1].kind == piece.kind != "call":
@@ -39,7 +39,7 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of the markers in the text begins, and which it is; of several that begin there, the one that is named first."""
+    """Find where the first of the markers begins in the text, and which it is; of several that begin there, the one named first."""
     found = [(at, number) for number, marker in enumerate(markers) if (at := text.find(marker)) >= 0]
     if not found:
         return None

@@ -136,7 +136,7 @@ def python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
 
 
 def python_value(node: ast.expr) -> Any:
-    """As JSON has it. Raises ValueError."""
+    """A Python literal as JSON. Raises ValueError."""
     match node:
         case ast.Constant(value=str() | int() | float() | None):
             return node.value
@@ -230,7 +230,7 @@ def gemma_calls(names: frozenset[str]) -> BlockCalls:
 
 
 def gemma_end(text: str) -> tuple[int, str] | None:
-    """Where the end marker is, and which."""
+    """Find where the end marker is, and which."""
     at = 0
     while (found := find_first(text[at:], GEMMA_ENDS + GEMMA_QUOTES)) is not None:
         at += found[0]

@@ -35,7 +35,7 @@ def xml_calls(names: frozenset[str], texts: frozenset[str]) -> BlockCalls:
 
 
 def find_end(text: str) -> tuple[int, str] | None:
-    """Where the end marker is."""
+    """Find where the end marker is."""
     at = text.find(END)
     if at >= 0 and "<function=" in text[:at]:
         found = FUNCTION_END.search(text)

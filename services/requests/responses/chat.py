@@ -47,7 +47,7 @@ def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> 
 
 
 def _place_of(number: int, begins: list[int], num_system: int) -> str:
-    """Where a message of the chat came from. begins: of each message after the system's, the number of its item in the input; negative: it was there before."""
+    """Name the place that a message of the chat came from. begins: the number of the input's item for each message after the system's; negative: it was there before."""
     if number < num_system:
         return "instructions"
     item = begins[number - num_system]
@@ -55,7 +55,7 @@ def _place_of(number: int, begins: list[int], num_system: int) -> str:
 
 
 def _nested(value: Json, field: str) -> Json:
-    """In a chat, what lies beside the type here lies in a field of the type's name."""
+    """Nest the other fields in one of the type's name, as a chat has them."""
     return {"type": value.get("type"), field: {key: each for key, each in value.items() if key != "type" and each is not None}}
 
 

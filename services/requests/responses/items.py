@@ -81,7 +81,7 @@ def _read_call(value: Json, path: str) -> Json:
 
 
 def _read_shell_call(value: Json, path: str) -> Json:
-    """Whose id is the call's, in OpenAI's older form."""
+    """Read a call whose id is the item's, in OpenAI's older form."""
     if not isinstance(value.get("action"), dict):
         raise at(f"{path}.action", f"expected an object, got {kind_of(value.get('action'))}")
     call_id = _text(value, "call_id" if "call_id" in value else "id", path)

@@ -35,7 +35,7 @@ MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a response was asked."""
+    """A response's request, as it is stored."""
 
     asked: Json  # the fields of its object that repeat the request
     items: list[Json]  # the whole conversation that the model was given, but for the instructions

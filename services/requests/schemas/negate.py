@@ -113,7 +113,7 @@ def _all_of(walker: Walker, value: Any, resolver: Any, depth: int) -> list[Json]
 
 
 def _any_of(walker: Walker, value: Any, resolver: Any, depth: int) -> list[Json] | None:
-    """None of them holds."""
+    """Negate an anyOf: none of its schemas holds."""
     found = [negated(walker, each, resolver, depth + 1) for each in (value if isinstance(value, list) else [None])]
     parts = list(_known(found))
     if len(parts) < len(found):

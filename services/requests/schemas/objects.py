@@ -26,14 +26,14 @@ def absent(names: Iterable[str]) -> Json:
 
 
 def dependent(name: str, schema: Json, required: list[str]) -> list[Json]:
-    """Where the object has the property, the schema holds, too."""
+    """Require the schema wherever the object has the property."""
     if name in required:
         return [schema]
     return [{"anyOf": [absent([name]), {"allOf": [{"type": "object", "required": [name]}, schema]}]}]
 
 
 def dependents_required(names: list[str], others: list[str], required: list[str]) -> list[Json]:
-    """As above, for several properties that ask for the same others."""
+    """Do the same for several properties that ask for the same others."""
     if not names:
         return []
     if set(names) & set(required):

@@ -48,7 +48,7 @@ def discriminator(walker: Walker, views: list[Json], overlapping: set[tuple[int,
 
 
 def view_of(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> Json:
-    """What a schema says at its top: type, enum, required, properties; behind references, too."""
+    """Collect what a schema says at its top: type, enum, required, properties; behind references, too."""
     if not isinstance(node, dict) or depth > 8:
         return {}
     view: dict[str, Any] = {"types": types_of(node), "values": values_of(node), "required": set(texts(node.get("required"))), "properties": {}}
@@ -71,7 +71,7 @@ def view_of(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> Json:
 
 
 def text_of(node: Json) -> Json:
-    """What is said of a text, such that the library takes it."""
+    """Write what is said of a text so that the library takes it."""
     made: Json = {}
     if isinstance(node.get("pattern"), str) and takes({"type": "string", "pattern": node["pattern"]}):
         made["pattern"] = node["pattern"]

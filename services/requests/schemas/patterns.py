@@ -67,7 +67,7 @@ def _without_look_ahead(pattern: str) -> list[str] | None:
 
 
 def _end_of_group(pattern: str) -> int | None:
-    """Where the group ends that the pattern begins with."""
+    """Find the end of the group that the pattern begins with."""
     depth, is_class, number = 0, False, 0
     while number < len(pattern):
         letter = pattern[number]
@@ -138,7 +138,7 @@ def are_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _all_but(node: Mapping[str, Any]) -> str:
-    """What may follow at a node of the tree of forbidden texts. `end`: whether one ends here, as the whole (False) or a beginning (True)."""
+    """The pattern of what may follow at a node of the tree of forbidden texts. `end`: whether one ends here, as the whole (False) or a beginning (True)."""
     letters = [letter for letter in node if letter != "end"]
     alternatives = [] if "end" in node else [""]
     alternatives.append(f"[^{''.join(map(_in_class, letters))}]{ANYTHING}" if letters else f"[\\s\\S]{ANYTHING}")

@@ -69,7 +69,7 @@ def prepare_any(constraint: Constraint) -> Prepared:
 
 
 def prepare_tag(constraint: Constraint) -> Prepared:
-    """Of a structural tag, each of its schemas. A schema is strict where its x-guidance says that it is not lenient."""
+    """Prepare each schema of a structural tag. A schema is strict where its x-guidance says that it is not lenient."""
     tag, ignored, checks = json.loads(constraint.text), dict[str, None](), dict[str, str]()
     for content in contents_of(tag):
         param, name = content.get("param") or constraint.param, content.get("function") or ""

@@ -39,13 +39,13 @@ def uri_of(schema: Any) -> str:
 
 
 def specification_of(schema: Any) -> Any:
-    """Of the draft that the schema names; by default the newest."""
+    """The specification of the draft that the schema names; by default the newest."""
     uri = uri_of(schema)
     return specification_with(uri if uri.endswith(("#", "schema#")) or "20" in uri else f"{uri}#", default=DRAFT202012)
 
 
 class Malformed(Invalid):
-    """No schema at all, strict or not."""
+    """The schema is none at all, strict or not."""
 
 
 class Rewriter:
@@ -127,7 +127,7 @@ class Rewriter:
         self.passed_over[name] = self.passed_over.get(name, False) or is_checkable
 
     def found(self, reference: Any, resolver: Any) -> tuple[Any, Any] | None:
-        """What a reference refers to, and the resolver there; None: it is not in the schema."""
+        """Resolve a reference: its target and the resolver there; None: it is not in the schema."""
         try:
             resolved = resolver.lookup(reference)
         except (referencing.exceptions.Unresolvable, ValueError, AttributeError, TypeError):
@@ -356,7 +356,7 @@ class Rewriter:
         return False
 
     def _target(self, reference: str) -> Any:
-        """What a reference that was written here refers to, as the client wrote it."""
+        """The target of a reference that was written here, as the client wrote it."""
         name = reference.removeprefix(HELD)
         return self.held.get(name) or next((node for each, node, _ in self._open if each == name), None)
 

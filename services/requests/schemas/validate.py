@@ -19,7 +19,7 @@ PLACES: Any = referencing.Registry(retrieve=lambda _: EVERYTHING).combine(REGIST
 
 
 def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
-    """Where the answer breaks which keyword of its schema; none: it is valid."""
+    """List where the answer breaks which keyword of its schema; empty: it is valid."""
     try:
         value = json.loads(text)
     except ValueError:

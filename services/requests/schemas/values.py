@@ -34,7 +34,7 @@ def is_contradictory(node: Json) -> bool:
 
 
 def exclusive_bounds(node: Json) -> Json:
-    """Of draft 4, where exclusiveMinimum says whether minimum is."""
+    """Read draft 4's bounds, where exclusiveMinimum says whether minimum is exclusive."""
     made: Json = {}
     for bound, exclusive_bound in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if node.get(exclusive_bound) is True and bound in node:

@@ -105,14 +105,14 @@ async def list_files(
 
 @router.get("/{file_id}")
 async def retrieve(file_id: str, request: Request) -> JSONResponse:
-    """What a file is."""
+    """Describe a file."""
     context = context_of(request)
     return JSONResponse((await context.files.load(file_id, context.tenant.tenant_id)).describe())
 
 
 @router.get("/{file_id}/content")
 async def content(file_id: str, request: Request) -> StreamingResponse:
-    """What is in a file."""
+    """Send a file's content."""
     context = context_of(request)
     record = await context.files.load(file_id, context.tenant.tenant_id)
     try:

@@ -93,14 +93,14 @@ async def tags(request: Request) -> dict[str, Any]:
 
 @router.get("/ps")
 async def running(request: Request) -> dict[str, Any]:
-    """Those that a live compute replica has in memory, where they stay."""
+    """List the models that a live compute replica has in memory, where they stay."""
     loaded = [(name, replica) for name, replica in sorted(context_of(request).served_names().items()) if replica.stage == "compute"]
     return {"models": [card(name, replica) | {"expires_at": STAYS_UNTIL, "size_vram": 0, "context_length": replica.max_model_len} for name, replica in loaded]}
 
 
 @router.post("/show", openapi_extra=takes(OllamaModelBody))
 async def show(request: Request) -> dict[str, Any]:
-    """What is known of a model here: its length, and what it can do."""
+    """Describe a model: its length, and what it can do."""
     context = context_of(request)
     body = await context.read(request, OllamaModelBody)
     name = name_here(context, body.wanted)
@@ -124,7 +124,7 @@ async def show(request: Request) -> dict[str, Any]:
 
 
 def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
-    """What the model is for, in Ollama's words."""
+    """List what the model can do, in Ollama's words."""
     if replica.is_encoder:
         return ["embedding"]
     tool_calls, reasoning = parsers_of(context, replica.model or name)

@@ -84,7 +84,7 @@ def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str
 
 
 async def step(context: Context, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[tuple[int, float]]]:
-    """Of each running beam its likeliest next tokens and their log probabilities. A server that is full for a while has the search wait."""
+    """Return each running beam's likeliest next tokens and their log probabilities. Waits while the server is full."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=search.num_candidates)
     asked = [
         replace(

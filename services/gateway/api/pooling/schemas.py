@@ -40,11 +40,11 @@ class PairsBody(Body):
     user: str | None = Field(None, max_length=MAX_USER)
 
     def vectors_of(self, texts: list[str]) -> EmbeddingBody:
-        """The same request for a vector of each of these texts."""
+        """Make the request for a vector of each of these texts."""
         return EmbeddingBody.model_construct(input=[*texts], **self._others())
 
     def logits_of(self, firsts: list[str], seconds: list[str]) -> EmbeddingBody:
-        """The same request for a classifier's numbers of each pair."""
+        """Make the request for a classifier's numbers of each pair."""
         return PairEmbeddings.model_construct(firsts=firsts, input=[*seconds], normalize=False, **self._others())
 
     def _others(self) -> dict[str, Any]:
@@ -93,6 +93,6 @@ class ClassificationBody(Body):
     user: str | None = Field(None, max_length=MAX_USER)
 
     def embedding(self) -> EmbeddingBody:
-        """The same request for the head's own numbers."""
+        """Make the request for the head's own numbers."""
         names = ("model", "input", "truncate_prompt_tokens", "priority", "user")
         return EmbeddingBody.model_construct(normalize=False, **{name: getattr(self, name) for name in names})

@@ -54,7 +54,7 @@ async def create(request: Request) -> Response:
 
 @router.get("")
 async def list_responses(request: Request, tenant: str = Query("*", max_length=64), limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
-    """For administrators: the responses of all APIs that run, the newest first; or those of one tenant, by its id, that run or are stored."""
+    """List, for administrators, the running responses of all APIs, the newest first; or those of one tenant, by its id, that run or are stored."""
     context = context_of(request)
     check_sees_all(context.tenant)
     found = await running(context) if tenant == "*" else await held(context, tenant, limit)
