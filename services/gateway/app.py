@@ -76,7 +76,8 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
         await context.grammars.helpers.stop()
         await context.pipeline.answers.helper.stop()
 
-    # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN
+    # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
+    # users' browsers a CDN
     app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context
     app.state.watch = watch
@@ -121,7 +122,8 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
 
 
 def own_problems(context: Context) -> list[str]:
-    """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which writes and so notices a Redis that takes no writes."""
+    """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which
+    writes and so notices a Redis that takes no writes."""
     found = list(context.pipeline.subscriptions.problems)
     if context.stage.problem:
         found.append(f"redis can't serve: {context.stage.problem}")
@@ -129,7 +131,8 @@ def own_problems(context: Context) -> list[str]:
 
 
 async def warnings(context: Context, num_batches: int) -> list[str]:
-    """Warnings for the operator that keep no interactive request from being served: files, and workers of batches."""
+    """Warnings for the operator that keep no interactive request from being served: files, and
+    workers of batches."""
     found, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
     if num_batches and not workers:
         found.append(f"batches wait ({num_batches}), and no worker of batches is alive")
@@ -144,7 +147,8 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
 
 
 async def health(request: Request) -> JSONResponse:
-    """200 if Redis serves, this gateway reads its events, and every live compute replica has come round its loop lately: recent steps, not live sockets."""
+    """200 if Redis serves, this gateway reads its events, and every live compute replica has come
+    round its loop lately: recent steps, not live sockets."""
     context: Context = request.app.state.context
     subscriptions = context.pipeline.subscriptions
     problems, num_batches = own_problems(context), 0
@@ -169,7 +173,8 @@ async def health(request: Request) -> JSONResponse:
 
 
 def unlike_replicas(computes: list[Replica]) -> list[str]:
-    """A warning for each model whose compute replicas have several fingerprints: they take over each other's requests, and may answer with other tokens."""
+    """A warning for each model whose compute replicas have several fingerprints: they take over
+    each other's requests, and may answer with other tokens."""
     by_model: dict[str, dict[str, list[str]]] = {}
     for each in computes:
         by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)

@@ -1,4 +1,5 @@
-"""RequestContext: the objects that turn a body into requests, in the gateway and in the workers of batches."""
+"""RequestContext: the objects that turn a body into requests, in the gateway and in the workers of
+batches."""
 
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -33,7 +34,8 @@ class RequestContext:
         return self.caller.tenant
 
     async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return what `work` returns. Subclasses cancel it when nobody waits for the answer any more."""
+        """Return what `work` returns. Subclasses cancel it when nobody waits for the answer any
+        more."""
         return await work
 
     def resolve(self, name: str) -> str:

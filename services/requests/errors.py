@@ -1,4 +1,5 @@
-"""Errors of requests that failed in the pipeline, and errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, in a body and in a stream."""
+"""Errors of requests that failed in the pipeline, and errors as OpenAI sends them: `{"error":
+{"message", "type", "param", "code"}}`, in a body and in a stream."""
 
 from typing import Any
 

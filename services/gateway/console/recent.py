@@ -1,7 +1,9 @@
-"""RecentRequests: the way of recent requests through the pipeline, put together from successive views. Plain data.
+"""RecentRequests: the way of recent requests through the pipeline, put together from successive
+views. Plain data.
 
-What a compute replica shows has the moments at which a request was tokenized, taken up and first scheduled; what this gateway answers, it knows the
-first and the last token of as well (the same moments that spans and metrics are made of). The rest is as exact as the views are frequent.
+What a compute replica shows has the moments at which a request was tokenized, taken up and first
+scheduled; what this gateway answers, it knows the first and the last token of as well (the same
+moments that spans and metrics are made of). The rest is as exact as the views are frequent.
 """
 
 from collections import OrderedDict
@@ -48,7 +50,8 @@ class RecentRequest:
     stays: list[Stay] = field(default_factory=list)
 
     def spans(self, now: float) -> Iterator[tuple[Phase, str | None, float, float]]:
-        """Phase, compute replica, beginning and end: without gaps, up to the request's end or to now."""
+        """Phase, compute replica, beginning and end: without gaps, up to the request's end or to
+        now."""
         yield "tokenizing", None, self.created_at, self.tokenized_at
         at: float = self.tokenized_at
         for number, stay in enumerate(self.stays):
@@ -78,7 +81,8 @@ class RecentRequests:
         return [request for request in self._requests.values() if request.is_lost]
 
     def see(self, now: float, views: Iterable[ComputeView], models: Mapping[str, str]) -> None:
-        """Take in what compute shows. models: of the live replicas; what is at none of them has ended, or was lost with its replica and will be claimed."""
+        """Take in what compute shows. models: of the live replicas; what is at none of them has
+        ended, or was lost with its replica and will be claimed."""
         seen = set()
         for view in views:
             if view.replica_id in models:
@@ -110,7 +114,8 @@ class RecentRequests:
         request.num_preemptions, request.sampler_id, request.is_lost, request.ended_at = sequence.num_preemptions, sequence.sampler_id, False, 0.0
 
     def hear(self, subscriptions: Iterable[Subscription]) -> None:
-        """Take in what this gateway knows of the responses that are, or were, read here. What came and went between two looks is here alone."""
+        """Take in what this gateway knows of the responses that are, or were, read here. What came
+        and went between two looks is here alone."""
         for subscription in subscriptions:
             for request_id, timeline in subscription.timelines.items():
                 if timeline.submitted_at and timeline.scheduled_at and timeline.first_token_at:

@@ -1,4 +1,5 @@
-"""The pipeline at a moment, as JSON for those who watch: replicas, queues, and each compute's sequences and blocks. Pure; watch.py asks Redis."""
+"""The pipeline at a moment, as JSON for those who watch: replicas, queues, and each compute's
+sequences and blocks. Pure; watch.py asks Redis."""
 
 import time
 from collections.abc import Sequence, Set
@@ -34,7 +35,8 @@ class PipelineFigures:
 
 
 def snapshot(replicas: tuple[Replica, ...], figures: PipelineFigures, *, here: str, killed: Set[str], can_kill: bool) -> dict[str, Any]:
-    """here: this gateway's replica id. killed: whose leases still run. can_kill: of the replicas on this machine."""
+    """here: this gateway's replica id. killed: whose leases still run. can_kill: of the replicas on
+    this machine."""
     order = sorted(replicas, key=lambda each: (STAGES.index(each.stage) if each.stage in STAGES else len(STAGES), each.started_at, each.replica_id))
     own_host = next((each.host for each in replicas if each.replica_id == here), "")
     return {

@@ -1,4 +1,5 @@
-"""Watch: reads the pipeline's state twice a second while somebody watches, as one JSON text for all watchers. Does nothing while nobody watches."""
+"""Watch: reads the pipeline's state twice a second while somebody watches, as one JSON text for all
+watchers. Does nothing while nobody watches."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -53,7 +54,8 @@ class Watch:
             self._task = asyncio.create_task(self._run())
 
     def leave(self) -> None:
-        """One fewer does. With the last of them the reading ends, and what the replicas do for it within WATCHED_TTL_MS."""
+        """One fewer does. With the last of them the reading ends, and what the replicas do for it
+        within WATCHED_TTL_MS."""
         self._num_watchers -= 1
         if self._num_watchers == 0 and self._task is not None:
             self._task.cancel()
@@ -69,7 +71,8 @@ class Watch:
         self._has_new.set()
 
     async def events(self) -> AsyncIterator[bytes]:
-        """Snapshots as server-sent events, to who has entered. A watcher that reads slowly misses some, and never delays others."""
+        """Snapshots as server-sent events, to who has entered. A watcher that reads slowly misses
+        some, and never delays others."""
         if self._latest:
             yield self._latest
         while not self._is_ending:

@@ -1,6 +1,8 @@
-"""Who may do what: each request's key becomes its caller before any route sees it. Plain ASGI, so that streams pass untouched.
+"""Who may do what: each request's key becomes its caller before any route sees it. Plain ASGI, so
+that streams pass untouched.
 
-A path that is not named here wants a key. Routes have the caller from `context_of(request)`, or his tenant from `tenant_of(request)`.
+A path that is not named here wants a key. Routes have the caller from `context_of(request)`, or his
+tenant from `tenant_of(request)`.
 """
 
 import hmac
@@ -51,7 +53,8 @@ class KeyRing:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is the loopback address that keeps others out: then a page whose name a browser was told to be this machine must not get in."""
+        """Whether it is the loopback address that keeps others out: then a page whose name a
+        browser was told to be this machine must not get in."""
         return self.is_open and self.path is not None
 
     def tenant_of(self, key: str) -> Tenant | None:
@@ -80,7 +83,8 @@ class KeyRing:
         return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino  # ctime: of who may read or write it
 
     def _reload(self) -> None:
-        """Read the keys again if their file has changed. What can't be read, or is gone, leaves them as they are: nothing opens by a mistake."""
+        """Read the keys again if their file has changed. What can't be read, or is gone, leaves
+        them as they are: nothing opens by a mistake."""
         if self.path is None or (now := time.monotonic()) - self._checked_at < CHECK_EVERY_S:
             return
         self._checked_at = now
@@ -98,12 +102,14 @@ class KeyRing:
 
 
 def _table(digests: list[tuple[bytes, Tenant]]) -> dict[bytes, tuple[bytes, Tenant]]:
-    """Index tenants by the start of the key's hash, which is no secret. The rest is compared in constant time."""
+    """Index tenants by the start of the key's hash, which is no secret. The rest is compared in
+    constant time."""
     return {digest[:8]: (digest, tenant) for digest, tenant in digests}
 
 
 class Auth:
-    """401 without a key that is good, 403 where it does not suffice; else the request has its caller, and the answer what is left of his limits."""
+    """401 without a key that is good, 403 where it does not suffice; else the request has its
+    caller, and the answer what is left of his limits."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self.app = app
@@ -151,7 +157,8 @@ def is_public(path: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine; an empty one, or HTTP/1.0's that is missing, comes from no browser."""
+    """Whether a Host header names this machine; an empty one, or HTTP/1.0's that is missing, comes
+    from no browser."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
         return name in ("", "localhost") or ipaddress.ip_address(name).is_loopback

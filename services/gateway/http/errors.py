@@ -1,4 +1,5 @@
-"""Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in a body and in a stream; other APIs have their own."""
+"""Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in
+a body and in a stream; other APIs have their own."""
 
 from collections.abc import Mapping
 
@@ -23,7 +24,8 @@ log = get_logger("penstock.gateway")
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is Anthropic's API. The path says it; of the models, which OpenAI has under the same, the header that Anthropic's clients send."""
+    """Whether a request is Anthropic's API. The path says it; of the models, which OpenAI has under
+    the same, the header that Anthropic's clients send."""
     path: str = scope["path"]
     return path.startswith("/v1/messages") or (path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope))
 
@@ -66,7 +68,8 @@ async def on_rejected(request: Request, error: Exception) -> JSONResponse:
 async def on_failed(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestFailed)
     failure = error.error
-    # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
+    # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients
+    # repeat what fails with 5xx, unless told
     headers = {501: {"X-Should-Retry": "false"}, 504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
     return error_response(request.scope, failure.status, failure.message, failure.param, failure.code, headers=headers)
 

@@ -1,6 +1,8 @@
-"""Generation: one response of the API on its way through the pipeline. It has one sequence for each prompt and choice.
+"""Generation: one response of the API on its way through the pipeline. It has one sequence for each
+prompt and choice.
 
-Submits the requests or takes a running response over, hands out their events, and cancels what is unfinished when nobody listens any more.
+Submits the requests or takes a running response over, hands out their events, and cancels what is
+unfinished when nobody listens any more.
 """
 
 import asyncio
@@ -37,7 +39,8 @@ class Generation:
     """The events of a response's sequences, from submission or from a resumption to the end."""
 
     def __init__(self, pipeline: "Pipeline", record: ResponseRecord, positions: list[int], subscription: Subscription) -> None:
-        """positions: after which the stream begins, of each sequence; all zero unless it is resumed."""
+        """positions: after which the stream begins, of each sequence; all zero unless it is
+        resumed."""
         self.pipeline = pipeline
         self.record = record
         self.request_ids = record.request_ids
@@ -49,13 +52,16 @@ class Generation:
         self._is_closed = False
 
     async def next(self, timeout_s: float) -> list[tuple[int, TokenEvent]]:
-        """The events that have come, each with its sequence's index; none after timeout_s. Raises ResponseFailed."""
+        """The events that have come, each with its sequence's index; none after timeout_s. Raises
+        ResponseFailed."""
         return [(self._index_by_request[event.request_id], event) for event in await self.subscription.next(timeout_s)]
 
     def close(self) -> None:
-        """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to call twice.
+        """Listen no more, and have what is unfinished cancelled, unless others read on. Safe to
+        call twice.
 
-        A response whose client may come back is cancelled when that time is over, unless somebody has resumed it by then.
+        A response whose client may come back is cancelled when that time is over, unless somebody
+        has resumed it by then.
         """
         self.pipeline.subscriptions.unsubscribe(self.subscription)
         if self._is_closed or self.subscription.has_failed:
@@ -84,7 +90,8 @@ class Pipeline:
     async def submit(self, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes = b"") -> Generation:
         """Admit the requests as the caller's and hand them over, with the record, all or nothing.
 
-        Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
+        Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't
+        serve.
         """
         record, requests = joined_to_trace(record, requests)
         subscription = self._subscribe(record, [0] * len(requests), 0)  # before Redis has them: the first events may come at once
@@ -114,12 +121,14 @@ class Pipeline:
             raise
 
     def _subscribe(self, record: ResponseRecord, positions: list[int], generation: int) -> Subscription:
-        """Subscribe to the events after these positions. A parsed answer is read from its start: what a token means depends on those before it."""
+        """Subscribe to the events after these positions. A parsed answer is read from its start:
+        what a token means depends on those before it."""
         begin = [0] * len(positions) if record.parsing is not None else positions
         return self.subscriptions.subscribe(record.response_id, dict(zip(record.request_ids, begin, strict=True)), generation, record.served_model)
 
     async def resume(self, tenant: Tenant, response_id: str, last_event_id: str | None, kinds: tuple[str, ...]) -> Generation:
-        """Take a response of the tenant's, of one of these kinds, over: from now on its events come here.
+        """Take a response of the tenant's, of one of these kinds, over: from now on its events come
+        here.
 
         Raises Invalid (400, 404), having disturbed nobody; Recoverable as above.
         """

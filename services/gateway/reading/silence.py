@@ -1,6 +1,7 @@
 """Silence: a sequence that was silent for a while is read from its log, and so is one with a gap.
 
-This one rule heals a lost event, a lost attach, an end written between two reads, a Redis that restarted, and one that came back empty.
+This one rule heals a lost event, a lost attach, an end written between two reads, a Redis that
+restarted, and one that came back empty.
 """
 
 import asyncio
@@ -51,7 +52,8 @@ class Silence:
         self._gone: list[tuple[str, str]] = []  # models and requests whose ends are to be written
 
     async def run(self) -> None:
-        """Run until cancelled. Read sequences with a gap at once, and silent ones at every interval."""
+        """Run until cancelled. Read sequences with a gap at once, and silent ones at every
+        interval."""
         subscriptions = self.subscriptions
         looked_at = time.monotonic()
         while True:
@@ -104,7 +106,8 @@ class Silence:
             await self._end_gone()
 
     async def _end_gone(self) -> None:
-        """Write the ends of what is gone: should it still be computed somewhere, it ends there too."""
+        """Write the ends of what is gone: should it still be computed somewhere, it ends there
+        too."""
         async with self.client.pipeline(transaction=False) as pipe:
             for model, request_id in self._gone:
                 end_request(pipe, model, request_id, None, error=GONE)
@@ -123,7 +126,8 @@ class Silence:
             return replies
 
     def _settle(self, subscription: Subscription, request_id: str, found: LogSnapshot) -> bool:
-        """Hand on what the log has, or end the response. True: the log had something that no event had brought."""
+        """Hand on what the log has, or end the response. True: the log had something that no event
+        had brought."""
         if found.generation > subscription.generation:
             self.subscriptions.hand_over(subscription)
             return False

@@ -1,6 +1,8 @@
-"""This replica's events stream and the control stream, read by one task, and each event handed to its response.
+"""This replica's events stream and the control stream, read by one task, and each event handed to
+its response.
 
-Events are the fast path, and nothing relies on them: what stays silent is looked up in its log (silence.py).
+Events are the fast path, and nothing relies on them: what stays silent is looked up in its log
+(silence.py).
 """
 
 import asyncio
@@ -92,7 +94,8 @@ class Subscriptions:
         subscription.fail(RESUMED_ELSEWHERE)
 
     def drain(self) -> None:
-        """End every response that is still open: its sequences go on, and another gateway can take it over."""
+        """End every response that is still open: its sequences go on, and another gateway can take
+        it over."""
         if subscriptions := self.all():
             log.info("handing over what has not ended", num_responses=len(subscriptions))
         for subscription in subscriptions:
@@ -104,7 +107,8 @@ class Subscriptions:
         self.look.set()
 
     async def run(self) -> None:
-        """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the stream."""
+        """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the
+        stream."""
         while True:
             try:
                 reply = await self._read()
@@ -169,7 +173,8 @@ class Subscriptions:
                 self.catch_up(subscription)
 
     def _handle_control(self, values: dict[bytes, bytes]) -> None:
-        """Attach: another generation of readers. (Garbage there is every replica's to see; the stages report it.)"""
+        """Attach: another generation of readers. (Garbage there is every replica's to see; the
+        stages report it.)"""
         try:
             message = decode(Control, values[MESSAGE])
         except (Invalid, KeyError):
@@ -184,7 +189,8 @@ class Subscriptions:
 
 
 async def exit_on_failure(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """A task without which the gateway is deaf: should it fail, the process goes with it, and whoever watches it starts another."""
+    """A task without which the gateway is deaf: should it fail, the process goes with it, and
+    whoever watches it starts another."""
     try:
         await work
     except asyncio.CancelledError:

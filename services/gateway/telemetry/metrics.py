@@ -1,7 +1,9 @@
-"""What /metrics shows: this gateway's own counts and times here, and beside them the pipeline's state (pipeline_state.py).
+"""What /metrics shows: this gateway's own counts and times here, and beside them the pipeline's
+state (pipeline_state.py).
 
-Names are vLLM's where the meaning is the same, with our prefix; docs/telemetry.md has them all. A request here is a sequence: a response has one for each
-prompt and choice. What a gateway counts itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
+Names are vLLM's where the meaning is the same, with our prefix; docs/telemetry.md has them all. A
+request here is a sequence: a response has one for each prompt and choice. What a gateway counts
+itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
 """
 
 import asyncio
@@ -137,7 +139,8 @@ class Metrics:
         return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}
 
     async def render(self, client: Any) -> bytes:
-        """The Prometheus text format. What Redis would have to say is missing while it is away; the rest is there."""
+        """The Prometheus text format. What Redis would have to say is missing while it is away; the
+        rest is there."""
         models = sorted({replica.model for replica in self.stage.registry.of("compute") if replica.model})
         for model in models:
             self.of(model)  # so that its series begin with 0

@@ -1,4 +1,5 @@
-"""Timeline: when a sequence came to each stage of the pipeline. What its metrics, its line in the log and its trace are made of."""
+"""Timeline: when a sequence came to each stage of the pipeline. What its metrics, its line in the
+log and its trace are made of."""
 
 from dataclasses import dataclass
 
@@ -7,7 +8,8 @@ from shared.wire.messages import Moments
 
 @dataclass(slots=True)
 class Timeline:
-    """Wall clock, s, of whoever did it; 0: unknown, or not yet. Who resumes a stream has not heard of its first token."""
+    """Wall clock, s, of whoever did it; 0: unknown, or not yet. Who resumes a stream has not heard
+    of its first token."""
 
     submitted_at: float = 0.0
     tokenized_at: float = 0.0
@@ -54,5 +56,6 @@ class Timeline:
 
 
 def between(start: float, end: float) -> float | None:
-    """Seconds; None while one is unknown. The clocks of two machines may disagree: never below 0."""
+    """Seconds; None while one is unknown. The clocks of two machines may disagree: never below
+    0."""
     return max(0.0, end - start) if start and end else None

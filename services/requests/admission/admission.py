@@ -1,9 +1,11 @@
-"""Who may enter: the names that are served, and bounds on what is in the pipeline of a model, in requests and in tokens, over all gateways.
+"""Who may enter: the names that are served, and bounds on what is in the pipeline of a model, in
+requests and in tokens, over all gateways.
 
-What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id, and their sum under "". The script here checks it,
-adds to it and hands the requests over, all or nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is held by
-a sequence, not by a connection: it outlives its gateway, and comes back when the sequence ends, whoever still reads. What has been admitted is never
-refused later.
+What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id,
+and their sum under "". The script here checks it, adds to it and hands the requests over, all or
+nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is
+held by a sequence, not by a connection: it outlives its gateway, and comes back when the sequence
+ends, whoever still reads. What has been admitted is never refused later.
 """
 
 import asyncio
@@ -47,11 +49,14 @@ RETRY_AFTER_S = 2
 FULL_RETRY_AFTER_S = 10  # of a Redis that is nearly full: upkeep looks as often
 LONG_BYTES = 256 << 10
 
-# ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
-# tokens, tokens in all, gateway id, open key, most bytes that stay stored if it is refused; what limits.py says of the tenant; the tenant's account, most
-# bytes in it, bytes in all; then for each request its id, its tokens and its message. Returns what is left to the tenant (nothing, if it has no limits), and,
-# if they do not fit, why: {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' | 'tokens' | 'concurrency', ms to wait}.
-# A response that was submitted before is not again: a batch that goes on after a death does not know how far it had come.
+# ARGV: inflight key, requests stream, response key, response record, stored key, what is stored
+# ('': nothing), their TTL in seconds, most requests, most tokens, tokens in all, gateway id, open
+# key, most bytes that stay stored if it is refused; what limits.py says of the tenant; the tenant's
+# account, most bytes in it, bytes in all; then for each request its id, its tokens and its message.
+# Returns what is left to the tenant (nothing, if it has no limits), and, if they do not fit, why:
+# {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' |
+# 'tokens' | 'concurrency', ms to wait}. A response that was submitted before is not again: a batch
+# that goes on after a death does not know how far it had come.
 LIMITS = 14
 ACCOUNT = LIMITS + NUM_ARGUMENTS
 FIRST = ACCOUNT + 3
@@ -103,7 +108,8 @@ class Admission:
         self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, memory: RedisMemory | None = None,
         on_refused: Callable[[str, str], None] | None = None,
     ) -> None:  # fmt: skip
-        """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way. on_refused: is told the model and the reason."""
+        """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way.
+        on_refused: is told the model and the reason."""
         self.memory = memory or RedisMemory(client)
         self.stage = stage
         self.client = client
@@ -113,7 +119,8 @@ class Admission:
     def resolve(self, name: str, tenant: Tenant) -> str:
         """The model that the tenant calls so.
 
-        Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it, or not to him.
+        Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it,
+        or not to him.
         """
         registry = self.stage.registry
         for replica in sorted(registry.replicas, key=lambda each: each.started_at):
@@ -138,10 +145,12 @@ class Admission:
     async def submit(
         self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0
     ) -> None:  # fmt: skip
-        """Hand the requests of a response over, with its record and what is to be stored of it, all or none, and charge the caller for them.
+        """Hand the requests of a response over, with its record and what is to be stored of it, all
+        or none, and charge the caller for them.
 
-        keeps: most bytes that stay stored for a while should the response be refused. Raises Rejected (429; 503 while Redis is nearly full) if they do not
-        fit, Invalid if they never will, and what the client raises.
+        keeps: most bytes that stay stored for a while should the response be refused. Raises
+        Rejected (429; 503 while Redis is nearly full) if they do not fit, Invalid if they never
+        will, and what the client raises.
         """
         self.check_memory(model)
         outputs = [estimate_output(request, self.stage.registry) for request in submitted]
@@ -173,13 +182,15 @@ class Admission:
         raise refusal
 
     def check_memory(self, model: str) -> None:
-        """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is left."""
+        """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is
+        left."""
         if self.memory.is_nearly_full:
             self._count_refused(model, "redis_nearly_full")
             raise Rejected(self.memory.problem, status=503, retry_after_s=FULL_RETRY_AFTER_S, code="redis_nearly_full")
 
     async def charge_request(self, caller: Caller) -> None:
-        """Charge the caller for one request, before work is done for it. Raises Rejected (429), and what the client raises."""
+        """Charge the caller for one request, before work is done for it. Raises Rejected (429), and
+        what the client raises."""
         if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
             return
         left, *exceeded = await self.client.eval(CHARGE_REQUEST, 0, *caller.request_arguments())
@@ -207,9 +218,11 @@ def names_of(replica: Replica) -> tuple[str, ...]:
 
 
 def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
-    """Every name of every model that the tenant may use and any stage is there for, with a compute replica of it if one is alive.
+    """Every name of every model that the tenant may use and any stage is there for, with a compute
+    replica of it if one is alive.
 
-    A model whose compute is away for a moment has not vanished: as of any request for it, others say that it is not ready.
+    A model whose compute is away for a moment has not vanished: as of any request for it, others
+    say that it is not ready.
     """
     replicas = sorted(registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at))  # the last one stays: compute, the oldest
     return {name: replica for replica in replicas for name in names_of(replica) if tenant.may_use(names_of(replica))}
@@ -247,14 +260,17 @@ def texts_of(request: GenerateRequest) -> list[str]:
 
 
 def num_bytes(text: str) -> int:
-    """Roughly the length in UTF-8: exact for ASCII, else estimated without encoding, which n choices would do n times."""
+    """Roughly the length in UTF-8: exact for ASCII, else estimated without encoding, which n
+    choices would do n times."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
 async def admit(admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's, and has his priority.
+    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's,
+    and has his priority.
 
-    Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
+    Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't
+    serve.
     """
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
     owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests

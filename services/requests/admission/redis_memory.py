@@ -1,4 +1,5 @@
-"""How full Redis is. Near its memory limit new requests are refused, so that those that run find the room to end."""
+"""How full Redis is. Near its memory limit new requests are refused, so that those that run find
+the room to end."""
 
 import asyncio
 from typing import Any

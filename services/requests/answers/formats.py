@@ -1,4 +1,5 @@
-"""What a response looks like, in a stream and whole: one class for chat completions, one for completions."""
+"""What a response looks like, in a stream and whole: one class for chat completions, one for
+completions."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -20,7 +21,8 @@ class Format(Protocol):
         ...
 
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks that an event makes, which has added `delta` to the choice; none, if nothing of it is for the client."""
+        """The chunks that an event makes, which has added `delta` to the choice; none, if nothing
+        of it is for the client."""
         ...
 
     def end(self, choice: Choice) -> dict[str, Any]:
@@ -92,7 +94,8 @@ def message_fields(answer: Answer) -> dict[str, Any]:
 
 
 def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: ResponseRecord, choice: Choice | None) -> dict[str, Any]:
-    """A chunk of a stream. Where the client asked for usage, all but the last say that it is null, or what it is so far of the chunk's choice."""
+    """A chunk of a stream. Where the client asked for usage, all but the last say that it is null,
+    or what it is so far of the chunk's choice."""
     chunk = {**head, "choices": made}
     if not record.has_usage:
         return chunk
@@ -214,7 +217,8 @@ class CompletionFormat:
         }
 
     def _logprobs(self, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
-        """OpenAI's old form: four lists in step, over what is echoed of the prompt and the answer."""
+        """OpenAI's old form: four lists in step, over what is echoed of the prompt and the
+        answer."""
         num_echoed = self.record.num_echo_logprobs if prompt is not None else None
         if logprobs is None and num_echoed is None:
             return None
@@ -245,7 +249,8 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob], record: ResponseRecord) -> d
 
 
 def name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
-    """A token in logprobs. Parts of characters, which no text can be, are spelt `bytes:\\xe6\\xb0`."""
+    """A token in logprobs. Parts of characters, which no text can be, are spelt
+    `bytes:\\xe6\\xb0`."""
     return f"token_id:{entry.token_id}" if by_id else entry.token
 
 
@@ -283,5 +288,6 @@ def format_for(record: ResponseRecord) -> Format:
 
 
 def whole_body(record: ResponseRecord, choices: list[Choice]) -> dict[str, Any]:
-    """The answer that was not asked for as a stream. Its usage is all that was generated, whatever became of it."""
+    """The answer that was not asked for as a stream. Its usage is all that was generated, whatever
+    became of it."""
     return format_for(record).whole(best(choices, record)) | {"usage": usage_fields(usage_of(choices, record.n))}

@@ -1,4 +1,5 @@
-"""An answer as another API's than OpenAI's: its deltas become that API's events, by a pure function of the token log."""
+"""An answer as another API's than OpenAI's: its deltas become that API's events, by a pure function
+of the token log."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -32,7 +33,8 @@ def is_broken_off(arguments: str) -> bool:
 
 
 class Translation(Protocol):
-    """An answer in another API's form, in the making. Events are JSON objects; `encode` makes bytes of them."""
+    """An answer in another API's form, in the making. Events are JSON objects; `encode` makes bytes
+    of them."""
 
     media_type: str
     ping: bytes  # keeps a waiting stream open
@@ -47,7 +49,8 @@ class Translation(Protocol):
         ...
 
     def closing(self, usage: Usage, told: Json) -> list[Json]:
-        """Make the events after the last delta. told: the field that says where the answer breaks its schema, if it does."""
+        """Make the events after the last delta. told: the field that says where the answer breaks
+        its schema, if it does."""
         ...
 
     def failed(self, error: RequestError, usage: Usage) -> list[Json]:

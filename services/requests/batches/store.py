@@ -1,6 +1,8 @@
-"""Batches: each is a hash in Redis, of what was asked and how far it is. A gateway makes and cancels it, the workers of services/jobs do the rest.
+"""Batches: each is a hash in Redis, of what was asked and how far it is. A gateway makes and
+cancels it, the workers of services/jobs do the rest.
 
-The status changes by one script that knows where it may go from: a batch that has ended stays as it is, whoever comes late.
+The status changes by one script that knows where it may go from: a batch that has ended stays as it
+is, whoever comes late.
 """
 
 import time
@@ -29,8 +31,9 @@ MAX_RUNNING = 100  # of one owner
 MAX_KEPT = 10_000  # of one owner: of more, those that ended first are forgotten
 TTL_S = FILE_TTL_S + LONGEST_WINDOW_S  # as long as what it writes
 
-# ARGV: batch key, owner's batches, set of running batches, batch id, the time, TTL in seconds, most that may run, most that are kept, the beginning of a
-# batch's key, then fields and values. Returns whether it was made: not if too many of the owner's are running.
+# ARGV: batch key, owner's batches, set of running batches, batch id, the time, TTL in seconds, most
+# that may run, most that are kept, the beginning of a batch's key, then fields and values. Returns
+# whether it was made: not if too many of the owner's are running.
 CREATE = """
 local key, owned, running, id, now, ttl, max_running, max_kept, prefix = unpack(ARGV, 1, 9)
 if #redis.call('ZINTER', 2, owned, running) >= tonumber(max_running) then return 0 end
@@ -51,8 +54,9 @@ redis.call('EXPIRE', running, ttl)
 return 1
 """
 
-# ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by commas), the next, '1' if that is an end, the time, figures key,
-# their life in seconds, then further fields and values. Returns the status that it has now.
+# ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by
+# commas), the next, '1' if that is an end, the time, figures key, their life in seconds, then
+# further fields and values. Returns the status that it has now.
 MOVE = f"""
 local status = redis.call('HGET', ARGV[1], 'status')
 if not status or not string.find(',' .. ARGV[4] .. ',', ',' .. status .. ',', 1, true) then return status end
@@ -127,7 +131,8 @@ class Batch:
         return self.status in RUNNING
 
     def closes(self, now: float) -> str:
-        """Why no more of its lines are executed, as their errors say it; empty: they are. now: wall clock, s."""
+        """Why no more of its lines are executed, as their errors say it; empty: they are. now: wall
+        clock, s."""
         if self.status == "cancelling":
             return "batch_cancelled"
         return "batch_expired" if now > self.record.expires_at and self.status in ("validating", "in_progress") else ""
@@ -172,7 +177,8 @@ class BatchStore:
         self.client = client
 
     async def create(self, record: BatchRecord, traceparent: str = "") -> Batch:
-        """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the owner's are running."""
+        """Make it known, to its owner and to the workers. Raises Rejected (429) if too many of the
+        owner's are running."""
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
         values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent
         with redis_errors_as_503():
@@ -194,7 +200,8 @@ class BatchStore:
         return batch
 
     async def list_of(self, owner: str, after: str | None, count: int) -> list[Batch]:
-        """List at most so many of an owner's batches, the newest first, from the one after `after`. Raises Invalid if that is not among them."""
+        """List at most so many of an owner's batches, the newest first, from the one after `after`.
+        Raises Invalid if that is not among them."""
         with redis_errors_as_503():
             place: Any = await self.client.zrevrank(batches_key(owner), after) if after is not None else -1
             if place is None:
@@ -221,7 +228,8 @@ class BatchStore:
         return sorted(found, key=lambda each: each.record.created_at, reverse=True)
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
-        """Give it the status, and further fields, if it has one of those allowed. Returns the status that it has then; None: there is no such batch."""
+        """Give it the status, and further fields, if it has one of those allowed. Returns the
+        status that it has then; None: there is no such batch."""
         pairs = [each for name, value in values.items() for each in (name, value)]
         is_end = "0" if status in RUNNING else "1"
         found: Any = await self.client.eval(
@@ -239,7 +247,8 @@ class BatchStore:
 
 
 def read_batch(batch_id: str, values: dict[bytes, bytes]) -> Batch | None:
-    """A batch's hash. None where there is none, and, with a line in the log, for what is no batch, or has another id than its key."""
+    """A batch's hash. None where there is none, and, with a line in the log, for what is no batch,
+    or has another id than its key."""
     if not values:
         return None
     try:

@@ -1,8 +1,11 @@
-"""Body: what all bodies have in common. What would change the answer and is not here is refused by name; what else is unknown is passed over, and named.
+"""Body: what all bodies have in common. What would change the answer and is not here is refused by
+name; what else is unknown is passed over, and named.
 
-- What asks for nothing, or for what is done anyway, is taken without a word: null or something empty in any field, and the values in the tables.
+- What asks for nothing, or for what is done anyway, is taken without a word: null or something
+  empty in any field, and the values in the tables.
 - Any other value of a field in the tables would change the answer: it is refused by name.
-- A field in no table is passed over, and named in the answer's header (ignored.py): clients add fields every month, and few of them change an answer.
+- A field in no table is passed over, and named in the answer's header (ignored.py): clients add
+  fields every month, and few of them change an answer.
 
 What we sent, a client may send back: an assistant's message with all its fields.
 """
@@ -59,7 +62,8 @@ class Body(BaseModel):
     @model_validator(mode="wrap")
     @classmethod
     def _name_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler["Body"]) -> Any:
-        """The refused fields beside what else is wrong: a body of a million of them is a few errors."""
+        """The refused fields beside what else is wrong: a body of a million of them is a few
+        errors."""
         if not isinstance(value, dict):
             return handler(value)
         value = without_neutral(value, cls.model_fields, cls.neutral)
@@ -81,7 +85,8 @@ class Body(BaseModel):
 
     @property
     def passed_over(self) -> list[str]:
-        """The fields that ask for what is not done, in it and below it, by their paths; not many more than are told."""
+        """The fields that ask for what is not done, in it and below it, by their paths; not many
+        more than are told."""
         return list(islice(self._all_passed_over(""), MAX_NAMES + 1))
 
     def _all_passed_over(self, path: str) -> Iterator[str]:
@@ -109,7 +114,8 @@ def _again(error: Any) -> InitErrorDetails:
 
 
 def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: Table) -> dict[str, Any]:
-    """The body without what asks for nothing. fields: pydantic's, of which null takes the default where there is one."""
+    """The body without what asks for nothing. fields: pydantic's, of which null takes the default
+    where there is one."""
     return {key: each for key, each in value.items() if not _asks_nothing(key, each, fields, neutral)}
 
 

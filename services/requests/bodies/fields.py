@@ -1,6 +1,8 @@
-"""The fields of a body that may be long: messages' contents, prompts, lists. Each is checked in time linear in its length, and the first wrong item is named.
+"""The fields of a body that may be long: messages' contents, prompts, lists. Each is checked in
+time linear in its length, and the first wrong item is named.
 
-Pydantic is for the short ones: of a union it tries every arm for every item, and it makes an error of each.
+Pydantic is for the short ones: of a union it tries every arm for every item, and it makes an error
+of each.
 """
 
 from collections.abc import Callable
@@ -99,7 +101,8 @@ def read_token_ids(value: Any, path: str) -> TokenIds:
 
 
 def join_parts(value: Any) -> Any:
-    """A message's content as one text. What is neither text nor a list is the next validator's to refuse."""
+    """A message's content as one text. What is neither text nor a list is the next validator's to
+    refuse."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_PARTS:
@@ -155,7 +158,8 @@ def shortened(value: Any) -> str:
 
 
 def refuse_unknown(fields: Any, value: dict[str, Any]) -> None:
-    """Raises for the first key that is no field, before anything else is looked at: a body of a million such keys is one error."""
+    """Raises for the first key that is no field, before anything else is looked at: a body of a
+    million such keys is one error."""
     for key in value:
         if key not in fields:
             raise PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"})

@@ -1,4 +1,5 @@
-"""Storage: the bytes of files, in a folder or wherever fsspec reaches. A file is there whole or not at all.
+"""Storage: the bytes of files, in a folder or wherever fsspec reaches. A file is there whole or not
+at all.
 
 Synchronous: callers run it beside their event loop.
 """
@@ -31,7 +32,8 @@ class OutsideFolder(FileNotFoundError):
 
 class Storage:
     def __init__(self, url: str) -> None:
-        """url: a folder, or file://, s3:// and others, whose options fsspec takes from its own configuration. Raises StartupError."""
+        """url: a folder, or file://, s3:// and others, whose options fsspec takes from its own
+        configuration. Raises StartupError."""
         try:
             self.fs, self.root = fsspec.core.url_to_fs(url)
         except (OSError, ValueError, ImportError) as error:
@@ -72,7 +74,8 @@ class Storage:
         return file
 
     def names(self, folder: str) -> list[str]:
-        """The names of a folder's complete files, sorted. None are in a folder that does not exist."""
+        """The names of a folder's complete files, sorted. None are in a folder that does not
+        exist."""
         return [name for name, _ in self._listed(folder) if not name.endswith(UNFINISHED)]
 
     def remove(self, path: str) -> None:
@@ -94,7 +97,8 @@ class Storage:
         return [name for name, info in self._listed(folder) if name.endswith(UNFINISHED) and time.time() - modified_at(info) > after_s]
 
     def _within(self, path: str) -> str:
-        """The whole path of what is in this storage. Raises OutsideFolder for a path that leads out of it, by its parts or by a link."""
+        """The whole path of what is in this storage. Raises OutsideFolder for a path that leads out
+        of it, by its parts or by a link."""
         whole = f"{self.root}/{path}"
         is_within = PATH.fullmatch(path) is not None
         if is_within and isinstance(self.fs, LocalFileSystem):

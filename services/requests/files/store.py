@@ -1,4 +1,5 @@
-"""Files: what they are is in Redis, what is in them in the storage. Each has an owner, to everybody else it does not exist."""
+"""Files: what they are is in Redis, what is in them in the storage. Each has an owner, to everybody
+else it does not exist."""
 
 import asyncio
 import time
@@ -23,7 +24,8 @@ CONTENTS = "contents"  # the folder of what is in files
 STORE_TIMEOUT_S = 600.0  # to store what was received
 RESERVED_S = STORE_TIMEOUT_S + 60  # for which a gateway that is killed keeps the room of what it was storing
 
-# ARGV: uploads key, "<file id>/<bytes>", ms. Reserves the room of a file that is about to be stored; returns those that have reserved theirs before.
+# ARGV: uploads key, "<file id>/<bytes>", ms. Reserves the room of a file that is about to be
+# stored; returns those that have reserved theirs before.
 RESERVE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -84,7 +86,8 @@ class FileStore:
         return [record for name, value in zip(names, values, strict=True) if (record := read_file(name, value)) is not None]
 
     async def check_room(self, owner: str, num_bytes: int, *, max_size: int, coming: dict[str, int] | None = None) -> None:
-        """Check that there is room for one more file. max_size: of all of the owner's, in bytes. coming: sizes by id of those that are being stored.
+        """Check that there is room for one more file. max_size: of all of the owner's, in bytes.
+        coming: sizes by id of those that are being stored.
 
         Raises Invalid (413) beyond the owner's bounds.
         """
@@ -95,7 +98,8 @@ class FileStore:
             raise Invalid(f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some", code="storage_full", status=413)
 
     async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int) -> FileRecord:
-        """Keep a file that has been received. Raises as `check_room`; TimeoutError if the storage is too slow."""
+        """Keep a file that has been received. Raises as `check_room`; TimeoutError if the storage
+        is too slow."""
         num_bytes = await asyncio.to_thread(file.seek, 0, 2)
         now = int(time.time())
         record = FileRecord(f"file-{uuid.uuid4().hex[:24]}", owner, filename, purpose, num_bytes, now, now + ttl_s)
@@ -106,7 +110,8 @@ class FileStore:
 
     @asynccontextmanager
     async def _room_for(self, record: FileRecord, max_size: int) -> AsyncIterator[None]:
-        """Room that nobody else is given until the file is known. Reserved before it is looked for: of two that come at once, the second sees the first."""
+        """Room that nobody else is given until the file is known. Reserved before it is looked for:
+        of two that come at once, the second sees the first."""
         key, own = uploads_key(record.owner), f"{record.file_id}/{record.num_bytes}"
         with redis_errors_as_503():
             before: Any = await self.client.eval(RESERVE, 0, key, own, int(RESERVED_S * 1000))
@@ -146,11 +151,13 @@ class FileStore:
 
 
 def read_file(file_id: str, packed: bytes | None) -> FileRecord | None:
-    """A file's record; None for what is none: its id, which is to be a path, must be the one that was asked for."""
+    """A file's record; None for what is none: its id, which is to be a path, must be the one that
+    was asked for."""
     record = read_record(FileRecord, file_key(file_id), packed)
     return record if record is not None and is_file_id(file_id) and record.file_id == file_id else None
 
 
 def content_path(file_id: str, expires_at: int) -> str:
-    """Its time is in the name: an expired file is known for one whatever has become of its record."""
+    """Its time is in the name: an expired file is known for one whatever has become of its
+    record."""
     return f"{CONTENTS}/{file_id}.{expires_at}"

@@ -51,7 +51,8 @@ class ToolCallBody(Body):
         return self
 
     def to_wire(self) -> ToolCall:
-        """Make the message of the pipeline. For the model a custom tool is a function with one argument."""
+        """Make the message of the pipeline. For the model a custom tool is a function with one
+        argument."""
         if self.type == "custom" and self.custom is not None:
             return ToolCall(self.id, self.custom.name, json.dumps({INPUT: self.custom.input}, ensure_ascii=False))
         assert self.function is not None

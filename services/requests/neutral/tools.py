@@ -1,4 +1,5 @@
-"""The functions that a model may call, and which of them it has to: what the template is told, what the answer must match, and how it is parsed."""
+"""The functions that a model may call, and which of them it has to: what the template is told, what
+the answer must match, and how it is parsed."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # in an answer that has to call
 MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
-# Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model may go on with white space for ever
+# Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model
+# may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}  # a custom tool's function
@@ -82,7 +84,8 @@ class CustomTool(Body):
 
 
 class HostedTool(BaseModel):
-    """A tool that OpenAI's servers run, and none here: web_search and the like. The model is not told of it, and the answer's header names it."""
+    """A tool that OpenAI's servers run, and none here: web_search and the like. The model is not
+    told of it, and the answer's header names it."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -172,7 +175,8 @@ class Calling:
         return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts, customs, self.is_legacy)
 
     def offered(self, tool_calls: str) -> Constraint | None:
-        """The constraint on calls in an answer that may call, in the form of that name, if any of the functions is strict. Raises Invalid."""
+        """The constraint on calls in an answer that may call, in the form of that name, if any of
+        the functions is strict. Raises Invalid."""
         if self.mode != "auto" or not any(tool.function.strict for tool in self.callable) or tool_calls not in TAGS:
             return None
         return tags_constraint(TAGS[tool_calls](self.offers()))
@@ -211,7 +215,8 @@ def schema_of(tool: Tool | CustomTool) -> dict[str, Any]:
 
 
 def calls_format(offers: Sequence[Offer], *, is_parallel: bool) -> dict[str, Any]:
-    """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. A model that has nothing more to call may go on with calls: there is a most of them."""
+    """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. A model that has nothing more to
+    call may go on with calls: there is a most of them."""
     tags = [tagged(offer, json_head(offer, "parameters"), "}") for offer in offers]
     most = MAX_FORCED_CALLS if is_parallel else 1
     calls = {"type": "tags_with_separator", "tags": tags, "separator": ", ", "at_least_one": True, "max_tags": most}

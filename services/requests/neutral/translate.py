@@ -22,9 +22,11 @@ NUMBER = re.compile(r"\[\d+\]")
 
 
 def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str], place_of_tool: Callable[[int], str]) -> ChatCompletionBody:
-    """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other API's terms.
+    """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other
+    API's terms.
 
-    names: of the chat's fields, where they are others; place_of and place_of_tool: where a message or a tool, by its number in the chat, came from.
+    names: of the chat's fields, where they are others; place_of and place_of_tool: where a message
+    or a tool, by its number in the chat, came from.
     """
 
     def rename(path: str) -> str:
@@ -42,7 +44,8 @@ def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str]
 
 
 def name_of(path: str, names: dict[str, str]) -> str:
-    """A field of the chat, by its name in the other API: of the beginnings that have one, the longest counts. [] in names is any number."""
+    """A field of the chat, by its name in the other API: of the beginnings that have one, the
+    longest counts. [] in names is any number."""
     bare = NUMBER.sub("[]", path)
     for end in range(len(bare), 0, -1):
         if bare[:end] in names and bare[end : end + 1] in ("", ".", "[", ":"):

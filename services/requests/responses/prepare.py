@@ -17,9 +17,11 @@ from shared.wire.messages import GenerateRequest
 async def prepare_response(
     context: RequestContext, body: ResponseBody, before: list[Json], gateway_id: str | None, *, num_dropped: int = 0, **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest], bytes]:
-    """Make the requests and the record of a response, as `prepare_chat` of a chat, and the bytes to store of it; empty: none.
+    """Make the requests and the record of a response, as `prepare_chat` of a chat, and the bytes to
+    store of it; empty: none.
 
-    before: the items that it goes on from; num_dropped: how many of all items the model is not given.
+    before: the items that it goes on from; num_dropped: how many of all items the model is not
+    given.
     """
     chat = chat_of(body, before, num_dropped=num_dropped)
     with own_terms(NAME_HERE):

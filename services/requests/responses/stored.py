@@ -1,6 +1,8 @@
-"""Stored responses: what was asked is a key of Redis, what was answered is the token log. Any gateway reads both, and both live equally long.
+"""Stored responses: what was asked is a key of Redis, what was answered is the token log. Any
+gateway reads both, and both live equally long.
 
-What is kept of the request is the whole conversation, so that going on with it needs the response before, and none of those before that.
+What is kept of the request is the whole conversation, so that going on with it needs the response
+before, and none of those before that.
 """
 
 import asyncio
@@ -56,7 +58,8 @@ class Store:
         self._is_draining = False
 
     async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
-        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all: or not to be seen by it."""
+        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all:
+        or not to be seen by it."""
         with redis_errors_as_503():
             packed: Any = await self.client.get(stored_key(response_id))
             record = await find_record(self.client, tenant, response_id, of_all=of_all)
@@ -148,7 +151,8 @@ class Store:
         return bool(await self.client.exists(log_key(request_id))) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
 
     async def cancel(self, record: ResponseRecord) -> None:
-        """End the response as cancelled, now: its log says so before anybody is told. What has ended stays as it is."""
+        """End the response as cancelled, now: its log says so before anybody is told. What has
+        ended stays as it is."""
         with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
                 for request_id in record.request_ids:

@@ -1,7 +1,9 @@
-"""A JSON schema in the words that the grammars' library knows: what it has none for is said by others, or passed over and named.
+"""A JSON schema in the words that the grammars' library knows: what it has none for is said by
+others, or passed over and named.
 
-No answer that keeps to the rewritten schema breaks the keywords that were rewritten. Where a keyword allows more than can be said
-(`contains` at any place of a list), the rewritten one allows less.
+No answer that keeps to the rewritten schema breaks the keywords that were rewritten. Where a
+keyword allows more than can be said (`contains` at any place of a list), the rewritten one allows
+less.
 """
 
 import json
@@ -17,7 +19,7 @@ from services.requests.schemas.negate import Json, either, negated
 from services.requests.schemas.objects import table, texts
 from services.requests.schemas.one_of import exclusive
 from services.requests.schemas.patterns import formatted, matched, takes
-from services.requests.schemas.values import exclusive_bounds, is_contradictory, keeps_to, orders, sequence
+from services.requests.schemas.values import exclusive_bounds, is_contradictory, keeps_to, orders, said_of_strings, sequence
 from shared.process.errors import Invalid
 
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
@@ -49,12 +51,14 @@ class Malformed(Invalid):
 
 
 class Rewriter:
-    """One schema's. passed_over: the names of what is not enforced, with whether an answer can be checked for it."""
+    """One schema's. passed_over: the names of what is not enforced, with whether an answer can be
+    checked for it."""
 
     def __init__(self, schema: Any, *, is_thorough: bool = True, one_of: OneOf = "exclusive") -> None:
         """is_thorough: rewrite also what multiplies alternatives.
 
-        one_of: what becomes of options that are not plainly disjoint: each without the others, left to the library, or an anyOf.
+        one_of: what becomes of options that are not plainly disjoint: each without the others, left
+        to the library, or an anyOf.
         """
         self.schema = schema
         self.is_thorough = is_thorough
@@ -134,7 +138,8 @@ class Rewriter:
             return None
         return resolved.contents, resolved.resolver
 
-    # Each of the following writes its keywords of a node: into `out`, or as schemas that must hold, too, into `more`
+    # Each of the following writes its keywords of a node: into `out`, or as schemas that must hold,
+    # too, into `more`
 
     def _values(self, node: Json, out: Json, more: list[Any], _: Any) -> None:
         names = node.get("type")
@@ -250,7 +255,8 @@ class Rewriter:
             self._keep_apart(out)
 
     def _keep_apart(self, out: Json) -> None:
-        """A property that a pattern speaks of, too: what both say is said once. References the library can't join: there the property is left out."""
+        """A property that a pattern speaks of, too: what both say is said once. References the
+        library can't join: there the property is left out."""
         for name, each in out.get("properties", {}).items():
             for pattern, said in out["patternProperties"].items():
                 if each is False or not keeps_to(name, {"pattern": pattern}):
@@ -390,8 +396,3 @@ class Rewriter:
         alternatives += [{"allOf": [each, last]} if last != {} else each for each in otherwise if last is not False]
         more.append(either(alternatives) if alternatives else False)
         return None
-
-
-def said_of_strings(schemas: list[Json]) -> list[Json]:
-    """Without the type: other types may stand beside."""
-    return [{key: each for key, each in schema.items() if key != "type"} for schema in schemas]

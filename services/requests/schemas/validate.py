@@ -1,4 +1,5 @@
-"""Whether an answer keeps to its schema, by the jsonschema package. Runs in a helper: a pattern may take for ever."""
+"""Whether an answer keeps to its schema, by the jsonschema package. Runs in a helper: a pattern may
+take for ever."""
 
 import json
 import re

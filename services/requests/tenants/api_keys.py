@@ -1,6 +1,8 @@
-"""API keys: a JSON file that `penstock keys` writes and gateways read, again whenever it changes. It holds hashes: a key is shown once, when it is made.
+"""API keys: a JSON file that `penstock keys` writes and gateways read, again whenever it changes.
+It holds hashes: a key is shown once, when it is made.
 
-A key has 256 random bits, so one round of SHA-256 suffices: there is nothing to guess that a slow hash would protect.
+A key has 256 random bits, so one round of SHA-256 suffices: there is nothing to guess that a slow
+hash would protect.
 """
 
 import fcntl
@@ -59,7 +61,8 @@ def digest_of(key: str) -> bytes:
 
 
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
-    """Raises StartupError for a file that can't be read, is not to be trusted, or is none of ours, FileNotFoundError for none."""
+    """Raises StartupError for a file that can't be read, is not to be trusted, or is none of ours,
+    FileNotFoundError for none."""
     try:
         with path.open("rb") as file:
             if os.fstat(file.fileno()).st_mode & stat.S_IWOTH:
@@ -80,7 +83,8 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
 
 
 def add_key(path: Path, name: str, **limits: object) -> str:
-    """Make a key of a new tenant; limits: further fields of ApiKey. Returns the key, which is not stored. Raises StartupError."""
+    """Make a key of a new tenant; limits: further fields of ApiKey. Returns the key, which is not
+    stored. Raises StartupError."""
     with _changing(path) as keys:
         if any(each.name == name for each in keys):
             raise StartupError(f"there is a key called {name!r} already: revoke it first, or rotate it")
@@ -94,7 +98,8 @@ def add_key(path: Path, name: str, **limits: object) -> str:
 
 
 def rotate_key(path: Path, name: str) -> str:
-    """Give the tenant another key; the old one is worth nothing at once. Returns the new one. Raises StartupError."""
+    """Give the tenant another key; the old one is worth nothing at once. Returns the new one.
+    Raises StartupError."""
     with _changing(path) as keys:
         number = _find(keys, name, path)
         secret = _new_secret()
@@ -121,7 +126,8 @@ def _find(keys: list[ApiKey], name: str, path: Path) -> int:
 
 @contextmanager
 def _changing(path: Path) -> Iterator[list[ApiKey]]:
-    """The keys, to be changed: one process at a time, and written whole or not at all. Readers see the old file or the new one."""
+    """The keys, to be changed: one process at a time, and written whole or not at all. Readers see
+    the old file or the new one."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.with_name(path.name + ".lock").open("a") as lock:
@@ -143,7 +149,8 @@ def _changing(path: Path) -> Iterator[list[ApiKey]]:
 
 
 def wants_keys(settings: GatewaySettings) -> bool:
-    """Whether a gateway that starts so asks for a key: there is one, or there is a file for some, be it empty. Raises StartupError."""
+    """Whether a gateway that starts so asks for a key: there is one, or there is a file for some,
+    be it empty. Raises StartupError."""
     return settings.auth and (bool(settings.api_key) or _is_there(settings.keys_file))
 
 
@@ -159,7 +166,8 @@ def _is_there(path: Path) -> bool:
 
 
 def check_exposure(settings: GatewaySettings) -> None:
-    """Raises StartupError if others than this machine's users could ask without a key, and nobody has said that they may."""
+    """Raises StartupError if others than this machine's users could ask without a key, and nobody
+    has said that they may."""
     if not settings.auth or wants_keys(settings):
         return
     try:

@@ -1,4 +1,5 @@
-"""Who asks, and what they may: a tenant is everybody who uses one API key. What it stores and streams is its own, and so are the prefixes that it caches."""
+"""Who asks, and what they may: a tenant is everybody who uses one API key. What it stores and
+streams is its own, and so are the prefixes that it caches."""
 
 from dataclasses import dataclass
 
@@ -24,7 +25,8 @@ class Tenant:
 
     @property
     def sees_all(self) -> bool:
-        """Whether other tenants' batches and responses are there for it. Where there are no keys, everybody administers, and sees what has no tenant."""
+        """Whether other tenants' batches and responses are there for it. Where there are no keys,
+        everybody administers, and sees what has no tenant."""
         return self.is_admin and bool(self.tenant_id)
 
     def sees(self, owner: str) -> bool:
@@ -36,7 +38,8 @@ class Tenant:
         return self.models is None or not set(self.models).isdisjoint(names)
 
     def salted(self, cache_salt: str) -> str:
-        """The salt of a request's cached prefixes: how fast a prompt is must not tell a tenant what another has asked."""
+        """The salt of a request's cached prefixes: how fast a prompt is must not tell a tenant what
+        another has asked."""
         return f"{self.tenant_id}\0{cache_salt}" if self.tenant_id else cache_salt
 
 

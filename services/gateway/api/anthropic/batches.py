@@ -1,4 +1,5 @@
-"""Anthropic's batches of messages: POST /v1/messages/batches and what belongs to it. Inside, a batch as OpenAI's, whose lines are this API's messages."""
+"""Anthropic's batches of messages: POST /v1/messages/batches and what belongs to it. Inside, a
+batch as OpenAI's, whose lines are this API's messages."""
 
 import asyncio
 import io

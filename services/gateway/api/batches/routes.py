@@ -52,7 +52,8 @@ async def create(request: Request) -> JSONResponse:
 async def list_batches(
     request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), tenant: str | None = Query(None, max_length=64)
 ) -> JSONResponse:
-    """The batches that there are, the newest first. tenant, for administrators: another's, by its id; or *: those of all that have not ended."""
+    """The batches that there are, the newest first. tenant, for administrators: another's, by its
+    id; or *: those of all that have not ended."""
     context = context_of(request)
     if tenant is None:
         found = await context.batches.list_of(context.tenant.tenant_id, after, limit + 1)

@@ -1,4 +1,5 @@
-"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/api-others.md says what is understood."""
+"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/api-others.md says what
+is understood."""
 
 import hashlib
 from dataclasses import replace
@@ -80,7 +81,8 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
 
 
 def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
-    """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there and stays, or the error says so."""
+    """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there
+    and stays, or the error says so."""
     context.resolve(name_here(context, body.model))
     return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "unload" if body.unloads else "load", **nothing})
 
@@ -159,9 +161,11 @@ def name_here(context: Context, name: str) -> str:
 
 
 def card(name: str, replica: Replica) -> Json:
-    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left empty.
+    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left
+    empty.
 
-    Its digest is of what tells one model from another here, as the fingerprint does; Ollama's command line cuts twelve digits off it, and fails at fewer.
+    Its digest is of what tells one model from another here, as the fingerprint does; Ollama's
+    command line cuts twelve digits off it, and fails at fewer.
     """
     digest = hashlib.sha256(f"{replica.model} {replica.fingerprint}".encode()).hexdigest()
     details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}

@@ -1,4 +1,5 @@
-"""The endpoints beside generation: texts to tokens and back, what the tokenizer is, and what load balancers ask."""
+"""The endpoints beside generation: texts to tokens and back, what the tokenizer is, and what load
+balancers ask."""
 
 from importlib.metadata import version
 from typing import Any

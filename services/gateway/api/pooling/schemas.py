@@ -6,8 +6,9 @@ from pydantic import BeforeValidator, Field
 
 from services.requests.bodies.body import ANYTHING, Body, Table
 from services.requests.bodies.fields import Texts, read_text
+from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.messages import MAX_NAME
-from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER, EmbeddingBody
+from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 

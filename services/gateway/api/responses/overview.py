@@ -1,4 +1,5 @@
-"""What an administrator sees of all tenants' responses, whatever API they are of and whether their keys are still good: what runs, and what is stored."""
+"""What an administrator sees of all tenants' responses, whatever API they are of and whether their
+keys are still good: what runs, and what is stored."""
 
 from typing import Any
 
@@ -22,7 +23,8 @@ async def running(context: Context) -> Found:
 
 
 async def held(context: Context, tenant_id: str, count: int) -> Found:
-    """Find a tenant's responses that run or are stored: the `count` that stay longest, and one more."""
+    """Find a tenant's responses that run or are stored: the `count` that stay longest, and one
+    more."""
     with redis_errors_as_503():
         members: Any = await context.client.zrevrange(held_key(tenant_id), 0, count)
         return await _records(context, [each.decode().partition("/")[2] for each in members])
@@ -39,7 +41,8 @@ async def _records(context: Context, response_ids: list[str]) -> Found:
 
 
 async def find_any(context: Context, response_id: str) -> ResponseRecord | None:
-    """Find another tenant's response, or one that is not stored. None: there is none, or it is the administrator's own, which is handled as everybody's."""
+    """Find another tenant's response, or one that is not stored. None: there is none, or it is the
+    administrator's own, which is handled as everybody's."""
     with redis_errors_as_503():
         record = await find_record(context.client, context.tenant, response_id, of_all=True)
         if record is None or (record.tenant_id == context.tenant.tenant_id and await context.client.exists(stored_key(response_id))):
