@@ -105,6 +105,7 @@ def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: Respons
 class ChatFormat:
     def __init__(self, record: ResponseRecord) -> None:
         self.record = record
+        self._head = head_of(record, "chat.completion.chunk")
 
     def opening(self, index: int) -> dict[str, Any]:
         parsing = self.record.parsing
@@ -132,7 +133,7 @@ class ChatFormat:
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
-            **self._head("chat.completion"),
+            **head_of(self.record, "chat.completion"),
             "service_tier": "default",
             "choices": [
                 {
@@ -162,15 +163,13 @@ class ChatFormat:
         return prompt_ids_field(self.record, token_ids) if index == 0 else {}
 
     def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
-        return make_chunk(self._head("chat.completion.chunk"), made, self.record, choice)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return head_of(self.record, kind)
+        return make_chunk(self._head, made, self.record, choice)
 
 
 class CompletionFormat:
     def __init__(self, record: ResponseRecord) -> None:
         self.record = record
+        self._head = head_of(record, "text_completion")
 
     def opening(self, index: int) -> None:
         """Return None: completions begin with their first token."""
@@ -199,7 +198,7 @@ class CompletionFormat:
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
-            **head_of(self.record, "text_completion"),
+            **self._head,
             "choices": [
                 {
                     "index": choice.index,
@@ -233,7 +232,7 @@ class CompletionFormat:
         return asdict(listed)
 
     def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
-        return make_chunk(head_of(self.record, "text_completion"), made, self.record, choice)
+        return make_chunk(self._head, made, self.record, choice)
 
 
 def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
