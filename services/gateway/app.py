@@ -37,7 +37,7 @@ from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, 
 from services.gateway.http.observed import Observed
 from services.gateway.reading.canceller import LAST_TRY_S
 from services.gateway.reading.silence import Silence
-from services.gateway.reading.subscriptions import or_die
+from services.gateway.reading.subscriptions import exit_on_failure
 from services.requests.bodies.ignored import HEADER
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
@@ -60,7 +60,7 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
             "canceller": pipeline.canceller.run(),
             "memory": context.admission.memory.run(),
         }
-        tasks = [asyncio.create_task(or_die(name, each)) for name, each in work.items()]
+        tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
         await asyncio.to_thread(context.stage.join)
         yield
         await asyncio.to_thread(context.stage.leave)
@@ -77,7 +77,8 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
         await context.grammars.helpers.stop()
         await context.pipeline.answers.helper.stop()
 
-    # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN
+    # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
+    # users' browsers a CDN
     app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context
     app.state.watch = watch
@@ -123,7 +124,8 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
 
 
 def own_problems(context: Context) -> list[str]:
-    """What keeps this gateway from serving: its reader's trouble, or the heartbeat's (which writes, and so sees a Redis that only reads)."""
+    """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which
+    writes and so notices a Redis that takes no writes."""
     found = list(context.pipeline.subscriptions.problems)
     if context.stage.problem:
         found.append(f"redis can't serve: {context.stage.problem}")
@@ -131,7 +133,8 @@ def own_problems(context: Context) -> list[str]:
 
 
 async def warnings(context: Context, num_batches: int) -> list[str]:
-    """Warnings for the operator that keep no interactive request from being served: files, and workers of batches."""
+    """Warnings for the operator that keep no interactive request from being served: files, and
+    workers of batches."""
     found, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
     if num_batches and not workers:
         found.append(f"batches wait ({num_batches}), and no worker of batches is alive")
@@ -146,7 +149,8 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
 
 
 async def health(request: Request) -> JSONResponse:
-    """200 if Redis serves, this gateway reads its events, and every live compute replica has come round its loop lately: recent steps, not live sockets."""
+    """200 if Redis serves, this gateway reads its events, and every live compute replica has come
+    round its loop lately: recent steps, not live sockets."""
     context: Context = request.app.state.context
     subscriptions = context.pipeline.subscriptions
     problems, num_batches = own_problems(context), 0

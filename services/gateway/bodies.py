@@ -1,7 +1,9 @@
-"""`python -m services.gateway.bodies`: the gateway's helper that parses long bodies, so that no body stalls the streams of others.
+"""`python -m services.gateway.bodies`: the gateway's helper that parses long bodies, so that no
+body stalls the streams of others.
 
-It knows every kind of body that the gateway takes. A question is the body's class, pickled, and the body; the answer is the checked body, or Invalid.
-Schemas in it are looked through here, too: one that is too long is refused, and its megabytes never come to the gateway's loop.
+It knows every kind of body that the gateway takes. A question is the body's class, pickled, and the
+body; the answer is the checked body, or Invalid. Schemas in it are looked through here, too: one
+that is too long is refused, and its megabytes never come to the gateway's loop.
 """
 
 import gc
@@ -17,7 +19,8 @@ from services.requests.anthropic.schemas import CountTokensBody, MessageBatchBod
 from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse
 from services.requests.helpers.worker import run_worker
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.responses.schemas import ResponseBody
 
 BODIES: tuple[type[Body], ...] = (

@@ -1,4 +1,5 @@
-"""Context: the objects that a gateway's routes work with, built once at the start; and who asks, of each request its own.
+"""Context: the objects that a gateway's routes work with, built once at the start; and who asks, of
+each request its own.
 
 Making requests of bodies takes a part of them, which the workers of batches have, too.
 """
@@ -53,7 +54,8 @@ class Context(ConversationContext):
         return await (work if self.request is None else unless_gone(self.request, work))
 
     def served_names(self) -> dict[str, Replica]:
-        """Every name that the caller may use, and a replica of its model: compute's, if one is alive."""
+        """Every name that the caller may use, and a replica of its model: compute's, if one is
+        alive."""
         return served_names(self.stage.registry, self.tenant)
 
     async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
@@ -64,7 +66,8 @@ class Context(ConversationContext):
         return body
 
     def only_model(self) -> str:
-        """The name of the model that is served, if it is one. Raises Invalid, Rejected (503) while there is none."""
+        """The name of the model that is served, if it is one. Raises Invalid, Rejected (503) while
+        there is none."""
         names = {replica.model: None for replica in self.served_names().values() if replica.model is not None}
         if len(names) > 1:
             reason = f"missing required parameter: model; several are served, name one: {', '.join(sorted(names))}"
@@ -72,7 +75,8 @@ class Context(ConversationContext):
         return next(iter(names), None) or self.resolve("")
 
     def served(self, name: str) -> Replica:
-        """A live compute replica of the model that the caller calls so. Raises Rejected (503) while it has none, Invalid (404)."""
+        """A live compute replica of the model that the caller calls so. Raises Rejected (503) while
+        it has none, Invalid (404)."""
         replica = self.served_names().get(name)
         return replica if replica is not None and replica.stage == "compute" else self.stage.registry.of("compute", self.resolve(name))[0]
 
@@ -90,6 +94,6 @@ def context_of(request: Request) -> Context:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose request this is."""
+    """The tenant that sent this request."""
     caller: Caller = request.state.caller
     return caller.tenant

@@ -27,7 +27,8 @@ from services.requests.bodies import parse
 from services.requests.bodies.ignored import collecting
 from services.requests.context import RequestContext
 from services.requests.errors import RequestFailed, check
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.neutral.translate import in_own_terms, own_terms
 from services.requests.prepare import prepare_chat, prepare_completion, prepare_embeddings
 from services.requests.record import ResponseRecord

@@ -25,8 +25,9 @@ CONNECTION_TIMEOUT_S = 10.0  # for one of the connections to be free
 class Cancellable(AbstractConnection):
     """A connection whose user can be cancelled at any time.
 
-    redis-py sends under asyncio.wait_for, and in Python 3.11 that swallows a cancellation which comes just when the command has been sent: the task would
-    run on, and whoever waits for its end would wait for ever. asyncio.timeout swallows none.
+    redis-py sends under asyncio.wait_for, and in Python 3.11 that swallows a cancellation which
+    comes just when the command has been sent: the task would run on, and whoever waits for its end
+    would wait for ever. asyncio.timeout swallows none.
     """
 
     async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
@@ -41,7 +42,8 @@ class Cancellable(AbstractConnection):
 
 
 def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> "redis.asyncio.Redis":
-    """A client whose commands wait for one of so many connections. (redis-py's own pool refuses a command when all are taken: by default the 101st at once.)"""
+    """A client whose commands wait for one of so many connections. (redis-py's own pool refuses a
+    command when all are taken: by default the 101st at once.)"""
     pool = BlockingConnectionPool.from_url(
         settings.redis_url,
         max_connections=max_connections,
@@ -56,8 +58,9 @@ def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> 
 
 
 @contextmanager
-def away() -> Iterator[None]:
-    """Redis can't serve at the moment: Recoverable, which is a 503 with Retry-After."""
+def redis_errors_as_503() -> Iterator[None]:
+    """Turn what a Redis that can't serve raises into Recoverable, which is a 503 with Retry-After.
+    Lets what is no passing trouble through."""
     try:
         yield
     except (redis.RedisError, OSError) as error:

@@ -1,4 +1,5 @@
-"""What it takes to make requests of a body: what the gateway and the workers of batches have in common."""
+"""RequestContext: the objects that turn a body into requests, in the gateway and in the workers of
+batches."""
 
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestContext:
-    """What it takes to make requests of a body."""
+    """The objects that turn a body into requests, and who asks."""
 
     settings: RequestSettings
     stage: Stage
@@ -33,7 +34,8 @@ class RequestContext:
         return self.caller.tenant
 
     async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
-        """What `work` returns, which is for this request alone."""
+        """Return what `work` returns. Subclasses cancel it when nobody waits for the answer any
+        more."""
         return await work
 
     def resolve(self, name: str) -> str:

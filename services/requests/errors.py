@@ -1,4 +1,5 @@
-"""Errors of a request that a stage failed, and errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, in a body and in a stream."""
+"""Errors of requests that failed in the pipeline, and errors as OpenAI sends them: `{"error":
+{"message", "type", "param", "code"}}`, in a body and in a stream."""
 
 from typing import Any
 
@@ -53,7 +54,7 @@ def check(event: TokenEvent) -> None:
 
 
 def error_of(event: TokenEvent) -> RequestError:
-    """Of an end that is no answer's."""
+    """The error that an event ends with."""
     if event.finish_reason == "cancelled":
         return RequestError("the request was cancelled", CLIENT_CLOSED, code="cancelled")
     return event.error or RequestError("the request failed")

@@ -1,4 +1,5 @@
-"""What goes into the pipeline for a body, and its record: a chat, a completion, embeddings."""
+"""Makes the pipeline's requests and the response's record of a body: a chat, a completion,
+embeddings."""
 
 import time
 from collections.abc import Sequence
@@ -7,7 +8,8 @@ from typing import Any
 
 from services.requests.bodies.fields import MAX_SEQUENCES
 from services.requests.context import RequestContext
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
 from services.requests.parsing.answer import REASONING, TOOL_CALLS
 from services.requests.record import ResponseRecord, choice_params, make_record
 from services.requests.schemas.prepare import Prepared
@@ -20,7 +22,8 @@ from shared.wire.messages import GenerateRequest, Replica, SchedulingParams
 async def prepare_completion(
     context: RequestContext, body: CompletionBody, gateway_id: str | None, kind: str = "text_completion", **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a completion: as `prepare_chat` for a chat. kind: of record.PREFIXES."""
+    """Make the requests and the record of a completion, as `prepare_chat` of a chat. kind: of
+    record.PREFIXES."""
     params, prompts, prepared, model = body.params(), body.prompt, await constraint_for(context, body.constraint()), check(context, body)
     params = with_model_defaults(context, body, params, model)
     constraint = prepared.constraint if prepared is not None else None
@@ -54,7 +57,8 @@ def check(context: RequestContext, body: GenerateBody | EmbeddingBody) -> str:
 
 
 async def constraint_for(context: RequestContext, constraint: Constraint | None) -> Prepared | None:
-    """The constraint as it can be enforced. Raises Invalid, Rejected, and ClientDisconnect. What costs work is charged before it is done."""
+    """The constraint as it can be enforced. Raises Invalid, Rejected, and ClientDisconnect. What
+    costs work is charged before it is done."""
     if constraint is None:
         return None
     if not context.grammars.knows(constraint):
@@ -69,15 +73,21 @@ def checks_of(prepared: Prepared | None) -> Sequence[Sequence[str]]:
 async def prepare_chat(
     context: RequestContext, body: ChatCompletionBody, kind: str, name: str, gateway_id: str | None, **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a chat, whichever API it came by. Raises Invalid, Rejected.
+    """Make the requests and the record of a chat, whichever API it came by. Raises Invalid,
+    Rejected.
 
-    kind: of record.PREFIXES; name: of the model, as the client called it; gateway_id: who reads the events; None: nobody, the log is enough; others: further
-    fields of the record.
+    kind: of record.PREFIXES; name: of the model, as the client called it; gateway_id: who reads the
+    events; None: nobody, the log is enough; others: further fields of the record.
     """
-    calling, params, model = body.calling(), body.params(), check(context, body)  # what is wrong, before what is missing
+    # A wrong body and a missing model are refused first, at no charge; then what can't be compiled,
+    # which is charged. Nothing is refused after that.
+    calling, params, model = body.calling(), body.params(), check(context, body)
     params = with_model_defaults(context, body, params, model)
     tool_calls, reasoning = parsers_of(context, model)
     parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
+    options = body.chat_options(
+        calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
+    )
     prepared = await constraint_for(context, calling.forced() or body.constraint() or calling.offered(tool_calls))
     constraint = prepared.constraint if prepared is not None else None
     if constraint is not None and parsing.reasoning and body.may_think:
@@ -87,9 +97,6 @@ async def prepare_chat(
         has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         checks=checks_of(prepared), **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
-    options = body.chat_options(
-        calling, may_bring_template=context.settings.trust_request_chat_template, begins_with_call=calling.is_forced and not parsing.reasoning
-    )
     if parsing.needs_special_tokens:
         params = replace(params, skip_special_tokens=False)
     messages = tuple(message.to_wire() for message in body.messages)
@@ -106,7 +113,7 @@ async def prepare_chat(
 
 
 def after_thought(constraint: Constraint, reasoning: str) -> Constraint:
-    """The same for a model that may think before its answer."""
+    """Let the model think before the constrained answer."""
     marks = REASONING[reasoning]
     return replace(constraint, thought_begin=marks.starts[0], thought_end=marks.ends[0])
 
@@ -137,18 +144,20 @@ def fingerprint_of(context: RequestContext, model: str) -> str:
 
 
 def newest(context: RequestContext, stage: str, model: str) -> Replica | None:
-    """The replica that started last. While replicas with other settings take over, all gateways choose the same one."""
+    """The replica that started last. While replicas with other settings take over, all gateways
+    choose the same one."""
     return max(context.stage.registry.of(stage, model), key=lambda replica: (replica.started_at, replica.replica_id), default=None)
 
 
 def each_params(body: GenerateBody, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
-    """For each prompt, for each of its n choices. With a seed, choice i of a prompt is the same whatever the other prompts."""
+    """The params of each prompt's n choices. With a seed, choice i of a prompt does not depend on
+    the other prompts."""
     seed = body.seed % (1 << 64) if body.seed is not None else None
     return [choice_params(params, seed, choice) for _ in range(num_prompts) for choice in range(body.num_sequences if body.num_beams is None else 1)]
 
 
 def each_choice(body: GenerateBody, *, has_logprobs: bool) -> dict[str, Any]:
-    """What the record says of a prompt's choices."""
+    """The record's fields about a prompt's choices."""
     picks = body.num_beams is None and body.num_sequences > body.n
     return {
         "n": 1 if body.num_beams is not None else body.num_sequences, "num_best": body.n if picks else None, "hides_logprobs": picks and not has_logprobs,
@@ -159,7 +168,8 @@ def each_choice(body: GenerateBody, *, has_logprobs: bool) -> dict[str, Any]:
 def prepare_embeddings(
     context: RequestContext, body: EmbeddingBody, gateway_id: str | None, kind: str = "embedding", **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest]]:
-    """What goes into the pipeline for a list of inputs: as `prepare_chat` for a chat. kind: of record.PREFIXES."""
+    """Make the requests and the record of a list of inputs, as `prepare_chat` of a chat. kind: of
+    record.PREFIXES."""
     model = check(context, body)
     prompts = body.prompts(may_bring_template=context.settings.trust_request_chat_template)
     if len(prompts) > (most := context.settings.max_requests):

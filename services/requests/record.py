@@ -1,4 +1,5 @@
-"""What a response is, before and beside its events: its record in Redis, and the seeds of its choices."""
+"""What a response is, before and beside its events: its record in Redis, and the seeds of its
+choices."""
 
 import os
 import time
@@ -42,7 +43,7 @@ GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio: spreads the choices' seeds
 
 @dataclass(frozen=True, slots=True)
 class ResponseRecord:
-    """What it takes to stream a response again, from any gateway."""
+    """The facts that any gateway needs to stream a response again."""
 
     response_id: str
     kind: str  # of PREFIXES
@@ -78,7 +79,8 @@ class ResponseRecord:
 
 
 def read_record(record_type: type[R], key: str, packed: bytes | None) -> R | None:
-    """The record under a key of Redis. None where there is none, and, with a line in the log, for what is not such a record."""
+    """The record under a key of Redis. None where there is none, and, with a line in the log, for
+    what is not such a record."""
     if packed is None:
         return None
     try:
@@ -89,7 +91,7 @@ def read_record(record_type: type[R], key: str, packed: bytes | None) -> R | Non
 
 
 def read_response(response_id: str, packed: bytes | None) -> ResponseRecord | None:
-    """As `read_record`: a record that says another id than its key is none."""
+    """Read a response's record. A record that says another id than its key counts as none."""
     record = read_record(ResponseRecord, response_key(response_id), packed)
     return record if record is not None and record.response_id == response_id else None
 
@@ -97,7 +99,8 @@ def read_response(response_id: str, packed: bytes | None) -> ResponseRecord | No
 def make_record(
     kind: str, model: str, served_model: str, *, num_prompts: int = 1, n: int = 1, has_usage: bool = False, key: str = "", **others: Any
 ) -> ResponseRecord:
-    """The record of a new response. key: what its id ends with; by default of random; others: its further fields."""
+    """The record of a new response. key: what its id ends with; by default of random; others: its
+    further fields."""
     return ResponseRecord(PREFIXES[kind] + (key or uuid.uuid4().hex), kind, model, int(time.time()), num_prompts, n, has_usage, served_model, **others)
 
 
@@ -108,7 +111,8 @@ def choice_params(params: SamplingParams, seed: int | None, choice: int) -> Samp
 
 
 async def find_record(client: "redis.asyncio.Redis", tenant: Tenant, response_id: str, *, of_all: bool = False) -> ResponseRecord | None:
-    """None if there is none, or none of this tenant's; of_all: or none that it sees, as an administrator does. Raises what the client raises."""
+    """Find the record of this tenant's response; of_all: of any that it may see, as an
+    administrator does. None: there is none. Raises what the client raises."""
     packed: Any = await client.get(response_key(response_id))
     record = read_response(response_id, packed)
     if record is None or not (tenant.sees(record.tenant_id) if of_all else record.tenant_id == tenant.tenant_id):

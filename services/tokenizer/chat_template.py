@@ -217,4 +217,4 @@ def _refused(name: str, reason: str, param: str = "messages") -> Invalid:
 
 def _away(what: str) -> Invalid:
     """The machine is at fault, so it is worth another try."""
-    return Invalid(f"the process that renders chat templates {what}", code="chat_template_away", status=503)
+    return Invalid(f"the process that renders chat templates {what}", code="chat_template_unavailable", status=503)

@@ -5,8 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
-from services.requests.bodies.body import Body
-from services.requests.bodies.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS, OF_MESSAGES
+from services.requests.bodies.body import ANYTHING, OF_CHATS, OF_COMPLETIONS, OF_MESSAGES, Body
 from services.requests.bodies.parse import parse
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from shared.process.errors import Invalid

@@ -1,4 +1,5 @@
-"""Requests of the gateway's own: a response that is read to its end here, and goes to no client as it is."""
+"""Requests of the gateway's own: a response that is read to its end here, and goes to no client as
+it is."""
 
 import json
 from dataclasses import replace
@@ -16,7 +17,8 @@ from shared.wire.messages import EncodingParams, GenerateRequest, Task, TokenEve
 
 
 async def ask_all(context: Context, model: str, requests: list[GenerateRequest]) -> list[list[TokenEvent]]:
-    """The events of each request, whose ids are given here. Raises Rejected, Recoverable, RequestFailed."""
+    """The events of each request, whose ids are given here. Raises Rejected, Recoverable,
+    RequestFailed."""
     record = make_record("internal", model, model, num_prompts=len(requests), n=1, has_usage=False)
     named = [replace(each, request_id=request_id) for each, request_id in zip(requests, record.request_ids, strict=True)]
     generation = await context.pipeline.submit(context.caller, record, named)
@@ -34,14 +36,16 @@ async def ask_all(context: Context, model: str, requests: list[GenerateRequest])
 
 
 async def ask_tokenizer(context: Context, model: str, task: Task, request: GenerateRequest) -> dict[str, Any]:
-    """The tokenizer's answer, JSON. Raises as above; what is wrong with the request is RequestFailed, with status 400."""
+    """The tokenizer's answer, JSON. Raises as above; what is wrong with the request is
+    RequestFailed, with status 400."""
     [[event]] = await ask_all(context, model, [replace(request, task=task)])
     found: dict[str, Any] = json.loads(event.text)
     return found
 
 
 async def token_ids_of(context: Context, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
-    """The tokens of each text, encoded as the one of the same number in `encodings` says. Raises as above."""
+    """The tokens of each text, encoded as the one of the same number in `encodings` says. Raises as
+    above."""
     asked = [replace(question(context, model, encoding=encoding, prompt=text), task="tokenize") for text, encoding in zip(texts, encodings, strict=True)]
     answers = await ask_all(context, model, asked)
     return [np.array(json.loads(event.text)["tokens"], np.int32) for [event] in answers]

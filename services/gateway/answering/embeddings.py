@@ -9,7 +9,7 @@ from services.gateway.answering.responder import Responder
 from services.gateway.context import Context
 from services.gateway.telemetry.measured import Measured
 from services.requests.answers.embeddings import embeddings_body
-from services.requests.neutral.schemas import EmbeddingBody
+from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.prepare import prepare_embeddings
 
 
@@ -26,7 +26,8 @@ R = TypeVar("R", bound=EmbeddingResponder)
 
 
 async def submit_embeddings(context: Context, body: EmbeddingBody, request: Request, make: Callable[..., R], kind: str = "embedding") -> R:
-    """Hand the inputs over, all or none. Returns what answers, which `make` makes of a generation. kind: of record.PREFIXES."""
+    """Hand the inputs over, all or none. Returns what answers, which `make` makes of a generation.
+    kind: of record.PREFIXES."""
     record, requests = prepare_embeddings(context, body, context.stage.replica_id, kind)
     measured = Measured(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests)

@@ -1,4 +1,5 @@
-"""A generation's events to an HTTP response: a stream of server-sent events, or one JSON body. Both end when the client goes away."""
+"""A generation's events to an HTTP response: a stream of server-sent events, or one JSON body. Both
+end when the client goes away."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -28,7 +29,8 @@ T = TypeVar("T")
 
 
 class EventStream(Response):
-    """Sends chunks until they end or the client goes away, and then, whichever came first, calls on_close."""
+    """Sends chunks until they end or the client goes away, and then, whichever came first, calls
+    on_close."""
 
     def __init__(self, chunks: AsyncIterator[bytes], on_close: Callable[[], None], media_type: str = "text/event-stream") -> None:
         super().__init__(media_type=media_type, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
@@ -99,7 +101,8 @@ class Responder:
             self.close()
 
     async def stream(self) -> Response:
-        """Server-sent events. What fails before the first event is an ordinary HTTP error; while a request waits, pings keep the stream open."""
+        """Server-sent events. What fails before the first event is an ordinary HTTP error; while a
+        request waits, pings keep the stream open."""
         try:
             first = await self._next()
             if first:
@@ -118,7 +121,8 @@ class Responder:
         return all(choice.finish_reason is not None for choice in self.choices)
 
     async def _next(self) -> list[tuple[int, TokenEvent]]:
-        """Events, measured as they come. Raises RequestFailed if the response ends without its sequences."""
+        """Events, measured as they come. Raises RequestFailed if the response ends without its
+        sequences."""
         try:
             batch = await self.generation.next(self.ping_interval_s)
         except ResponseFailed as failed:
@@ -180,7 +184,8 @@ class Responder:
         yield DONE
 
     def _encode(self, batch: list[tuple[int, TokenEvent]], positions: list[int]) -> tuple[bytes, RequestError | None]:
-        """A batch of events as bytes, up to the first that is an error. Raises `positions` as it goes."""
+        """A batch of events as bytes, up to the first that is an error. Raises `positions` as it
+        goes."""
         encoded = bytearray()
         for index, event in batch:
             try:
@@ -203,5 +208,6 @@ class Responder:
 
 
 async def aside(work: Callable[[], T], *, is_long: bool) -> T:
-    """What `work` returns. What takes long runs in a thread, beside which the others' streams go on."""
+    """Return what `work` returns. Long work runs in a thread, so that other streams go on
+    meanwhile."""
     return await asyncio.to_thread(work) if is_long else work()

@@ -1,4 +1,5 @@
-"""How many tokens a chat has: its request goes to the tokenizer, and ends with the answer. Nothing is computed."""
+"""How many tokens a chat has: its request goes to the tokenizer, and ends with the answer. Nothing
+is computed."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,7 +31,8 @@ class TokenCount(Responder):
 async def count_tokens(
     context: Context, request: Request, chat: ChatCompletionBody, kind: str, names: dict[str, str], describe: Callable[[int], Json]
 ) -> Response:
-    """kind: of record.PREFIXES; names: of the chat's fields there; describe: the number, as the API answers it."""
+    """kind: of record.PREFIXES; names: of the chat's fields there; describe: the number, as the API
+    answers it."""
     measured = Measured(context.metrics)
     with own_terms(names):
         record, requests = await prepare_chat(context, chat, kind, chat.model, context.stage.replica_id)

@@ -1,4 +1,5 @@
-"""Answers in the events of other APIs than OpenAI's. Their requests are chats inside, so there is one way through the pipeline.
+"""Answers in the events of other APIs than OpenAI's. Their requests are chats inside, so there is
+one way through the pipeline.
 
 The events are a pure function of the token log: every reader of the same log makes the same events.
 """

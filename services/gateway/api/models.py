@@ -1,4 +1,5 @@
-"""The models that are served, in OpenAI's words, and in Anthropic's for its clients: both APIs have them under the same path.
+"""The models that are served, in OpenAI's words, and in Anthropic's for its clients: both APIs have
+them under the same path.
 
 All of Anthropic's are one page, so `limit`, `after_id` and `before_id` have nothing to choose.
 """
@@ -58,7 +59,8 @@ def anthropic_list(served: Mapping[str, Replica]) -> dict[str, Any]:
 
 
 def anthropic_card(name: str, replica: Replica) -> dict[str, Any]:
-    """A model in Anthropic's list. A sequence's length bounds prompt and answer together; it is null while no compute of the model is alive."""
+    """A model in Anthropic's list. A sequence's length bounds prompt and answer together; it is
+    null while no compute of the model is alive."""
     return {
         "type": "model", "id": name, "display_name": name, "created_at": datetime.fromtimestamp(int(replica.started_at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "lifecycle": "active", "max_input_tokens": replica.max_model_len, "max_tokens": replica.max_model_len,

@@ -1,4 +1,5 @@
-"""--chaos-demo: SIGKILL to a replica, for all to see that the text goes on. Only to a process that the gateway's own parent has started."""
+"""--chaos-demo: SIGKILL to a replica, for all to see that the text goes on. Only to a process that
+the gateway's own parent has started."""
 
 import asyncio
 import os
@@ -20,7 +21,7 @@ TIMEOUT_S = 5.0
 
 
 def check_origin(request: Request) -> None:
-    """No page of another site may do this, not even one whose name leads here. Raises Invalid (403)."""
+    """Refuse pages of other sites, even one whose name leads here. Raises Invalid (403)."""
     host = urlsplit(f"//{request.headers.get('host', '')}").hostname or ""
     site = request.headers.get("sec-fetch-site", "same-origin")
     kind = request.headers.get("content-type", "").partition(";")[0].strip()
@@ -29,7 +30,8 @@ def check_origin(request: Request) -> None:
 
 
 async def kill_replica(context: Context, watch: Watch, replica_id: str) -> None:
-    """Raises Invalid: 404 for one that is not alive, 403 for one that is not of this machine and this launcher."""
+    """Raises Invalid: 404 for one that is not alive, 403 for one that is not of this machine and
+    this launcher."""
     stage = context.stage
     here = stage.describe()
     found = next((each for each in stage.registry.replicas if each.replica_id == replica_id), None)

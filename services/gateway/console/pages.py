@@ -1,4 +1,5 @@
-"""The playground's files, as they are, and the headers that hold its pages to them: what a model writes may be hostile, and must not run or call home."""
+"""The playground's files, as they are, and the headers that hold its pages to them: what a model
+writes may be hostile, and must not run or call home."""
 
 from pathlib import Path
 

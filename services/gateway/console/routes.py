@@ -1,4 +1,5 @@
-"""The live view: the pipeline as a stream of snapshots; and with --chaos-demo, killing a replica of it."""
+"""The live view: the pipeline as a stream of snapshots; and with --chaos-demo, killing a replica of
+it."""
 
 from typing import Any
 
@@ -18,7 +19,8 @@ MAX_BODY = 4096
 
 @router.get("")
 async def watch(request: Request) -> Response:
-    """Server-sent events, a snapshot of the pipeline each: replicas, queues, sequences, KV blocks, recent requests. At most two a second."""
+    """Server-sent events, a snapshot of the pipeline each: replicas, queues, sequences, KV blocks,
+    recent requests. At most two a second."""
     watch = watch_of(request)
     watch.enter()
     return EventStream(watch.events(), watch.leave)
@@ -26,7 +28,8 @@ async def watch(request: Request) -> Response:
 
 @router.post("/kill")
 async def kill(request: Request) -> dict[str, Any]:
-    """With --chaos-demo: SIGKILL to a replica that was started beside this gateway, `{"replica_id": …}`. 404 without."""
+    """With --chaos-demo: SIGKILL to a replica that was started beside this gateway, `{"replica_id":
+    …}`. 404 without."""
     context: Context = request.app.state.context
     if not context.settings.chaos_demo:
         raise Invalid("nothing is killed here: start with --chaos-demo", code="chaos_demo_off", status=404)

@@ -1,4 +1,5 @@
-"""The pipeline at a moment, as JSON for those who watch: replicas, queues, and each compute's sequences and blocks. Pure; watch.py asks Redis."""
+"""The pipeline at a moment, as JSON for those who watch: replicas, queues, and each compute's
+sequences and blocks. Pure; watch.py asks Redis."""
 
 import time
 from collections.abc import Sequence, Set
@@ -24,8 +25,8 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What Redis said."""
+class PipelineFigures:
+    """The figures of the pipeline that Redis gave."""
 
     queues: Sequence[Queue]
     views: Sequence[ComputeView]
@@ -33,7 +34,7 @@ class Look:
     num_dead_letters: int
 
 
-def snapshot(replicas: tuple[Replica, ...], look: Look, *, here: str, killed: Set[str], can_kill: bool) -> dict[str, Any]:
+def snapshot(replicas: tuple[Replica, ...], figures: PipelineFigures, *, here: str, killed: Set[str], can_kill: bool) -> dict[str, Any]:
     """here: this gateway's replica id. killed: whose leases still run. can_kill: of the replicas on this machine."""
     order = sorted(replicas, key=lambda each: (SERVING.index(each.stage) if each.stage in SERVING else len(SERVING), each.started_at, each.replica_id))
     own_host = next((each.host for each in replicas if each.replica_id == here), "")
@@ -41,14 +42,14 @@ def snapshot(replicas: tuple[Replica, ...], look: Look, *, here: str, killed: Se
         "time": time.time(),
         "gateway": here,
         "can_kill": can_kill,
-        "num_in_flight": look.num_in_flight,
-        "num_dead_letters": look.num_dead_letters,
+        "num_in_flight": figures.num_in_flight,
+        "num_dead_letters": figures.num_dead_letters,
         "num_replicas": len(replicas),
         "replicas": [
             replica_shown(each, is_killed=each.replica_id in killed, can_kill=can_kill and each.host == own_host) for each in order[:MAX_REPLICAS_SHOWN]
         ],
-        "queues": [asdict(queue) for queue in look.queues],
-        "caches": [asdict(view) for view in look.views],
+        "queues": [asdict(queue) for queue in figures.queues],
+        "caches": [asdict(view) for view in figures.views],
     }
 
 

@@ -1,6 +1,8 @@
-"""Who may do what: each request's key becomes its caller before any route sees it. Plain ASGI, so that streams pass untouched.
+"""Who may do what: each request's key becomes its caller before any route sees it. Plain ASGI, so
+that streams pass untouched.
 
-A path that is not named here wants a key. Routes have the caller from `context_of(request)`, or his tenant from `tenant_of(request)`.
+A path that is not named here wants a key. Routes have the caller from `context_of(request)`, or his
+tenant from `tenant_of(request)`.
 """
 
 import hmac
@@ -27,7 +29,7 @@ OPEN_FOLDERS = ("/static-offline-docs/", "/playground/")
 # For administrators: what shows the work of all tenants
 ADMIN = frozenset({"/metrics", "/live"})
 ADMIN_FOLDERS = ("/live/",)
-LOOK_EVERY_S = 1.0  # at the file of keys, whether it has changed
+CHECK_EVERY_S = 1.0  # at the file of keys, whether it has changed
 MAX_KEY_LENGTH = 512
 OF_ENVIRONMENT = Tenant("environment", "environment", is_admin=True)
 
@@ -40,7 +42,7 @@ class KeyRing:
         self.path: Path | None = settings.keys_file if settings.auth else None
         self.is_open = not wants_keys(settings)
         self._own: dict[bytes, tuple[bytes, Tenant]] = {}
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._version = self._version_of_file()
         if settings.auth and settings.api_key:
             key = settings.api_key.get_secret_value()
@@ -51,12 +53,13 @@ class KeyRing:
 
     @property
     def is_local(self) -> bool:
-        """Whether it is the loopback address that keeps others out: then a page whose name a browser was told to be this machine must not get in."""
+        """Whether it is the loopback address that keeps others out: then a page whose name a
+        browser was told to be this machine must not get in."""
         return self.is_open and self.path is not None
 
     def tenant_of(self, key: str) -> Tenant | None:
-        """Whose key this is; None: nobody's."""
-        self._look()
+        """The tenant with this key, or None."""
+        self._reload()
         if self.is_open:
             return EVERYBODY
         if not key or len(key) > MAX_KEY_LENGTH:
@@ -79,31 +82,34 @@ class KeyRing:
             return None
         return found.st_mtime_ns, found.st_ctime_ns, found.st_size, found.st_ino  # ctime: of who may read or write it
 
-    def _look(self) -> None:
-        """Read the keys again if their file has changed. What can't be read, or is gone, leaves them as they are: nothing opens by a mistake."""
-        if self.path is None or (now := time.monotonic()) - self._looked_at < LOOK_EVERY_S:
+    def _reload(self) -> None:
+        """Read the keys again if their file has changed. What can't be read, or is gone, leaves
+        them as they are: nothing opens by a mistake."""
+        if self.path is None or (now := time.monotonic()) - self._checked_at < CHECK_EVERY_S:
             return
-        self._looked_at = now
+        self._checked_at = now
         if (version := self._version_of_file()) == self._version:
             return
         self._version = version
         if version is None:
-            log.error("the keys' file has gone, the last keys stay good", path=str(self.path))
+            log.error("key file missing; keeping the last loaded keys", path=str(self.path))
             return
         try:
             self._tenants, self.is_open = self._own | self._read(), False
             log.info("read the API keys", path=str(self.path), num_keys=len(self._tenants))
         except (StartupError, OSError) as error:
-            log.error("the keys' file is no good, the last keys stay good", error=error)
+            log.error("key file unreadable; keeping the last loaded keys", error=error)
 
 
 def _table(digests: list[tuple[bytes, Tenant]]) -> dict[bytes, tuple[bytes, Tenant]]:
-    """By the hash's beginning, which is no secret's; the rest is compared in constant time."""
+    """Index tenants by the start of the key's hash, which is no secret. The rest is compared in
+    constant time."""
     return {digest[:8]: (digest, tenant) for digest, tenant in digests}
 
 
 class Auth:
-    """401 without a key that is good, 403 where it does not suffice; else the request has its caller, and the answer what is left of his limits."""
+    """401 without a key that is good, 403 where it does not suffice; else the request has its
+    caller, and the answer what is left of his limits."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
         self.app = app
@@ -151,7 +157,8 @@ def is_public(path: str) -> bool:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a Host header names this machine; an empty one, or HTTP/1.0's that is missing, comes from no browser."""
+    """Whether a Host header names this machine; an empty one, or HTTP/1.0's that is missing, comes
+    from no browser."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
         return name in ("", "localhost") or ipaddress.ip_address(name).is_loopback

@@ -1,4 +1,5 @@
-"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long ones in helper processes."""
+"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long
+ones in helper processes."""
 
 import asyncio
 import pickle
@@ -25,8 +26,8 @@ B = TypeVar("B", bound=Body)
 
 class BodyReader:
     def __init__(self, timeout_s: float, max_bytes: int, max_body_bytes: int, worker: str) -> None:
-        """max_bytes: of all bodies that are here at once; max_body_bytes: of one that came compressed, once it is plain; worker: the module of the helpers
-        that parse long ones."""
+        """max_bytes: of all bodies that are here at once; max_body_bytes: of one that came
+        compressed, once it is plain; worker: the module of the helpers that parse long ones."""
         self.timeout_s = timeout_s
         self.max_bytes = max_bytes
         self.max_body_bytes = max_body_bytes

@@ -1,4 +1,5 @@
-"""The bodies in the API's description: routes read them themselves, so FastAPI does not see them."""
+"""The bodies in the API's description: routes read them themselves, so FastAPI does not see
+them."""
 
 from collections.abc import Iterable
 from typing import Any

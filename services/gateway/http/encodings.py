@@ -1,4 +1,5 @@
-"""Content-Encoding: a body that came compressed, made plain piece by piece and never beyond the bound, whatever it says it holds."""
+"""Content-Encoding: a body that came compressed, made plain piece by piece and never beyond the
+bound, whatever it says it holds."""
 
 import zlib
 
@@ -10,7 +11,8 @@ RAW = -zlib.MAX_WBITS  # deflate, as some clients understand it
 
 
 def decoder_for(header: str, max_bytes: int) -> "Decoder | None":
-    """For a request's Content-Encoding; None: the body is plain. Raises Invalid (415)."""
+    """Make a decoder for a request's Content-Encoding. None: the body is plain. Raises Invalid
+    (415)."""
     names = [name for part in header.split(",") if (name := part.strip().lower()) not in ("", "identity")]
     if not names:
         return None

@@ -1,4 +1,5 @@
-"""Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in a body and in a stream; other APIs have their own."""
+"""Errors as OpenAI sends them: `{"error": {"message", "type", "param", "code"}}`, the same shape in
+a body and in a stream; other APIs have their own."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -38,7 +39,8 @@ def speaks_llama(scope: Scope) -> bool:
 
 
 def speaks_anthropic(scope: Scope) -> bool:
-    """Whether a request is Anthropic's API. The path says it; of the models, which OpenAI has under the same, the header that Anthropic's clients send."""
+    """Whether a request is Anthropic's API. The path says it; of the models, which OpenAI has under
+    the same, the header that Anthropic's clients send."""
     path: str = scope["path"]
     return path.startswith("/v1/messages") or (path.startswith("/v1/models") and "anthropic-version" in Headers(scope=scope))
 
@@ -82,14 +84,15 @@ async def on_rejected(request: Request, error: Exception) -> JSONResponse:
 async def on_failed(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestFailed)
     failure = error.error
-    # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients repeat what fails with 5xx, unless told
+    # What came too late, or what this model can't do, is not to be sent again: OpenAI's clients
+    # repeat what fails with 5xx, unless told
     headers = {501: {"X-Should-Retry": "false"}, 504: {"X-Should-Retry": "false"}, 503: {"Retry-After": "1"}}.get(failure.status)
     return error_response(request.scope, failure.status, failure.message, failure.param, failure.code, headers=headers)
 
 
 async def on_away(request: Request, error: Exception) -> JSONResponse:
     log.warning("redis can't serve", error=reason_of(error))
-    return error_response(request.scope, 503, "the pipeline is not reachable at the moment", None, "redis_away", headers={"Retry-After": "1"})
+    return error_response(request.scope, 503, "the pipeline is not reachable at the moment", None, "redis_unavailable", headers={"Retry-After": "1"})
 
 
 async def on_redis(request: Request, error: Exception) -> JSONResponse:
@@ -101,7 +104,7 @@ async def on_gone(_: Request, __: Exception) -> Response:
 
 
 async def on_http(request: Request, error: Exception) -> JSONResponse:
-    """What the router says: above all, that there is no such endpoint."""
+    """Answer the router's errors, above all for an unknown endpoint."""
     assert isinstance(error, HTTPException)
     path, message, code = request.url.path, str(error.detail), None
     if error.status_code == 404:

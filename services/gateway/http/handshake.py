@@ -1,8 +1,9 @@
 """TLS handshakes, counted and timed from the moment that a connection is accepted.
 
-asyncio's own begin before any protocol hears of them and last for a minute: a thousand connections that send three bytes each would use up the files of
-this process. Here so many are under way at once and no more. One more ends the oldest of the address that has most, so an honest client, whose handshake
-takes milliseconds, gets through beside any number of others, from wherever they come.
+asyncio's own begin before any protocol hears of them and last for a minute: a thousand connections
+that send three bytes each would use up the files of this process. Here so many are under way at
+once and no more. One more ends the oldest of the address that has most, so an honest client, whose
+handshake takes milliseconds, gets through beside any number of others, from wherever they come.
 """
 
 import asyncio
@@ -50,7 +51,8 @@ class Handshakes:
 
 
 class Handshake(asyncio.Protocol):
-    """A connection until its handshake is done; from then on it is that of the protocol that `then` makes."""
+    """A connection until its handshake is done; from then on it is that of the protocol that `then`
+    makes."""
 
     transport: asyncio.Transport
     address: str
@@ -75,7 +77,8 @@ class Handshake(asyncio.Protocol):
         self._is_lost = True
 
     async def shake(self) -> None:
-        """The handshake, and the hand-over. One that fails, or takes too long, is the end of its connection."""
+        """The handshake, and the hand-over. One that fails, or takes too long, is the end of its
+        connection."""
         loop, shakes = asyncio.get_running_loop(), self.handshakes
         try:
             secured = await loop.start_tls(self.transport, self, shakes.context, server_side=True, ssl_handshake_timeout=shakes.timeout_s)
@@ -93,6 +96,6 @@ class Handshake(asyncio.Protocol):
 
 
 def shaken(protocol: type[PatientProtocol], context: ssl.SSLContext) -> Callable[..., Handshake]:
-    """What uvicorn's `http=` takes: the protocol, behind a handshake with this certificate."""
+    """Put the protocol behind a handshake with this certificate, for uvicorn's `http=`."""
     handshakes = Handshakes(context, protocol.max_connections)
     return lambda **given: Handshake(handshakes, lambda: protocol(**given))

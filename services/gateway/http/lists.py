@@ -9,7 +9,8 @@ T = TypeVar("T")
 
 
 def page_of(found: Sequence[T], after: str | None, limit: int, id_of: Callable[[T], str], describe: Callable[[T], dict[str, Any]]) -> dict[str, Any]:
-    """At most `limit` of the objects, those that follow the one with the id `after`. Raises Invalid if that is not among them."""
+    """Make a page: at most `limit` of the objects, after the one with the id `after`. Raises
+    Invalid if that is not among them."""
     if after is not None:
         places = [number for number, each in enumerate(found) if id_of(each) == after]
         if not places:

@@ -1,4 +1,5 @@
-"""What wraps every request: its X-Request-Id, one Host, its origin, and a bound on its body. Plain ASGI, so that streams pass untouched."""
+"""What wraps every request: its X-Request-Id, one Host, its origin, and a bound on its body. Plain
+ASGI, so that streams pass untouched."""
 
 import re
 import uuid
@@ -43,7 +44,8 @@ class RequestId:
 
 
 class OneHost:
-    """400 for a request of HTTP/1.1 without a Host header, and for one with several: RFC 9112, section 3.2."""
+    """400 for a request of HTTP/1.1 without a Host header, and for one with several: RFC 9112,
+    section 3.2."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -59,7 +61,8 @@ class OneHost:
 
 
 class Slash:
-    """A slash at the end of a path says nothing: no redirect, which behind a proxy would lead to http:// and lose the body. The playground's are files."""
+    """A slash at the end of a path says nothing: no redirect, which behind a proxy would lead to
+    http:// and lose the body. The playground's are files."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -71,10 +74,12 @@ class Slash:
 
 
 class SameOrigin:
-    """403 for what a page of another origin sends, unless the operator named its origin. A gateway without keys is reached by every page of the browsers on
-    its machine: that they can't read the answer does not keep them from asking.
+    """403 for what a page of another origin sends, unless the operator named its origin. A gateway
+    without keys is reached by every page of the browsers on its machine: that they can't read the
+    answer does not keep them from asking.
 
-    Programs send neither header. A browser says `none` of what its user, or an extension with the right to, began.
+    Programs send neither header. A browser says `none` of what its user, or an extension with the
+    right to, began.
     """
 
     def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
@@ -98,7 +103,8 @@ class SameOrigin:
 
 
 class Head:
-    """HEAD is GET without the body, which the server leaves out: load balancers ask so. Not for a stream, whose reader it would become."""
+    """HEAD is GET without the body, which the server leaves out: load balancers ask so. Not for a
+    stream, whose reader it would become."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -141,7 +147,8 @@ class BodyLimit:
             await self.app(scope, receive_bounded, send)
         except BodyTooLong:
             message = f"the body is longer than {most} bytes"
-            # Who has asked whether to send the body does not; who has not asked is let send it, or he would not read the answer
+            # Who has asked whether to send the body does not; who has not asked is let send it, or
+            # he would not read the answer
             closing = {"Connection": "close"} if "expect" in headers else None
             await error_response(scope, 413, message, headers=closing)(scope, receive, send)
 

@@ -1,4 +1,5 @@
-"""What is observed of each HTTP request: its status, counted, and the span that its trace begins with. Plain ASGI, as middleware.py."""
+"""What is observed of each HTTP request: its status, counted, and the span that its trace begins
+with. Plain ASGI, as middleware.py."""
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send

@@ -1,6 +1,8 @@
-"""HTTP on a connection, with patience that ends: for headers that trickle in or never end, and for a client that does not read what it asked for.
+"""HTTP on a connection, with patience that ends: for headers that trickle in or never end, and for
+a client that does not read what it asked for.
 
-uvicorn itself only closes connections that are idle between two requests. A body's time is bounded where it is read (bodies.py).
+uvicorn itself only closes connections that are idle between two requests. A body's time is bounded
+where it is read (bodies.py).
 """
 
 import asyncio
@@ -22,7 +24,8 @@ MAX_HEAD_BYTES = 64 << 10  # of a request's line and headers, or of a body's tra
 
 
 def last_reply(status: HTTPStatus, message: str, code: str, headers: bytes = b"") -> bytes:
-    """A response that ends its connection, as bytes: it is written before there is a request to answer."""
+    """A response that ends its connection, as bytes: it is written before there is a request to
+    answer."""
     body = orjson.dumps(error_body(status, message, None, code))
     head = b"HTTP/1.1 %d %b\r\nContent-Type: application/json\r\n%bConnection: close\r\nContent-Length: %d\r\n\r\n"
     return head % (status, status.phrase.encode(), headers, len(body)) + body
@@ -33,9 +36,11 @@ TOO_LONG = last_reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request'
 
 
 class PatientProtocol(HttpToolsProtocol):
-    """uvicorn's protocol with four bounds: on the time for headers and on their bytes, on the time without reading, and on connections.
+    """uvicorn's protocol with four bounds: on the time for headers and on their bytes, on the time
+    without reading, and on connections.
 
-    An idle connection is closed by uvicorn itself, in order; bytes that begin no request must not keep it open for longer.
+    An idle connection is closed by uvicorn itself, in order; bytes that begin no request must not
+    keep it open for longer.
     """
 
     header_timeout_s: float
@@ -90,7 +95,8 @@ class PatientProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
-            # The rest of a body that nobody wants has as long as headers: many clients read the answer only when they have sent all
+            # The rest of a body that nobody wants has as long as headers: many clients read the
+            # answer only when they have sent all
             self._header_timer.arm(self.header_timeout_s + (0 if self.cycle.more_body else self.keep_alive_timeout_s))
 
     def on_message_complete(self) -> None:
@@ -122,7 +128,8 @@ class PatientProtocol(HttpToolsProtocol):
 
 
 class Unchunked:
-    """HTTP/1.0 knows no chunks, and some proxies speak it by default: a stream is its bytes, and ends with the connection, as uvicorn ends it anyway."""
+    """HTTP/1.0 knows no chunks, and some proxies speak it by default: a stream is its bytes, and
+    ends with the connection, as uvicorn ends it anyway."""
 
     def __init__(self, app: Any, protocol: PatientProtocol) -> None:
         self.app = app

@@ -1,4 +1,5 @@
-"""The HTTP server: its sockets, bound before anything else is started, and its end, which tells every open stream where to go on."""
+"""The HTTP server: its sockets, bound before anything else is started, and its end, which tells
+every open stream where to go on."""
 
 import asyncio
 import resource
@@ -47,7 +48,8 @@ def listen(host: str, port: int) -> list[socket.socket]:
 
 
 def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
-    """What to serve with; None: plain HTTP. Raises StartupError for a certificate and a key that can't serve."""
+    """Load the certificate and its key. None: plain HTTP. Raises StartupError for a pair that can't
+    serve."""
     if settings.tls_certificate is None:
         if settings.tls_key is not None:
             raise StartupError("--tls-key needs --tls-certificate")
@@ -76,7 +78,8 @@ def check_tls(settings: GatewaySettings) -> ssl.SSLContext | None:
 
 
 def refusal_of(server: ssl.SSLContext, certificate: Path) -> str:
-    """Why a client that trusts this very certificate still refuses it, as when its time is over; empty: it does not. By a handshake in memory."""
+    """Why a client that trusts this very certificate still refuses it, as when its time is over;
+    empty: it does not. By a handshake in memory."""
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     client.check_hostname = False
     client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -93,22 +96,26 @@ def refusal_of(server: ssl.SSLContext, certificate: Path) -> str:
 
 
 def raise_file_limit() -> None:
-    """A connection is a file; the usual soft limit of 1,024 is there for programs that use select()."""
+    """A connection is a file; the usual soft limit of 1,024 is there for programs that use
+    select()."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def backlog_of(max_connections: int) -> int:
-    """How many connections may wait to be accepted. They are accepted all at once: more than there are files for would stop the accepting for a second."""
+    """How many connections may wait to be accepted. They are accepted all at once: more than there
+    are files for would stop the accepting for a second."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(LEAST_BACKLOG, min(BACKLOG, (limit - 3 * max_connections - OTHER_FILES) // 2))  # 3: twice as many that are answered, and as many handshakes
 
 
 class DrainingServer(uvicorn.Server):
-    """On SIGTERM: leaves the registry, lets responses end for a while, tells the rest that they can be resumed, and then cuts what does not read even that."""
+    """On SIGTERM: leaves the registry, lets responses end for a while, tells the rest that they can
+    be resumed, and then cuts what does not read even that."""
 
     def __init__(self, config: uvicorn.Config, leave: Callable[[], None], drain: Callable[[], None]) -> None:
-        """leave: the registry, which may block; drain: ends the streams, with a word on where they go on."""
+        """leave: the registry, which may block; drain: ends the streams, with a word on where they
+        go on."""
         super().__init__(config)
         self.leave = leave
         self.drain = drain

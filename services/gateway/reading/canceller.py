@@ -1,4 +1,5 @@
-"""Cancelling, until it is written: a sequence that nobody reads must not run on because Redis was away for a moment."""
+"""Cancelling, until it is written: a sequence that nobody reads must not run on because Redis was
+away for a moment."""
 
 import asyncio
 from collections.abc import Sequence
@@ -17,8 +18,9 @@ MAX_PENDING = 10_000  # responses that wait for Redis to come back; of more, the
 CHUNK = 64  # responses in a round trip
 LAST_TRY_S = 2.0
 
-# ARGV: reader key, generation, control stream, its window in s, Control message, TTL of tombstones, tombstones … Only the response's present reader may
-# cancel: whoever resumed it reads on. A tombstone stops what is queued, the word on the control stream what runs.
+# ARGV: reader key, generation, control stream, its window in s, Control message, TTL of tombstones,
+# tombstones … Only the response's present reader may cancel: whoever resumed it reads on. A
+# tombstone stops what is queued, the word on the control stream what runs.
 CANCEL = f"""
 local reader, generation, control, window, message, ttl = unpack(ARGV, 1, 6)
 if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(generation) then return 0 end
@@ -41,17 +43,18 @@ class Canceller:
         self._wake = asyncio.Event()
 
     def cancel(self, response_id: str, request_ids: Sequence[str], generation: int) -> None:
-        """Have these sequences cancelled, unless another reader has taken the response over. Returns at once."""
+        """Have these sequences cancelled, unless another reader has taken the response over.
+        Returns at once."""
         log.info("cancelling", response_id=response_id, num_sequences=len(request_ids))
         if len(self._pending) >= MAX_PENDING:
             oldest = next(iter(self._pending))
             del self._pending[oldest]
-            log.error("too much to cancel, a response will run to its end", response_id=oldest[0])
+            log.error("cancel queue full; response will run to completion", response_id=oldest[0])
         self._pending[response_id, generation] = tuple(request_ids)
         self._wake.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Write what is to be cancelled, until this task is cancelled."""
         while True:
             await self._wake.wait()
             self._wake.clear()
@@ -66,7 +69,7 @@ class Canceller:
                     self.backoff.succeeded()
 
     async def finish(self) -> None:
-        """At the end: once more, for a short time."""
+        """Try once more at the gateway's end, for a short time."""
         try:
             async with asyncio.timeout(LAST_TRY_S):
                 while self._pending:

@@ -1,6 +1,7 @@
-"""Silence is checked: a sequence of which nothing was heard for a while is looked up in its log, and so is one that has a hole.
+"""Silence: a sequence that was silent for a while is read from its log, and so is one with a gap.
 
-This one rule heals a lost event, a lost attach, an end written between two reads, a Redis that restarted, and one that came back empty.
+This one rule heals a lost event, a lost attach, an end written between two reads, a Redis that
+restarted, and one that came back empty.
 """
 
 import asyncio
@@ -30,8 +31,8 @@ CHUNK = 64  # sequences in a round trip, for the same reason
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """What Redis says of one sequence."""
+class LogSnapshot:
+    """A sequence as Redis holds it."""
 
     events: list[TokenEvent]  # after the position; or the end, should the log have ended there or before
     has_log: bool
@@ -41,7 +42,7 @@ class Look:
 
 
 class Silence:
-    """The task that looks."""
+    """The task that reads the logs of silent sequences."""
 
     def __init__(self, subscriptions: Subscriptions, client: "redis.asyncio.Redis", interval_s: float) -> None:
         self.subscriptions = subscriptions
@@ -51,19 +52,20 @@ class Silence:
         self._gone: list[tuple[str, str]] = []  # models and requests whose ends are to be written
 
     async def run(self) -> None:
-        """Until cancelled: look at once at what has a hole, and every interval at what is silent."""
+        """Run until cancelled. Read sequences with a gap at once, and silent ones at every
+        interval."""
         subscriptions = self.subscriptions
         looked_at = time.monotonic()
         while True:
             try:
                 async with asyncio.timeout(max(0.0, looked_at + self.interval_s - time.monotonic())):
-                    await subscriptions.look.wait()
+                    await subscriptions.any_behind.wait()
             except TimeoutError:
                 looked_at = time.monotonic()
-            subscriptions.look.clear()
+            subscriptions.any_behind.clear()
             behind, subscriptions.behind = subscriptions.behind, set()
             try:
-                await self._look_at(list(self._due(behind)), behind)
+                await self._catch_up(list(self._due(behind)), behind)
             except (redis.RedisError, OSError) as error:
                 if not is_temporary(error):
                     raise
@@ -74,7 +76,7 @@ class Silence:
                 self.backoff.succeeded()
 
     def _due(self, behind: set[Subscription]) -> Iterator[tuple[Subscription, str]]:
-        """The sequences to look at: of those that are behind, and that nothing was heard of."""
+        """The sequences to read: those that are behind or silent."""
         silent_since = time.monotonic() - self.interval_s
         for subscription in self.subscriptions.all():
             if subscription.has_failed or not subscription.is_submitted:
@@ -83,7 +85,7 @@ class Silence:
                 if subscription in behind or subscription.heard_at[request_id] < silent_since:
                     yield subscription, request_id
 
-    async def _look_at(self, due: list[tuple[Subscription, str]], behind: set[Subscription]) -> None:
+    async def _catch_up(self, due: list[tuple[Subscription, str]], behind: set[Subscription]) -> None:
         unheard = set()
         for start in range(0, len(due), CHUNK):
             chunk = due[start : start + CHUNK]
@@ -91,12 +93,12 @@ class Silence:
             replies = await self._ask(chunk)
             for number, (subscription, request_id) in enumerate(chunk):
                 try:
-                    look = read(replies[4 * number : 4 * number + 4], positions[number])
+                    found = read(replies[4 * number : 4 * number + 4], positions[number])
                 except Lost as error:
                     log.error("a token log is not whole", request_id=request_id, error=error)
                     subscription.fail(RequestError(f"the request was lost: {error}", 500, code="request_lost"))
                     continue
-                if self._settle(subscription, request_id, look) and subscription not in behind:
+                if self._settle(subscription, request_id, found) and subscription not in behind:
                     unheard.add(subscription)
         for subscription in unheard:
             await self._attach_again(subscription)
@@ -104,7 +106,8 @@ class Silence:
             await self._end_gone()
 
     async def _end_gone(self) -> None:
-        """Write the ends of what is gone: should it still be computed somewhere, it ends there too."""
+        """Write the ends of what is gone: should it still be computed somewhere, it ends there
+        too."""
         async with self.client.pipeline(transaction=False) as pipe:
             for model, request_id in self._gone:
                 end_request(pipe, model, request_id, None, error=GONE)
@@ -122,26 +125,27 @@ class Silence:
             replies: list[Any] = await pipe.execute()
             return replies
 
-    def _settle(self, subscription: Subscription, request_id: str, look: Look) -> bool:
-        """Do what the look calls for. True: the log had something that no event had brought."""
-        if look.generation > subscription.generation:
+    def _settle(self, subscription: Subscription, request_id: str, found: LogSnapshot) -> bool:
+        """Hand on what the log has, or end the response. True: the log had something that no event
+        had brought."""
+        if found.generation > subscription.generation:
             self.subscriptions.hand_over(subscription)
             return False
-        if not look.has_record and not look.events:  # whoever computes it may die, and nobody would know that it was to be answered
+        if not found.has_record and not found.events:  # whoever computes it may die, and nobody would know that it was to be answered
             log.error("the request is gone from Redis", request_id=request_id)
             self._gone += [(subscription.model, each) for each in sorted(subscription.unfinished)]
             subscription.fail(GONE)
             return False
         before = subscription.positions[request_id], request_id in subscription.unfinished
-        for event in look.events:
+        for event in found.events:
             subscription.offer(event)
         subscription.heard_at[request_id] = time.monotonic()
-        if look.is_whole_page:
+        if found.is_whole_page:
             self.subscriptions.catch_up(subscription)
         return before != (subscription.positions[request_id], request_id in subscription.unfinished)
 
     async def _attach_again(self, subscription: Subscription) -> None:
-        """Whoever writes its events does not know this reader."""
+        """Tell the sampler again where to send the events."""
         log.info("events did not come, attaching again", response_id=subscription.response_id)
         message = Control("attach", tuple(subscription.positions), self.subscriptions.stage.replica_id, subscription.generation)
         async with self.client.pipeline(transaction=False) as pipe:
@@ -149,10 +153,10 @@ class Silence:
             await pipe.execute()
 
 
-def read(replies: list[Any], position: int) -> Look:
+def read(replies: list[Any], position: int) -> LogSnapshot:
     """The four replies about one sequence. Raises Lost for a log with a gap."""
     entries, last, has_record, generation = replies
     found = parse_log(entries, position)
     if not found and last and END in last[0][1]:
         found = [end_alone(decode_entry(last[0][1][MESSAGE]))]
-    return Look(found, bool(last), bool(has_record), int(generation or 0), len(entries) == PAGE)
+    return LogSnapshot(found, bool(last), bool(has_record), int(generation or 0), len(entries) == PAGE)

@@ -1,7 +1,9 @@
-"""Subscription: the events of one response, in order, without gaps and without repetition. Plain data, no Redis.
+"""Subscription: the events of one response, in order, without gaps and without repetition. Plain
+data, no Redis.
 
-Events may come twice (a step answered by two samplers), not at all (sent to a gateway that died), or after a hole: a position tells. What was seen is
-dropped; what does not follow is refused, and whoever offered it reads the log.
+Events may come twice (a step answered by two samplers), not at all (sent to a gateway that died),
+or after a hole: a position tells. What was seen is dropped; what does not follow is refused, and
+whoever offered it reads the log.
 """
 
 import asyncio
@@ -21,7 +23,8 @@ class ResponseFailed(Exception):
 
 
 class Subscription:
-    """The sequences of one response, each from its position on, for the reader of this generation."""
+    """The sequences of one response, each from its position on, for the reader of this
+    generation."""
 
     def __init__(self, response_id: str, positions: dict[str, int], generation: int, model: str = "") -> None:
         self.response_id = response_id
@@ -41,7 +44,8 @@ class Subscription:
         return self._failure is not None
 
     def offer(self, event: TokenEvent) -> bool:
-        """Take the event if it is the next of its sequence. False: it is not, for something before it is missing."""
+        """Take the event if it is the next of its sequence. False: it is not, for something before
+        it is missing."""
         request_id, position = event.request_id, self.positions[event.request_id]
         self.heard_at[request_id] = time.monotonic()
         if request_id not in self.unfinished:

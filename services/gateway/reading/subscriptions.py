@@ -1,6 +1,8 @@
-"""This replica's events stream and the control stream, read by one task, and each event handed to its response.
+"""This replica's events stream and the control stream, read by one task, and each event handed to
+its response.
 
-Events are the fast path, and nothing relies on them: what stays silent is looked up in its log (silence.py).
+Events are the fast path, and nothing relies on them: what stays silent is looked up in its log
+(silence.py).
 """
 
 import asyncio
@@ -42,7 +44,7 @@ class Subscriptions:
         self.stream = events(stage.replica_id)
         self.backoff = Backoff()
         self.behind: set[Subscription] = set()  # of which something is missing: their logs are to be read
-        self.look = asyncio.Event()  # … now
+        self.any_behind = asyncio.Event()
         self.recent: deque[Subscription] = deque(maxlen=MAX_RECENT)  # that are not read any more, for the live view
         self._by_request: dict[str, Subscription] = {}
         self._last_id = "0-0"
@@ -71,7 +73,7 @@ class Subscriptions:
         return set(self._by_request.values())
 
     def subscribe(self, response_id: str, positions: dict[str, int], generation: int, model: str) -> Subscription:
-        """From now on the response's events go to this subscription; one of an older generation ends."""
+        """Send the response's events to a new subscription. One of an older generation ends."""
         subscription = Subscription(response_id, positions, generation, model)
         for request_id in positions:
             if (older := self._by_request.get(request_id)) is not None:
@@ -87,12 +89,13 @@ class Subscriptions:
                 del self._by_request[request_id]
 
     def hand_over(self, subscription: Subscription) -> None:
-        """Another reader has the response now."""
+        """End the subscription: another reader has the response now."""
         log.info("resumed elsewhere", response_id=subscription.response_id, generation=subscription.generation)
         subscription.fail(RESUMED_ELSEWHERE)
 
     def drain(self) -> None:
-        """End every response that is still open: its sequences go on, and another gateway can take it over."""
+        """End every response that is still open: its sequences go on, and another gateway can take
+        it over."""
         if subscriptions := self.all():
             log.info("handing over what has not ended", num_responses=len(subscriptions))
         for subscription in subscriptions:
@@ -101,10 +104,11 @@ class Subscriptions:
     def catch_up(self, subscription: Subscription) -> None:
         """Have its logs read at once."""
         self.behind.add(subscription)
-        self.look.set()
+        self.any_behind.set()
 
     async def run(self) -> None:
-        """Until cancelled. While Redis can't serve, wait for it; what was sent meanwhile is still in the stream."""
+        """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the
+        stream."""
         while True:
             try:
                 reply = await self._read()
@@ -121,7 +125,7 @@ class Subscriptions:
                 self._dispatch(values)
             for entry_id, values in entries.get(CONTROL.key.encode(), []):
                 self._control_id = entry_id.decode()
-                self._obey(values)
+                self._handle_control(values)
             self.stage.mark_alive()
 
     async def _read(self) -> Any:
@@ -168,8 +172,9 @@ class Subscriptions:
             if subscription is not None and not subscription.offer(event):
                 self.catch_up(subscription)
 
-    def _obey(self, values: dict[bytes, bytes]) -> None:
-        """Attach: another generation of readers. (Garbage there is every replica's to see; the stages report it.)"""
+    def _handle_control(self, values: dict[bytes, bytes]) -> None:
+        """Attach: another generation of readers. (Garbage there is every replica's to see; the
+        stages report it.)"""
         try:
             message = decode(Control, values[MESSAGE])
         except (Invalid, KeyError):
@@ -183,8 +188,9 @@ class Subscriptions:
                     self.hand_over(subscription)
 
 
-async def or_die(name: str, work: Coroutine[Any, Any, None]) -> None:
-    """A task without which the gateway is deaf: should it fail, the process goes with it, and whoever watches it starts another."""
+async def exit_on_failure(name: str, work: Coroutine[Any, Any, None]) -> None:
+    """A task without which the gateway is deaf: should it fail, the process goes with it, and
+    whoever watches it starts another."""
     try:
         await work
     except asyncio.CancelledError:

@@ -1,4 +1,5 @@
-"""Taking a response over from another reader: look first, then become its next reader in one step. Whoever asks for nonsense disturbs nobody."""
+"""Taking a response over from another reader: look first, then become its next reader in one step.
+Whoever asks for nonsense disturbs nobody."""
 
 from typing import Any
 
@@ -12,8 +13,8 @@ from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, inflight_key
 
 ATTEMPTS = 20  # readers that take the same response over at the same moment
 
-# ARGV: reader key, the generation that was found, gateway, response key (the reader's lives as long), control stream, its window in s, Control message of the
-# next generation.
+# ARGV: reader key, the generation that was found, gateway, response key (the reader's lives as
+# long), control stream, its window in s, Control message of the next generation.
 TAKE = f"""
 local reader, found, gateway, response, control, window, message = unpack(ARGV)
 if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(found) then return 0 end
@@ -35,18 +36,19 @@ class Takeover:
     async def take(self, response_id: str, model: str, request_ids: list[str], last_event_id: str | None) -> tuple[list[int], int]:
         """The positions to go on from, and this reader's generation.
 
-        Raises Invalid: 400 for a Last-Event-ID that is none or is beyond the logs, 404 for logs that have expired.
+        Raises Invalid: 400 for a Last-Event-ID that is none or is beyond the logs, 404 for logs
+        that have expired.
         """
         positions = parse_id(last_event_id, len(request_ids)) if last_event_id else [0] * len(request_ids)
         for _ in range(ATTEMPTS):
-            found = await self._look(response_id, model, request_ids, positions)
+            found = await self._generation_of_reader(response_id, model, request_ids, positions)
             message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
             arguments = (reader_key(response_id), found, self.stage.replica_id, response_key(response_id), CONTROL.key, CONTROL_WINDOW_S, message)
             if await self.client.eval(TAKE, 0, *arguments):
                 return positions, found + 1
         raise Recoverable("others take the response over all the time")
 
-    async def _look(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
+    async def _generation_of_reader(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
         """The generation of the present reader, if the logs hold what is asked for."""
         async with self.client.pipeline(transaction=False) as pipe:
             pipe.hget(reader_key(response_id), "generation")

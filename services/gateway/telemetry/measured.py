@@ -1,4 +1,5 @@
-"""Measured: the clock of one response, from its submission to its end. Makes its metrics, its line in the log, and its part of the trace."""
+"""Measured: the clock of one response, from its submission to its end. Makes its metrics, its line
+in the log, and its part of the trace."""
 
 import time
 from dataclasses import dataclass
@@ -35,7 +36,8 @@ class SequenceClock:
 
 
 class Measured:
-    """One that is resumed has no submission to count from: of it only tokens and ends are counted."""
+    """Measures one response. A resumed one has no submission to count from: only its tokens and
+    ends are counted."""
 
     def __init__(self, metrics: Metrics, *, is_resumed: bool = False) -> None:
         self.metrics = metrics
@@ -49,7 +51,8 @@ class Measured:
     def begin(self, record: ResponseRecord, positions: list[int], timelines: list[Timeline], max_tokens: list[int | None]) -> None:
         """The response is in the pipeline, and its events come from here.
 
-        Of each sequence: the position that its events begin after, its timeline, and the max_tokens that the client set.
+        Of each sequence: the position that its events begin after, its timeline, and the max_tokens
+        that the client set.
         """
         self.record, self.timelines = record, timelines
         self._figures: ModelMetrics = self.metrics.of(record.served_model)
@@ -114,7 +117,7 @@ class Measured:
                 histogram.observe(seconds)
 
     def whole(self, record: ResponseRecord, choices: list[Choice]) -> None:
-        """Answers that came all at once, as those of a search do."""
+        """Count answers that came all at once, such as a beam search's."""
         figures = self.metrics.of(record.served_model)
         for choice in choices:
             figures.success[choice.finish_reason if choice.finish_reason in figures.success else "stop"].inc()
@@ -123,8 +126,8 @@ class Measured:
             figures.e2e.observe(time.monotonic() - self._started_at)
 
     def finish(self) -> None:
-        """The response has ended here: all of it, or its client has gone, or `failure` says why. Sequences that have not ended end with it, unless they go
-        on elsewhere."""
+        """The response has ended here: all of it, or its client has gone, or `failure` says why.
+        Sequences that have not ended end with it, unless they go on elsewhere."""
         failure = self.failure
         is_elsewhere = failure.code in HANDED_OVER if failure is not None else self.record.resume_within_s > 0
         for index, clock in enumerate(self._clocks):
@@ -135,7 +138,8 @@ class Measured:
         self._say(status, "+".join(sorted(each for each in reasons if each is not None)) or None)
 
     def _say(self, status: int, finish_reason: str | None) -> None:
-        """One line, and the end of the trace. Of several sequences: sums of tokens, the longest times, the first token."""
+        """One line, and the end of the trace. Of several sequences: sums of tokens, the longest
+        times, the first token."""
         record, clocks, timelines = self.record, self._clocks, self.timelines
         firsts = [clock.first_at for clock in clocks if clock.first_at is not None]
         said = {

@@ -1,7 +1,9 @@
-"""What /metrics shows: this gateway's own counts and times here, and beside them the pipeline's state (pipeline_state.py).
+"""What /metrics shows: this gateway's own counts and times here, and beside them the pipeline's
+state (pipeline_state.py).
 
-Names are vLLM's where the meaning is the same, with our prefix; docs/telemetry.md has them all. A request here is a sequence: a response has one for each
-prompt and choice. What a gateway counts itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
+Names are vLLM's where the meaning is the same, with our prefix; docs/telemetry.md has them all. A
+request here is a sequence: a response has one for each prompt and choice. What a gateway counts
+itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
 """
 
 import asyncio
@@ -103,7 +105,7 @@ class Metrics:
         return Histogram(f"penstock_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
 
     def of(self, model: str) -> ModelMetrics:
-        """Of a model that is served, by its own name."""
+        """The figures of a served model, by its own name."""
         if (found := self._of.get(model)) is None:
             names = [name for name in ModelMetrics.__slots__ if name != "success"]
             success = {reason: self.success.labels(model, reason) for reason in FINISH_REASONS}
@@ -121,7 +123,7 @@ class Metrics:
         self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)).inc()
 
     def token(self, figures: ModelMetrics, count: int = 1) -> None:
-        """So many tokens came."""
+        """Count tokens that came."""
         figures.generation_tokens.inc(count)
         self.num_output_tokens += count
 
@@ -131,13 +133,14 @@ class Metrics:
         self._ttfts.append((time.monotonic(), seconds))
 
     def load(self) -> dict[str, float]:
-        """For the registry, where penstock status reads it. From any thread."""
+        """Figures for the registry, where penstock status reads them. Safe from any thread."""
         since = time.monotonic() - RECENT_S
         recent = [seconds for at, seconds in list(self._ttfts) if at > since]
         return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}
 
     async def render(self, client: Any) -> bytes:
-        """The Prometheus text format. What Redis would have to say is missing while it is away; the rest is there."""
+        """The Prometheus text format. What Redis would have to say is missing while it is away; the
+        rest is there."""
         models = sorted({replica.model for replica in self.stage.registry.of("compute") if replica.model})
         for model in models:
             self.of(model)  # so that its series begin with 0
@@ -146,14 +149,14 @@ class Metrics:
         batches: BatchFigures | None = None
         try:
             async with asyncio.timeout(REDIS_PATIENCE_S):
-                lengths, in_flight, batches = await self._look(client, models)
+                lengths, in_flight, batches = await self._read_figures(client, models)
         except (RedisError, OSError, TimeoutError) as error:
             log.warning("redis does not say how long the queues are", error=error)
         snapshot = CollectorRegistry()
         snapshot.register(PipelineState(self.stage.registry.replicas, lengths, in_flight, batches))
         return generate_latest(self.registry) + generate_latest(snapshot)
 
-    async def _look(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
+    async def _read_figures(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
         keys = [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]
         async with client.pipeline(transaction=False) as pipe:
             for key in keys:

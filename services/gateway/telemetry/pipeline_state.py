@@ -1,4 +1,5 @@
-"""The pipeline's state at the moment of a scrape, as Redis and the registry tell it: the same at every gateway, by replica."""
+"""The pipeline's state at the moment of a scrape, as Redis and the registry tell it: the same at
+every gateway, by replica."""
 
 import itertools
 from collections.abc import Iterator
@@ -45,12 +46,14 @@ STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
 
 
 class PipelineState(Collector):
-    """Queue lengths and replicas at the moment of a scrape. While Redis is away, only the replicas that were alive last."""
+    """Queue lengths and replicas at the moment of a scrape. While Redis is away, only the replicas
+    that were alive last."""
 
     def __init__(
         self, replicas: tuple[Replica, ...], lengths: dict[str, int] | None, in_flight: dict[str, tuple[int, int]], batches: BatchFigures | None
     ) -> None:
-        """lengths: of streams, by key; None, as for batches: Redis did not say. in_flight: requests and estimated tokens, by model."""
+        """lengths: of streams, by key; None, as for batches: Redis did not say. in_flight: requests
+        and estimated tokens, by model."""
         self.replicas = replicas
         self.lengths = lengths
         self.in_flight = in_flight

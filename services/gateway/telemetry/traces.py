@@ -1,4 +1,5 @@
-"""The gateway's part of a trace: the span of the HTTP request, under which all stages' spans are, and its children `admission` and `stream`."""
+"""The gateway's part of a trace: the span of the HTTP request, under which all stages' spans are,
+and its children `admission` and `stream`."""
 
 import time
 from collections.abc import Iterator
@@ -37,12 +38,13 @@ _root: ContextVar[Root | None] = ContextVar("root", default=None)
 
 
 def current_root() -> Root | None:
-    """Of the request that this task answers; None: nobody wants spans."""
+    """The span of the HTTP request that this task answers. None: spans are off."""
     return _root.get()
 
 
 def trace_headers(headers: Headers) -> dict[str, str]:
-    """What a client says of its trace, as far as it may: one traceparent, and a tracestate that is not too long. Empty: the request has a trace of its own."""
+    """The client's trace headers, as far as they are taken: one traceparent, and a tracestate of
+    bounded length. Empty: the request begins a trace."""
     parents, state = headers.getlist("traceparent"), ",".join(headers.getlist("tracestate"))
     if len(parents) != 1 or len(parents[0]) > MAX_TRACEPARENT:
         return {}
@@ -64,7 +66,8 @@ def rooted(tracer: Tracer, name: str, headers: dict[str, str], said: Attributes)
 
 @contextmanager
 def admission_span(num_sequences: int) -> Iterator[None]:
-    """`admission`: from the request's first byte until Redis has it: its body, its checks, its grammar's too."""
+    """`admission`: from the request's first byte until Redis has it: its body, its checks, its
+    grammar's too."""
     root, error_type = current_root(), ""
     try:
         yield

@@ -1,9 +1,11 @@
-"""Who may enter: the names that are served, and bounds on what is in the pipeline of a model, in requests and in tokens, over all gateways.
+"""Who may enter: the names that are served, and bounds on what is in the pipeline of a model, in
+requests and in tokens, over all gateways.
 
-What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id, and their sum under "". The script here checks it,
-adds to it and hands the requests over, all or nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is held by
-a sequence, not by a connection: it outlives its gateway, and comes back when the sequence ends, whoever still reads. What has been admitted is never
-refused later.
+What was admitted and has not ended is a hash in Redis, `inflight:<model>`: tokens by request id,
+and their sum under "". The script here checks it, adds to it and hands the requests over, all or
+nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is
+held by a sequence, not by a connection: it outlives its gateway, and comes back when the sequence
+ends, whoever still reads. What has been admitted is never refused later.
 """
 
 import asyncio
@@ -15,7 +17,7 @@ import redis.asyncio
 
 from services.requests.admission.held import HELD, check_size, too_much_held
 from services.requests.admission.redis_memory import RedisMemory
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.record import ResponseRecord
 from services.requests.tenants.limits import CHARGE_REQUEST, NUM_ARGUMENTS, SCRIPT, Caller
 from services.requests.tenants.tenant import Tenant
@@ -47,11 +49,14 @@ RETRY_AFTER_S = 2
 FULL_RETRY_AFTER_S = 10  # of a Redis that is nearly full: upkeep looks as often
 LONG_BYTES = 256 << 10
 
-# ARGV: inflight key, requests stream, response key, response record, stored key, what is stored ('': nothing), their TTL in seconds, most requests, most
-# tokens, tokens in all, gateway id, open key, most bytes that stay stored if it is refused; what limits.py says of the tenant; the tenant's account, most
-# bytes in it, bytes in all; then for each request its id, its tokens and its message. Returns what is left to the tenant (nothing, if it has no limits), and,
-# if they do not fit, why: {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' | 'tokens' | 'concurrency', ms to wait}.
-# A response that was submitted before is not again: a batch that goes on after a death does not know how far it had come.
+# ARGV: inflight key, requests stream, response key, response record, stored key, what is stored
+# ('': nothing), their TTL in seconds, most requests, most tokens, tokens in all, gateway id, open
+# key, most bytes that stay stored if it is refused; what limits.py says of the tenant; the tenant's
+# account, most bytes in it, bytes in all; then for each request its id, its tokens and its message.
+# Returns what is left to the tenant (nothing, if it has no limits), and, if they do not fit, why:
+# {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' |
+# 'tokens' | 'concurrency', ms to wait}. A response that was submitted before is not again: a batch
+# that goes on after a death does not know how far it had come.
 LIMITS = 14
 ACCOUNT = LIMITS + NUM_ARGUMENTS
 FIRST = ACCOUNT + 3
@@ -65,10 +70,10 @@ local quota, running, rpm, tpm, concurrency, charged_requests, charged_tokens = 
 rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
 local account, max_size, size = ARGV[{ACCOUNT}], tonumber(ARGV[{ACCOUNT + 1}]), tonumber(ARGV[{ACCOUNT + 2}])
 local num_sequences = (#ARGV - {FIRST - 1}) / 3
-local left, wanting = {{}}, nil
+local left, exceeded = {{}}, nil
 if quota ~= '' then
-  left, wanting = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
-  if wanting then return {{left, wanting}} end
+  left, exceeded = look_at_limits(quota, running, rpm, tpm, concurrency, tonumber(charged_requests), tonumber(charged_tokens), num_sequences)
+  if exceeded then return {{left, exceeded}} end
 end
 local held = held_by(account, max_size - size)
 if held + size > max_size then return {{left, {{'held', held, wait_for_room(account)}}}} end
@@ -103,7 +108,8 @@ class Admission:
         self, stage: Stage, client: "redis.asyncio.Redis", settings: RequestSettings, memory: RedisMemory | None = None,
         on_refused: Callable[[str, str], None] | None = None,
     ) -> None:  # fmt: skip
-        """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way. on_refused: is told the model and the reason."""
+        """memory: of who looks at Redis' memory; batches, which stop earlier, do it in another way.
+        on_refused: is told the model and the reason."""
         self.memory = memory or RedisMemory(client)
         self.stage = stage
         self.client = client
@@ -113,7 +119,8 @@ class Admission:
     def resolve(self, name: str, tenant: Tenant) -> str:
         """The model that the tenant calls so.
 
-        Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it, or not to him.
+        Raises Rejected (503) while one of its stages is missing, Invalid (404) if nobody serves it,
+        or not to him.
         """
         registry = self.stage.registry
         for replica in sorted(registry.replicas, key=lambda each: each.started_at):
@@ -138,10 +145,12 @@ class Admission:
     async def submit(
         self, caller: Caller, response_id: str, record: bytes, model: str, submitted: list[GenerateRequest], stored: bytes = b"", keeps: int = 0
     ) -> None:  # fmt: skip
-        """Hand the requests of a response over, with its record and what is to be stored of it, all or none, and charge the caller for them.
+        """Hand the requests of a response over, with its record and what is to be stored of it, all
+        or none, and charge the caller for them.
 
-        keeps: most bytes that stay stored for a while should the response be refused. Raises Rejected (429; 503 while Redis is nearly full) if they do not
-        fit, Invalid if they never will, and what the client raises.
+        keeps: most bytes that stay stored for a while should the response be refused. Raises
+        Rejected (429; 503 while Redis is nearly full) if they do not fit, Invalid if they never
+        will, and what the client raises.
         """
         self.check_memory(model)
         outputs = [estimate_output(request, self.stage.registry) for request in submitted]
@@ -162,10 +171,10 @@ class Admission:
         arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), held_key(caller.tenant.tenant_id), most, size]
         for request, count, message in zip(submitted, tokens, messages, strict=True):
             arguments += [request.request_id, count, message]
-        left, *wanting = await self.client.eval(SUBMIT, 0, *arguments)
-        if not wanting:
+        left, *exceeded = await self.client.eval(SUBMIT, 0, *arguments)
+        if not exceeded:
             return caller.admitted(left)
-        kind, *rest = wanting[0]
+        kind, *rest = exceeded[0]
         if kind == b"full":
             raise self._full(model, rest[0], rest[1], len(submitted), sum(tokens))
         refusal = too_much_held(rest[0], size, most, rest[1]) if kind == b"held" else caller.refused(kind.decode(), rest[0], left)
@@ -173,13 +182,15 @@ class Admission:
         raise refusal
 
     def check_memory(self, model: str) -> None:
-        """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is left."""
+        """Raises Rejected (503) while Redis is nearly full: what runs needs the room that is
+        left."""
         if self.memory.is_nearly_full:
             self._count_refused(model, "redis_nearly_full")
             raise Rejected(self.memory.problem, status=503, retry_after_s=FULL_RETRY_AFTER_S, code="redis_nearly_full")
 
     async def charge_request(self, caller: Caller) -> None:
-        """Charge the caller for one request, before work is done for it. Raises Rejected (429), and what the client raises."""
+        """Charge the caller for one request, before work is done for it. Raises Rejected (429), and
+        what the client raises."""
         if caller.tenant.requests_per_minute is None or caller.is_charged or caller.is_counted:
             return
         left, *exceeded = await self.client.eval(CHARGE_REQUEST, 0, *caller.request_arguments())
@@ -202,14 +213,16 @@ class Admission:
 
 
 def names_of(replica: Replica) -> tuple[str, ...]:
-    """What clients may call its model, its own name first."""
+    """The names that clients may call the replica's model by, its own first."""
     return () if replica.model is None else (replica.model, *replica.aliases)
 
 
 def served_names(registry: Registry, tenant: Tenant) -> dict[str, Replica]:
-    """Every name of every model that the tenant may use and any stage is there for, with a compute replica of it if one is alive.
+    """Every name of every model that the tenant may use and any stage is there for, with a compute
+    replica of it if one is alive.
 
-    A model whose compute is away for a moment has not vanished: as of any request for it, others say that it is not ready.
+    A model whose compute is away for a moment has not vanished: as of any request for it, others
+    say that it is not ready.
     """
     replicas = sorted(registry.replicas, key=lambda each: (each.stage == "compute", -each.started_at))  # the last one stays: compute, the oldest
     return {name: replica for replica in replicas for name in names_of(replica) if tenant.may_use(names_of(replica))}
@@ -247,18 +260,21 @@ def texts_of(request: GenerateRequest) -> list[str]:
 
 
 def num_bytes(text: str) -> int:
-    """In UTF-8, roughly: exact for ASCII, and for other texts without encoding them (n choices would do it n times)."""
+    """Roughly the length in UTF-8: exact for ASCII, else estimated without encoding, which n
+    choices would do n times."""
     return len(text) if text.isascii() else 3 * len(text)
 
 
 async def admit(admission: Admission, caller: Caller, record: ResponseRecord, requests: list[GenerateRequest], stored: bytes) -> None:
-    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's, and has his priority.
+    """The one way in: what comes by it is its tenant's, shares cached prefixes with nobody else's,
+    and has his priority.
 
-    Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't serve.
+    Raises Rejected (429), Invalid for what his limits never allow, Recoverable if Redis can't
+    serve.
     """
     packed = replace(record, tenant_id=caller.tenant.tenant_id).pack()
     owned = [replace(each, scheduling=scheduling_of(caller.tenant, each.scheduling)) for each in requests] if caller.tenant.tenant_id else requests
-    with away():
+    with redis_errors_as_503():
         await admission.submit(caller, record.response_id, packed, record.served_model, owned, stored, KEPT_BYTES if record.is_background else 0)
 
 

@@ -1,7 +1,10 @@
-"""What a tenant's requests and stored responses hold in Redis: bounded over all gateways, so that one tenant can't take all of its memory.
+"""What a tenant's requests and stored responses hold in Redis: bounded over all gateways, so that
+one tenant can't take all of its memory.
 
-A request counts from its admission to its end, a stored response as long as it is stored. The script that admits a response adds it to its tenant's account
-(admission.py), those that write an end release it (shared/wire/token_log.py). What Redis has lost, or dropped early, is found where there seems to be no room.
+A request counts from its admission to its end, a stored response as long as it is stored. The
+script that admits a response adds it to its tenant's account (admission.py), those that write an
+end release it (shared/wire/token_log.py). What Redis has lost, or dropped early, is found where
+there seems to be no room.
 """
 
 import redis.asyncio
@@ -15,8 +18,8 @@ CODE = "storage_limit_exceeded"
 MAX_WAIT_S = 60  # that a client is told to wait: others of the tenant's requests may end long before its oldest response expires
 MAX_CHECKED = 100  # entries of an account in one script
 
-# For the script that admits. `held_by` returns the bytes in an account once what has expired is out of it; if that is more than `room`, it looks whether the
-# oldest entries are still there.
+# For the script that admits. `held_by` returns the bytes in an account once what has expired is out
+# of it; if that is more than `room`, it looks whether the oldest entries are still there.
 HELD = f"""
 local function drop(account, member)
   if redis.call('ZREM', account, member) == 1 then redis.call('DECRBY', account .. '{held_bytes_key("")}', string.match(member, '^%d+')) end

@@ -1,4 +1,5 @@
-"""How full Redis is. Near its memory limit new requests are refused, so that those that run find the room to end."""
+"""How full Redis is. Near its memory limit new requests are refused, so that those that run find
+the room to end."""
 
 import asyncio
 from typing import Any
@@ -16,7 +17,7 @@ LOOK_EVERY_S = 1.0
 
 
 class RedisMemory:
-    """As of the last look."""
+    """Redis' memory as it was last read."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
@@ -29,13 +30,13 @@ class RedisMemory:
 
     @property
     def problem(self) -> str:
-        """In words; empty: there is room."""
+        """The problem in words. Empty: there is room."""
         if not self.is_nearly_full:
             return ""
         return f"redis is nearly full: {size_text(self.memory.used)} of {size_text(self.memory.limit)} are used, so no new requests are taken"
 
     async def run(self) -> None:
-        """Look now and then, until cancelled."""
+        """Read it now and then, until cancelled."""
         while True:
             try:
                 info: dict[str, Any] = await self.client.info("memory")

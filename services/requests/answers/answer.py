@@ -1,4 +1,5 @@
-"""Answer: a chat's text, parsed, and Delta: what one event adds to it. Both are of no API: each API has its own way to write them."""
+"""Answer: a chat's text, parsed, and Delta: what one event adds to it. Both are of no API: each API
+has its own way to write them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -33,7 +34,7 @@ class CallDelta:
 
 @dataclass(slots=True)
 class Delta:
-    """What one event adds to a choice."""
+    """The part of an answer that one event adds."""
 
     content: str = ""
     reasoning: str = ""
@@ -69,10 +70,11 @@ class Delta:
 
 
 class Answer:
-    """What was made of the text so far."""
+    """The answer so far."""
 
     def __init__(self, parsing: Parsing, name: str, *, has_reasoning: bool) -> None:
-        """name: of the choice; the ids of its calls are made of it, so that whoever reads the answer again finds the same."""
+        """name: of the choice; the ids of its calls are made of it, so that whoever reads the
+        answer again finds the same."""
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[Call] = []
@@ -85,7 +87,8 @@ class Answer:
         self._held: list[str] | None = None  # the arguments so far of the call of a custom tool that is being made
 
     def _with_inputs(self, pieces: list[Piece], *, is_end: bool) -> list[Piece]:
-        """The same with the input of each call of a custom tool, once it is whole, in the place of its arguments, which are held until then."""
+        """Put each custom tool's input in the place of its arguments. The arguments are held until
+        the input is whole."""
         made: list[Piece] = []
         for piece in pieces:
             if piece.kind == "call":
@@ -107,7 +110,8 @@ class Answer:
 
     @property
     def has_called(self) -> bool:
-        """Whether it ends with calls that the model chose to make. (OpenAI's answers to a named tool_choice end with stop.)"""
+        """Whether it ends with calls that the model chose to make. (OpenAI's answers to a named
+        tool_choice end with stop.)"""
         return bool(self.calls) and self._parsing.tool_calls != "arguments"
 
     def add(self, text: str, *, is_end: bool) -> Delta:
@@ -143,7 +147,8 @@ class Answer:
 
 
 def input_of(arguments: str) -> str:
-    """A custom tool's input: the one argument that its function has; what a model broke off, or made otherwise, is given as it wrote it."""
+    """A custom tool's input: the one argument that its function has; what a model broke off, or
+    made otherwise, is given as it wrote it."""
     try:
         value = orjson.loads(arguments)
     except orjson.JSONDecodeError:

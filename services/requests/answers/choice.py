@@ -83,7 +83,8 @@ def usage_of(choices: list[Choice], n: int) -> Usage:
 
 
 def best(choices: list[Choice], record: ResponseRecord) -> list[Choice]:
-    """The answers: all sequences, or of each prompt's the num_best whose tokens are likeliest on average (an empty one, last)."""
+    """The answers: all sequences, or of each prompt's the num_best whose tokens are likeliest on
+    average (an empty one, last)."""
     found = choices
     if record.num_best is not None:
         ranked = [sorted(choices[at : at + record.n], key=mean_logprob, reverse=True)[: record.num_best] for at in range(0, len(choices), record.n)]

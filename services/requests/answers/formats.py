@@ -1,4 +1,5 @@
-"""What a response looks like, in a stream and whole: one class for chat completions, one for completions."""
+"""What a response looks like, in a stream and whole: one class for chat completions, one for
+completions."""
 
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -22,7 +23,8 @@ class Format(Protocol):
         ...
 
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
-        """The chunks that an event makes, which has added `delta` to the choice; none, if nothing of it is for the client."""
+        """The chunks that an event makes, which has added `delta` to the choice; none, if nothing
+        of it is for the client."""
         ...
 
     def end(self, choice: Choice) -> dict[str, Any]:
@@ -94,7 +96,8 @@ def message_fields(answer: Answer) -> dict[str, Any]:
 
 
 def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: ResponseRecord, choice: Choice | None) -> dict[str, Any]:
-    """A chunk of a stream. Where the client asked for usage, all but the last say that it is null, or what it is so far of the chunk's choice."""
+    """A chunk of a stream. Where the client asked for usage, all but the last say that it is null,
+    or what it is so far of the chunk's choice."""
     chunk = {**head, "choices": made}
     if not record.has_usage:
         return chunk
@@ -104,6 +107,7 @@ def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: Respons
 class ChatFormat:
     def __init__(self, record: ResponseRecord) -> None:
         self.record = record
+        self._head = head_of(record, "chat.completion.chunk")
 
     def opening(self, index: int) -> dict[str, Any]:
         parsing = self.record.parsing
@@ -131,7 +135,7 @@ class ChatFormat:
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
-            **self._head("chat.completion"),
+            **head_of(self.record, "chat.completion"),
             "service_tier": "default",
             "choices": [
                 {
@@ -161,18 +165,16 @@ class ChatFormat:
         return prompt_ids_field(self.record, token_ids) if index == 0 else {}
 
     def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
-        return make_chunk(self._head("chat.completion.chunk"), made, self.record, choice)
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return head_of(self.record, kind)
+        return make_chunk(self._head, made, self.record, choice)
 
 
 class CompletionFormat:
     def __init__(self, record: ResponseRecord) -> None:
         self.record = record
+        self._head = head_of(record, "text_completion")
 
     def opening(self, index: int) -> None:
-        """None: completions begin with their first token."""
+        """Return None: completions begin with their first token."""
 
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
         prompt = event.prompt_logprobs
@@ -198,7 +200,7 @@ class CompletionFormat:
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
-            **head_of(self.record, "text_completion"),
+            **self._head,
             "choices": [
                 {
                     "index": choice.index,
@@ -216,7 +218,8 @@ class CompletionFormat:
         }
 
     def _logprobs(self, logprobs: Iterable[TokenLogprob] | None, prompt: PromptLogprobs | None) -> dict[str, Any] | None:
-        """OpenAI's old form: four lists in step, over what is echoed of the prompt and the answer."""
+        """OpenAI's old form: four lists in step, over what is echoed of the prompt and the
+        answer."""
         num_echoed = self.record.num_echo_logprobs if prompt is not None else None
         if logprobs is None and num_echoed is None:
             return None
@@ -231,7 +234,7 @@ class CompletionFormat:
         return asdict(listed)
 
     def _chunk(self, made: list[dict[str, Any]], choice: Choice | None) -> dict[str, Any]:
-        return make_chunk(head_of(self.record, "text_completion"), made, self.record, choice)
+        return make_chunk(self._head, made, self.record, choice)
 
 
 def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
@@ -247,12 +250,13 @@ def chat_logprobs(logprobs: Iterable[TokenLogprob], record: ResponseRecord) -> d
 
 
 def name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
-    """A token in logprobs. Parts of characters, which no text can be, are spelt `bytes:\\xe6\\xb0`."""
+    """A token in logprobs. Parts of characters, which no text can be, are spelt
+    `bytes:\\xe6\\xb0`."""
     return f"token_id:{entry.token_id}" if by_id else entry.token
 
 
 def chat_name_of(entry: TokenLogprob | TopLogprob, *, by_id: bool) -> str:
-    """The same as chat completions have it: parts of characters are spelt `\\xe6\\xb0`."""
+    """A token in a chat completion's logprobs: parts of characters are spelt `\\xe6\\xb0`."""
     is_part = entry.token.startswith("bytes:") and entry.token.encode() != entry.raw
     return entry.token.removeprefix("bytes:") if is_part and not by_id else name_of(entry, by_id=by_id)
 
@@ -280,10 +284,11 @@ def prompt_field(record: ResponseRecord, prompt: PromptLogprobs | None) -> dict[
 
 
 def format_for(record: ResponseRecord) -> Format:
-    """Of a response of any API: what is no completion is a chat inside."""
+    """The format of a response of any API: what is no completion is a chat inside."""
     return CompletionFormat(record) if record.kind == "text_completion" else ChatFormat(record)
 
 
 def whole_body(record: ResponseRecord, choices: list[Choice]) -> dict[str, Any]:
-    """The answer that was not asked for as a stream. Its usage is all that was generated, whatever became of it."""
+    """The answer that was not asked for as a stream. Its usage is all that was generated, whatever
+    became of it."""
     return format_for(record).whole(best(choices, record)) | {"usage": usage_fields(usage_of(choices, record.n))}

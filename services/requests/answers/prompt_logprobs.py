@@ -1,4 +1,5 @@
-"""The logprobs of a prompt as clients know them: as OpenAI's completions echo them, and as vLLM's field `prompt_logprobs` has them."""
+"""The logprobs of a prompt as clients know them: as OpenAI's completions echo them, and as vLLM's
+field `prompt_logprobs` has them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +25,8 @@ def likeliest(tokens: Iterable[tuple[str, float]]) -> dict[str, float]:
 
 @dataclass(slots=True)
 class EchoedLogprobs:
-    """OpenAI's old form: lists in step, over what is echoed of the prompt and the answer. Nothing predicts a prompt's first token."""
+    """OpenAI's old form: lists in step, over what is echoed of the prompt and the answer. Nothing
+    predicts a prompt's first token."""
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
@@ -33,7 +35,8 @@ class EchoedLogprobs:
 
 
 def echoed(prompt: PromptLogprobs, num_top: int, *, by_id: bool) -> EchoedLogprobs:
-    """Those of a prompt, with the num_top likeliest. by_id: tokens are named by their ids."""
+    """The logprobs of a prompt, with the num_top likeliest. by_id: tokens are named by their
+    ids."""
     text_of = {token_id: f"token_id:{token_id}" if by_id else text for token_id, text in texts(prompt).items()}
     tokens = [text_of[token_id] for token_id in prompt.token_ids.tolist()]
     own = zip(tokens[1:], prompt.logprobs.tolist(), strict=True)
@@ -42,8 +45,9 @@ def echoed(prompt: PromptLogprobs, num_top: int, *, by_id: bool) -> EchoedLogpro
 
 
 def by_token_id(prompt: PromptLogprobs, num_top: int) -> list[dict[str, dict[str, Any]] | None]:
-    """For each token of the prompt a map from token ids, its own first, then the num_top likeliest; null for the first token. Parts of characters are
-    U+FFFD there, as vLLM has them: the ids say which."""
+    """Map token ids to logprobs for each token of the prompt, its own first, then the num_top
+    likeliest; null for the first. Parts of characters are U+FFFD there, as vLLM has them: the ids
+    say which."""
     text_of = {token_id: "\ufffd" if text.startswith(PART) else text for token_id, text in texts(prompt).items()}
     own = zip(prompt.token_ids[1:].tolist(), prompt.logprobs.tolist(), prompt.ranks.tolist(), strict=True)
     found: list[dict[str, dict[str, Any]] | None] = [None]

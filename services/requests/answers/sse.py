@@ -1,7 +1,8 @@
-"""Server-sent events: bytes of a chunk, of a ping, of the end; and the event id, which is a place in the token logs.
+"""Server-sent events: bytes of a chunk, of a ping, of the end; and the event id, which is a place
+in the token logs.
 
-The id of an event is the position of each of the response's sequences after it, joined by commas: `17`, or `17,12` with n=2. A client
-that reconnects sends it back as Last-Event-ID.
+The id of an event is the position of each of the response's sequences after it, joined by commas:
+`17`, or `17,12` with n=2. A client that reconnects sends it back as Last-Event-ID.
 """
 
 import re
@@ -25,7 +26,8 @@ def encode_event(payload: dict[str, Any], event_id: str | None = None) -> bytes:
 
 
 def format_id(positions: list[int]) -> str | None:
-    """None before the first token: whoever comes back from there begins anew."""
+    """Write an event id. None before the first token: a client that comes back from there begins
+    again."""
     return ",".join(map(str, positions)) if any(positions) else None
 
 

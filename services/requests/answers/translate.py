@@ -1,4 +1,5 @@
-"""An answer as another API's than OpenAI's: its deltas become that API's events, by a pure function of the token log."""
+"""An answer as another API's than OpenAI's: its deltas become that API's events, by a pure function
+of the token log."""
 
 from typing import Any, ClassVar, Protocol
 
@@ -32,30 +33,32 @@ def is_broken_off(arguments: str) -> bool:
 
 
 class Translation(Protocol):
-    """Another API's answer in the making. Events are JSON objects; `encode` makes bytes of them."""
+    """An answer in another API's form, in the making. Events are JSON objects; `encode` makes bytes
+    of them."""
 
     media_type: str
     ping: bytes  # keeps a waiting stream open
     names: ClassVar[dict[str, str]]  # of the chat's fields that a stage's error may be about, where they are others
 
     def opening(self, first: TokenEvent | None) -> list[Json]:
-        """Before any token; first: the first event, if it is there already."""
+        """Make the events before any token. first: the first event, if it is there already."""
         ...
 
     def add(self, delta: Delta) -> list[Json]:
-        """What an event adds, of which a client hears."""
+        """Make the events for a delta that clients are told of."""
         ...
 
     def closing(self, usage: Usage, told: Json) -> list[Json]:
-        """After the last delta. told: the field that says where the answer breaks its schema, if it does."""
+        """Make the events after the last delta. told: the field that says where the answer breaks
+        its schema, if it does."""
         ...
 
     def failed(self, error: RequestError, usage: Usage) -> list[Json]:
-        """The log has ended with an error, or as cancelled."""
+        """Make the events for a log that ended with an error, or as cancelled."""
         ...
 
     def interrupted(self, error: RequestError) -> list[Json]:
-        """This stream ends, though the response may go on."""
+        """Make the events for a stream that ends though the response may go on."""
         ...
 
     def whole(self) -> Json:
@@ -77,7 +80,7 @@ class Fold:
         return self.choice.finish_reason is not None
 
     def add(self, event: TokenEvent) -> list[Json]:
-        """What the event makes. Events after the log's end do not come."""
+        """Make the API's events for one event of the log. No event follows the log's end."""
         delta = self.choice.add(event)
         try:
             check(event)

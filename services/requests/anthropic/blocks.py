@@ -1,4 +1,5 @@
-"""Messages of Anthropic's API, which are lists of blocks, as messages of a chat. Checked in time linear in their length; the first wrong block is named."""
+"""Messages of Anthropic's API, which are lists of blocks, as messages of a chat. Checked in time
+linear in their length; the first wrong block is named."""
 
 from typing import Any
 
@@ -16,7 +17,8 @@ BLOCKS = {
     "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
     "system": ("text",),
 }
-# Of each kind, what may stand in it. cache_control asks for what is done anyway: prefixes are cached
+# Of each kind, what may stand in it. cache_control asks for what is done anyway: prefixes are
+# cached
 FIELDS = {
     "text": {"text", "citations", "cache_control"},
     "tool_use": {"id", "name", "input", "cache_control", "caller"},
@@ -41,7 +43,8 @@ def read_system(value: Any) -> str | None:
 
 
 def read_messages(value: Any) -> list[tuple[int, Json]]:
-    """The chat's messages, each with the number of the message that it comes from: an answer of a tool is a message of its own there."""
+    """The chat's messages, each with the number of the message that it comes from: an answer of a
+    tool is a message of its own there."""
     if not isinstance(value, list):
         raise at("", f"expected a list of messages, got {kind_of(value)}")
     if not 0 < len(value) <= MAX_MESSAGES:

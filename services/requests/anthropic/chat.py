@@ -49,7 +49,8 @@ def chat_of(body: CountTokensBody) -> ChatCompletionBody:
 
 
 def _chat_tools(tools: list[Json]) -> tuple[list[Json], list[str]]:
-    """The tools that the client runs, and where each stands; those that Anthropic's servers run are passed over. Raises Invalid with --strict-fields."""
+    """The tools that the client runs, and where each stands; those that Anthropic's servers run are
+    passed over. Raises Invalid with --strict-fields."""
     pass_over(*(f"tools[{number}]" for number, tool in enumerate(tools) if is_hosted(tool)))
     kept = [(f"tools[{number}]", tool) for number, tool in enumerate(tools) if not is_hosted(tool)]
     for place, tool in kept:

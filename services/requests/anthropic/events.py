@@ -1,4 +1,5 @@
-"""An answer of Anthropic's API in the making: blocks of content, and the events that tell of them."""
+"""An answer of Anthropic's API in the making: blocks of content, and the events that tell of
+them."""
 
 from typing import ClassVar
 
@@ -57,7 +58,8 @@ class MessageEvents:
         return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(event) + b"\n\n"
 
     def opening(self, first: TokenEvent | None) -> list[Json]:
-        """The prompt's length is in it if it is known: the stream opens with the first token, unless that takes long."""
+        """The prompt's length is in it if it is known: the stream opens with the first token,
+        unless that takes long."""
         if first is not None:
             self.usage = usage_fields(first.num_prompt_tokens, first.num_cached_tokens, 0)
         return [{"type": "message_start", "message": self.whole()}]

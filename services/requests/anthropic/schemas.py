@@ -5,9 +5,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.anthropic.blocks import MESSAGES_SCHEMA, SYSTEM_SCHEMA, Json, read_messages, read_system
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import ANYTHING, Body
 from services.requests.bodies.fields import at_most
-from services.requests.bodies.neutral import ANYTHING
 from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_USER
 from shared.model.sampling_params import MAX_STOP_STRINGS

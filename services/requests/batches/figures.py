@@ -1,7 +1,9 @@
 """Figures of batches, over all workers: a hash in Redis, because workers die and batches do not.
 
-A line is counted by the script that notes it in its batch, an end by the one that makes it: once, whoever does either a second time. What waits, and since
-when, is as of the workers' last sweep (services/jobs/upkeep.py); a batch that nobody has swept yet says so itself. Every gateway tells the same.
+A line is counted by the script that notes it in its batch, an end by the one that makes it: once,
+whoever does either a second time. What waits, and since when, is as of the workers' last sweep
+(services/jobs/upkeep.py); a batch that nobody has swept yet says so itself. Every gateway tells the
+same.
 """
 
 import time
@@ -18,8 +20,9 @@ OUTCOMES = ("completed", "failed", "not_executed")  # of lines; the last: their 
 ENDS = ("completed", "failed", "expired", "cancelled")  # of batches
 ENDED = "ended:"  # what the count of such an end begins with
 
-# ARGV: batch key, figures key, their life in seconds, the time, then counts of the batch and their values. Counts only grow: who begins a batch again knows
-# less of it at first. One that is gone stays so.
+# ARGV: batch key, figures key, their life in seconds, the time, then counts of the batch and their
+# values. Counts only grow: who begins a batch again knows less of it at first. One that is gone
+# stays so.
 NOTE = """
 if redis.call('EXISTS', ARGV[1]) == 0 then return end
 for at = 5, #ARGV, 2 do
@@ -48,7 +51,7 @@ def queue_created(pipe: Pipeline, created_at: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """What waits, of all batches that have not ended. Times: wall clock, s."""
+    """The work that waits, over all batches that have not ended. Times: wall clock, s."""
 
     lines_waiting: int  # of batches that are checked
     oldest_at: int  # when the oldest batch was made
@@ -67,7 +70,7 @@ def queue_backlog(pipe: Pipeline, backlog: Backlog | None) -> None:
 
 @dataclass(frozen=True, slots=True)
 class BatchFigures:
-    """As Redis has them."""
+    """The figures of batches that Redis holds."""
 
     num_running: int = 0
     values: dict[str, int] = field(default_factory=dict)

@@ -28,7 +28,8 @@ class Jobs:
         self._lock = asyncio.Lock()
 
     async def send(self, batch_id: str) -> None:
-        """Have a worker look at the batch now. Should that fail, the workers find it by themselves a little later."""
+        """Have a worker look at the batch now. Should that fail, the workers find it by themselves
+        a little later."""
         with suppress(TimeoutError):
             async with asyncio.timeout(SEND_TIMEOUT_S), self._lock:
                 await asyncio.to_thread(self._send, batch_id)

@@ -1,6 +1,8 @@
-"""Batches: each is a hash in Redis, of what was asked and how far it is. A gateway makes and cancels it, the workers of services/jobs do the rest.
+"""Batches: each is a hash in Redis, of what was asked and how far it is. A gateway makes and
+cancels it, the workers of services/jobs do the rest.
 
-The status changes by one script that knows where it may go from: a batch that has ended stays as it is, whoever comes late.
+The status changes by one script that knows where it may go from: a batch that has ended stays as it
+is, whoever comes late.
 """
 
 import time
@@ -12,7 +14,7 @@ import orjson
 import redis.asyncio
 
 from services.requests.batches.figures import ENDED, queue_created
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Rejected
 from shared.process.telemetry import get_logger
@@ -29,8 +31,9 @@ MAX_RUNNING = 100  # of one owner
 MAX_KEPT = 10_000  # of one owner: of more, those that ended first are forgotten
 TTL_S = FILE_TTL_S + LONGEST_WINDOW_S  # as long as what it writes
 
-# ARGV: batch key, owner's batches, set of running batches, batch id, the time, TTL in seconds, most that may run, most that are kept, the beginning of a
-# batch's key, then fields and values. Returns whether it was made: not if too many of the owner's are running.
+# ARGV: batch key, owner's batches, set of running batches, batch id, the time, TTL in seconds, most
+# that may run, most that are kept, the beginning of a batch's key, then fields and values. Returns
+# whether it was made: not if too many of the owner's are running.
 CREATE = """
 local key, owned, running, id, now, ttl, max_running, max_kept, prefix = unpack(ARGV, 1, 9)
 if #redis.call('ZINTER', 2, owned, running) >= tonumber(max_running) then return 0 end
@@ -51,8 +54,9 @@ redis.call('EXPIRE', running, ttl)
 return 1
 """
 
-# ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by commas), the next, '1' if that is an end, the time, figures key,
-# their life in seconds, then further fields and values. Returns the status that it has now.
+# ARGV: batch key, set of running batches, batch id, the statuses it may have now (joined by
+# commas), the next, '1' if that is an end, the time, figures key, their life in seconds, then
+# further fields and values. Returns the status that it has now.
 MOVE = f"""
 local status = redis.call('HGET', ARGV[1], 'status')
 if not status or not string.find(',' .. ARGV[4] .. ',', ',' .. status .. ',', 1, true) then return status end
@@ -69,7 +73,7 @@ return ARGV[5]
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Of a batch, or of a part of it."""
+    """Totals of a batch, or of a part of it."""
 
     completed: int = 0
     failed: int = 0  # with an error of their own, or a stage's
@@ -89,7 +93,7 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class BatchRecord:
-    """What was asked."""
+    """A batch as it was asked for."""
 
     batch_id: str
     tenant: Tenant  # whose it is, with the rights and limits that he had when he made it
@@ -127,7 +131,8 @@ class Batch:
         return self.status in RUNNING
 
     def closes(self, now: float) -> str:
-        """Why no more of its lines are executed, as their errors say it; empty: they are. now: wall clock, s."""
+        """Why no more of its lines are executed, as their errors say it; empty: they are. now: wall
+        clock, s."""
         if self.status == "cancelling":
             return "batch_cancelled"
         return "batch_expired" if now > self.record.expires_at and self.status in ("validating", "in_progress") else ""
@@ -178,7 +183,7 @@ class BatchStore:
         """
         keys = batch_key(record.batch_id), batches_key(record.owner), BATCHES_RUNNING
         values = "record", msgpack.packb(asdict(record)), "status", "validating", "traceparent", traceparent, "model", model
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.eval(CREATE, 0, *keys, record.batch_id, time.time(), TTL_S, MAX_RUNNING, MAX_KEPT, batch_key(""), *values)
                 queue_created(pipe, record.created_at)
@@ -189,7 +194,7 @@ class BatchStore:
 
     async def load(self, batch_id: str, tenant: Tenant) -> Batch:
         """Raises Invalid (404) for one that is not there for this tenant."""
-        with away():
+        with redis_errors_as_503():
             values: Any = await self.client.hgetall(batch_key(batch_id))
             batch = read_batch(batch_id, values)
         if batch is None or not tenant.sees(batch.record.owner):
@@ -197,8 +202,9 @@ class BatchStore:
         return batch
 
     async def list_of(self, owner: str, after: str | None, count: int) -> list[Batch]:
-        """At most so many of an owner's, the newest first, of those that follow `after`. Raises Invalid if that is none of them."""
-        with away():
+        """List at most so many of an owner's batches, the newest first, from the one after `after`.
+        Raises Invalid if that is not among them."""
+        with redis_errors_as_503():
             place: Any = await self.client.zrevrank(batches_key(owner), after) if after is not None else -1
             if place is None:
                 raise Invalid(f"no object {after!r} in this list", param="after")
@@ -214,7 +220,7 @@ class BatchStore:
 
     async def running(self) -> list[Batch]:
         """The batches of all owners that have not ended, the newest first."""
-        with away():
+        with redis_errors_as_503():
             names: Any = await self.client.smembers(BATCHES_RUNNING)
             async with self.client.pipeline(transaction=False) as pipe:
                 keys = [name.decode(errors="replace") for name in names]
@@ -224,7 +230,8 @@ class BatchStore:
         return sorted(found, key=lambda each: each.record.created_at, reverse=True)
 
     async def move(self, batch_id: str, allowed: tuple[str, ...], status: str, **values: Any) -> str | None:
-        """Give it the status, and further fields, if it has one of those allowed. Returns the status that it has then; None: there is no such batch."""
+        """Give it the status, and further fields, if it has one of those allowed. Returns the
+        status that it has then; None: there is no such batch."""
         pairs = [each for name, value in values.items() for each in (name, value)]
         is_end = "0" if status in RUNNING else "1"
         found: Any = await self.client.eval(
@@ -234,7 +241,7 @@ class BatchStore:
 
     async def delete(self, record: BatchRecord) -> None:
         """Forget one that has ended."""
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(batch_key(record.batch_id))
                 pipe.zrem(batches_key(record.owner), record.batch_id)
@@ -242,7 +249,8 @@ class BatchStore:
 
 
 def read_batch(batch_id: str, values: dict[bytes, bytes]) -> Batch | None:
-    """A batch's hash. None where there is none, and, with a line in the log, for what is no batch, or has another id than its key."""
+    """A batch's hash. None where there is none, and, with a line in the log, for what is no batch,
+    or has another id than its key."""
     if not values:
         return None
     try:

@@ -1,6 +1,8 @@
-"""The fields of a body that may be long: messages' contents, prompts, lists. Each is checked in time linear in its length, and the first wrong item is named.
+"""The fields of a body that may be long: messages' contents, prompts, lists. Each is checked in
+time linear in its length, and the first wrong item is named.
 
-Pydantic is for the short ones: of a union it tries every arm for every item, and it makes an error of each.
+Pydantic is for the short ones: of a union it tries every arm for every item, and it makes an error
+of each.
 """
 
 from collections.abc import Callable
@@ -11,7 +13,6 @@ from pydantic import PlainValidator, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from services.requests.bodies.ignored import tell_others
-from services.requests.bodies.neutral import OF_PARTS
 
 MAX_INPUTS = 2048  # of embeddings, in one request
 
@@ -22,6 +23,8 @@ OTHER_MEDIA = {
     "image_url": "images", "input_image": "images", "image": "images", "input_audio": "audio", "audio_url": "audio", "video_url": "video", "file": "files",
     "input_file": "files",
 }  # fmt: skip
+
+OF_PARTS = ("annotations", "cache_control", "prompt_cache_breakpoint")  # fields of a part that change no answer
 
 TokenIds = np.ndarray[Any, np.dtype[np.int32]]
 Prompt = str | TokenIds
@@ -98,7 +101,8 @@ def read_token_ids(value: Any, path: str) -> TokenIds:
 
 
 def join_parts(value: Any) -> Any:
-    """A message's content as one text. What is neither text nor a list is the next validator's to refuse."""
+    """A message's content as one text. What is neither text nor a list is the next validator's to
+    refuse."""
     if not isinstance(value, list):
         return value
     if len(value) > MAX_PARTS:
@@ -138,7 +142,7 @@ def at_most(count: int) -> Callable[[Any], Any]:
 
 
 def kind_of(value: Any) -> str:
-    """What JSON calls it."""
+    """The JSON name of a value's type."""
     if value is None:
         return "null"
     if isinstance(value, float) and abs(value) >= 1 << 63:  # orjson reads integers beyond 64 bits as these
@@ -154,7 +158,8 @@ def shortened(value: Any) -> str:
 
 
 def refuse_unknown(fields: Any, value: dict[str, Any]) -> None:
-    """Raises for the first key that is no field, before anything else is looked at: a body of a million such keys is one error."""
+    """Raises for the first key that is no field, before anything else is looked at: a body of a
+    million such keys is one error."""
     for key in value:
         if key not in fields:
             raise PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"})

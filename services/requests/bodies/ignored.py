@@ -1,7 +1,10 @@
-"""Ignored: what a request asked for and did not get, named in one header of its answer, X-Penstock-Ignored. With --strict-fields it is refused instead.
+"""Ignored: what a request asked for and did not get, named in one header of its answer,
+X-Penstock-Ignored. With --strict-fields it is refused instead.
 
-The names are collected where they are found, however deep: `pass_over` adds to the innermost `collecting`. The outermost one is the request's, made by
-the middleware here, which writes the header; what is found after the answer has begun is in no header. Plain ASGI, so that streams pass untouched.
+The names are collected where they are found, however deep: `pass_over` adds to the innermost
+`collecting`. The outermost one is the request's, made by the middleware here, which writes the
+header; what is found after the answer has begun is in no header. Plain ASGI, so that streams pass
+untouched.
 """
 
 import re
@@ -45,14 +48,15 @@ COLLECTED: ContextVar[Names | None] = ContextVar("ignored", default=None)
 
 
 def tell(*names: str) -> None:
-    """Name what is not done as it was asked, by its path in the body: messages[0].content[1].cache_control."""
+    """Name what is not done as it was asked, by its path in the body:
+    messages[0].content[1].cache_control."""
     if (collected := COLLECTED.get()) is not None:
         for name in names:
             collected.add(name)
 
 
 def pass_over(*names: str) -> None:
-    """The same of fields, which --strict-fields refuses. Raises Invalid."""
+    """Name fields that are passed over. Raises Invalid with --strict-fields."""
     collected = COLLECTED.get()
     if names and collected is not None and collected.is_strict:
         raise refusal(names)
@@ -60,7 +64,8 @@ def pass_over(*names: str) -> None:
 
 
 def tell_others(value: Mapping[str, Any], known: Container[str], path: str) -> None:
-    """Name the fields of an object that are none of those known. A package sends back every field that it knows, null where nothing was said."""
+    """Name the fields of an object that are none of those known. A package sends back every field
+    that it knows, null where nothing was said."""
     tell(*islice((f"{path}.{key[:MAX_NAME]}" for key, each in value.items() if key not in known and each is not None), MAX_NAMES + 1))
 
 

@@ -1,4 +1,5 @@
-"""A body's bytes to a body, checked. Pure, and in time linear in its size: it runs in the gateway or, for long bodies, in its helper process."""
+"""A body's bytes to a body, checked. Pure, and in time linear in its size: it runs in the gateway
+or, for long bodies, in its helper process."""
 
 import codecs
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +39,8 @@ def invoked(kinds: Mapping[str, type[B]], value: dict[str, Any]) -> type[B]:
 
 
 def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:
-    """The body that a JSON object is. Raises Invalid (400), naming the fields that are wrong, as `rename` calls them."""
+    """The body that a JSON object is. Raises Invalid (400), naming the fields that are wrong, as
+    `rename` calls them."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -46,7 +48,7 @@ def check(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = 
 
 
 def take(model: type[B], value: dict[str, Any], rename: Callable[[str], str] = str) -> B:
-    """The same; what is passed over goes to whoever collects it."""
+    """Check a body, and report what it passes over to the innermost `collecting`."""
     body = check(model, value, rename)
     pass_over(*map(rename, body.passed_over))
     return body
@@ -72,7 +74,8 @@ def sentence(name: str, error: Any) -> str:
 
 
 def path_of(error: Any) -> str:
-    """The field as a client would write it: messages[0].content. A union puts type names between the parts of the path."""
+    """The field as a client would write it: messages[0].content. A union puts type names between
+    the parts of the path."""
     path = [part for part in error["loc"] if not (isinstance(part, str) and ("[" in part or part in BRANCHES))]
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path) + str(error.get("ctx", {}).get("at", ""))
     return name.lstrip(".")

@@ -1,4 +1,5 @@
-"""Storage: the bytes of files, in a folder or wherever fsspec reaches. A file is there whole or not at all.
+"""Storage: the bytes of files, in a folder or wherever fsspec reaches. A file is there whole or not
+at all.
 
 Synchronous: callers run it beside their event loop.
 """
@@ -26,12 +27,13 @@ log = get_logger("penstock.gateway")
 
 
 class OutsideFolder(FileNotFoundError):
-    """To this storage there is no such file."""
+    """The path leads out of the storage's folder."""
 
 
 class Storage:
     def __init__(self, url: str) -> None:
-        """url: a folder, or file://, s3:// and others, whose options fsspec takes from its own configuration. Raises StartupError."""
+        """url: a folder, or file://, s3:// and others, whose options fsspec takes from its own
+        configuration. Raises StartupError."""
         try:
             self.fs, self.root = fsspec.core.url_to_fs(url)
         except (OSError, ValueError, ImportError) as error:
@@ -59,7 +61,7 @@ class Storage:
             file.write(data)
 
     def size(self, path: str) -> int:
-        """In bytes. Raises FileNotFoundError."""
+        """The file's size in bytes. Raises FileNotFoundError."""
         return int(self.fs.info(self._within(path))["size"])
 
     def read(self, path: str, start: int | None = None, end: int | None = None) -> bytes:
@@ -67,12 +69,13 @@ class Storage:
         return bytes(self.fs.cat_file(self._within(path), start, end))
 
     def open(self, path: str) -> IO[bytes]:
-        """To read from. Raises FileNotFoundError."""
+        """Open the file to read. Raises FileNotFoundError."""
         file: IO[bytes] = self.fs.open(self._within(path), "rb")
         return file
 
     def names(self, folder: str) -> list[str]:
-        """What is whole in a folder, sorted; of a folder that is not there: nothing."""
+        """The names of a folder's complete files, sorted. None are in a folder that does not
+        exist."""
         return [name for name, _ in self._listed(folder) if not name.endswith(UNFINISHED)]
 
     def remove(self, path: str) -> None:
@@ -90,11 +93,12 @@ class Storage:
         return shutil.disk_usage(folder).free
 
     def abandoned(self, folder: str, after_s: float) -> list[str]:
-        """What in a folder was not written to its end, and not written to for so long."""
+        """The names of a folder's incomplete files that were not written to for so long."""
         return [name for name, info in self._listed(folder) if name.endswith(UNFINISHED) and time.time() - modified_at(info) > after_s]
 
     def _within(self, path: str) -> str:
-        """The whole path of what is in this storage. Raises OutsideFolder for a path that leads out of it, by its parts or by a link."""
+        """The whole path of what is in this storage. Raises OutsideFolder for a path that leads out
+        of it, by its parts or by a link."""
         whole = f"{self.root}/{path}"
         is_within = PATH.fullmatch(path) is not None
         if is_within and isinstance(self.fs, LocalFileSystem):

@@ -1,4 +1,5 @@
-"""Files: what they are is in Redis, what is in them in the storage. Each has an owner, to everybody else it does not exist."""
+"""Files: what they are is in Redis, what is in them in the storage. Each has an owner, to everybody
+else it does not exist."""
 
 import asyncio
 import time
@@ -11,7 +12,7 @@ from typing import IO, Any
 import msgpack
 import redis.asyncio
 
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.files.storage import PIECE_BYTES, Storage
 from services.requests.record import read_record
 from shared.process.errors import Invalid, Recoverable
@@ -23,7 +24,8 @@ CONTENTS = "contents"  # the folder of what is in files
 STORE_TIMEOUT_S = 600.0  # to store what was received
 RESERVED_S = STORE_TIMEOUT_S + 60  # for which a gateway that is killed keeps the room of what it was storing
 
-# ARGV: uploads key, "<file id>/<bytes>", ms. Reserves the room of a file that is about to be stored; returns those that have reserved theirs before.
+# ARGV: uploads key, "<file id>/<bytes>", ms. Reserves the room of a file that is about to be
+# stored; returns those that have reserved theirs before.
 RESERVE = """
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -37,7 +39,7 @@ return before
 
 @dataclass(frozen=True, slots=True)
 class FileRecord:
-    """What a file is."""
+    """A file's record."""
 
     file_id: str
     owner: str
@@ -66,7 +68,7 @@ class FileStore:
 
     async def load(self, file_id: str, owner: str) -> FileRecord:
         """Raises Invalid (404) for a file that is not there, or not this owner's."""
-        with away():
+        with redis_errors_as_503():
             packed: Any = await self.client.get(file_key(file_id))
         record = read_file(file_id, packed)
         if record is None or record.owner != owner:
@@ -75,7 +77,7 @@ class FileStore:
 
     async def list_of(self, owner: str) -> list[FileRecord]:
         """All of an owner's, the newest first."""
-        with away():
+        with redis_errors_as_503():
             found: Any = await self.client.zrevrange(files_key(owner), 0, -1)
             names = [name.decode(errors="replace") for name in found]
             values: list[Any] = await self.client.mget([file_key(name) for name in names]) if names else []
@@ -84,7 +86,8 @@ class FileStore:
         return [record for name, value in zip(names, values, strict=True) if (record := read_file(name, value)) is not None]
 
     async def check_room(self, owner: str, num_bytes: int, *, max_size: int, coming: dict[str, int] | None = None) -> None:
-        """For one more file. max_size: of all of the owner's, in bytes; coming: sizes by id of those that are being stored.
+        """Check that there is room for one more file. max_size: of all of the owner's, in bytes.
+        coming: sizes by id of those that are being stored.
 
         Raises Invalid (413) beyond the owner's bounds.
         """
@@ -95,7 +98,8 @@ class FileStore:
             raise Invalid(f"this file has {num_bytes} bytes, and of {max_size} for all files {size} are taken: delete some", code="storage_full", status=413)
 
     async def add(self, file: IO[bytes], owner: str, filename: str, purpose: str, ttl_s: int, *, max_size: int) -> FileRecord:
-        """Keep a file that has been received. Raises as `check_room`; TimeoutError if the storage is too slow."""
+        """Keep a file that has been received. Raises as `check_room`; TimeoutError if the storage
+        is too slow."""
         num_bytes = await asyncio.to_thread(file.seek, 0, 2)
         now = int(time.time())
         record = FileRecord(f"file-{uuid.uuid4().hex[:24]}", owner, filename, purpose, num_bytes, now, now + ttl_s)
@@ -106,21 +110,22 @@ class FileStore:
 
     @asynccontextmanager
     async def _room_for(self, record: FileRecord, max_size: int) -> AsyncIterator[None]:
-        """Room that nobody else is given until the file is known. Reserved before it is looked for: of two that come at once, the second sees the first."""
+        """Room that nobody else is given until the file is known. Reserved before it is looked for:
+        of two that come at once, the second sees the first."""
         key, own = uploads_key(record.owner), f"{record.file_id}/{record.num_bytes}"
-        with away():
+        with redis_errors_as_503():
             before: Any = await self.client.eval(RESERVE, 0, key, own, int(RESERVED_S * 1000))
         try:
             coming = dict(each.decode().split("/") for each in before)
             await self.check_room(record.owner, record.num_bytes, max_size=max_size, coming={name: int(size) for name, size in coming.items()})
             yield
         finally:
-            with suppress(Recoverable), away():  # should Redis be away, the reservation runs out
+            with suppress(Recoverable), redis_errors_as_503():  # should Redis be away, the reservation runs out
                 await self.client.zrem(key, own)
 
     async def enter(self, record: FileRecord) -> None:
         """Make a file known whose content is stored. Safe to repeat."""
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.set(file_key(record.file_id), msgpack.packb(asdict(record)), exat=record.expires_at)
                 pipe.zadd(files_key(record.owner), {record.file_id: record.created_at})
@@ -128,7 +133,7 @@ class FileStore:
                 await pipe.execute()
 
     async def delete(self, record: FileRecord) -> None:
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=True) as pipe:
                 pipe.delete(file_key(record.file_id))
                 pipe.zrem(files_key(record.owner), record.file_id)
@@ -146,11 +151,13 @@ class FileStore:
 
 
 def read_file(file_id: str, packed: bytes | None) -> FileRecord | None:
-    """A file's record; None for what is none: its id, which is to be a path, must be the one that was asked for."""
+    """A file's record; None for what is none: its id, which is to be a path, must be the one that
+    was asked for."""
     record = read_record(FileRecord, file_key(file_id), packed)
     return record if record is not None and is_file_id(file_id) and record.file_id == file_id else None
 
 
 def content_path(file_id: str, expires_at: int) -> str:
-    """Its time is in the name: an expired file is known for one whatever has become of its record."""
+    """Its time is in the name: an expired file is known for one whatever has become of its
+    record."""
     return f"{CONTENTS}/{file_id}.{expires_at}"

@@ -1,7 +1,9 @@
-"""`python -m services.requests.grammars.answer_worker`: the gateway's helper that holds answers against their schemas.
+"""`python -m services.requests.grammars.answer_worker`: the gateway's helper that holds answers
+against their schemas.
 
-Schemas come from clients, and a pattern may take for ever: then this process is killed, and nothing else with it. A question is a pickled list of function,
-schema as JSON, and text; the answer is a list of what does not hold.
+Schemas come from clients, and a pattern may take for ever: then this process is killed, and nothing
+else with it. A question is a pickled list of function, schema as JSON, and text; the answer is a
+list of what does not hold.
 """
 
 import json

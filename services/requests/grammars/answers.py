@@ -1,4 +1,5 @@
-"""AnswerChecker: holds answers against what of their schemas could not be enforced, at their end, in a helper process with bounds."""
+"""AnswerChecker: holds answers against what of their schemas could not be enforced, at their end,
+in a helper process with bounds."""
 
 import pickle
 from collections.abc import Sequence
@@ -20,8 +21,9 @@ class AnswerChecker:
         self._num_waiting = 0
 
     async def check(self, checks: Sequence[Sequence[str]], content: str, calls: Sequence[tuple[str, str]]) -> list[dict[str, Any]]:
-        """Where an answer breaks its schemas: path and message, and the function whose arguments it is about; none: it is valid. What could not be found out
-        in time is said, too: an answer is never held back for it.
+        """List where an answer breaks its schemas: path, message, and the function whose arguments
+        it is about; empty: it is valid. What could not be found out in time is said, too: an answer
+        is never held back for it.
 
         checks: of the response's record; calls: name and arguments of each.
         """

@@ -1,4 +1,5 @@
-"""Grammars that clients send, checked before their requests are admitted: in helper processes, within bounds, and each text once."""
+"""Grammars that clients send, checked before their requests are admitted: in helper processes,
+within bounds, and each text once."""
 
 import asyncio
 import hashlib
@@ -42,8 +43,8 @@ class GrammarChecker:
         return digest_of(constraint) in self._verdicts
 
     async def check(self, constraint: Constraint, tenant_id: str) -> Prepared:
-        """The constraint as it is enforced; the answer's header names the rest. Raises Invalid (400) for one that can't be held to, Rejected (429, 503) where
-        others wait already."""
+        """The constraint as it is enforced; the answer's header names the rest. Raises Invalid
+        (400) for one that can't be held to, Rejected (429, 503) where others wait already."""
         digest = digest_of(constraint)
         if digest not in self._verdicts:
             verdict = await self._shared(constraint, tenant_id, digest)
@@ -56,7 +57,8 @@ class GrammarChecker:
         return verdict
 
     async def _shared(self, constraint: Constraint, tenant_id: str, digest: bytes) -> Prepared | Invalid:
-        """One check for all requests of a tenant that bring the same text at once. It ends when the last of them has gone."""
+        """One check for all requests of a tenant that bring the same text at once. It ends when the
+        last of them has gone."""
         key = (tenant_id, digest)
         if key not in self._asking:
             self._asking[key] = Asking(asyncio.create_task(self._judge(constraint, tenant_id, digest)))
@@ -81,7 +83,8 @@ class GrammarChecker:
         return verdict
 
     async def _ask(self, constraint: Constraint, tenant_id: str) -> Prepared | Invalid:
-        """The verdict, to be remembered. Raises Invalid for what could not be found out: another time it may be, on a machine that is less busy."""
+        """The verdict, to be remembered. Raises Invalid for what could not be found out: another
+        time it may be, on a machine that is less busy."""
         try:
             answer = await self.helpers.ask(tenant_id, pickle.dumps(constraint), timeout_s=CHECK_TIMEOUT_S)
         except TimeoutError:

@@ -1,9 +1,11 @@
-"""`python -m services.requests.grammars.worker`: the gateway's helper that makes what clients want their answers to match such that it can be enforced.
+"""`python -m services.requests.grammars.worker`: the gateway's helper that makes what clients want
+their answers to match such that it can be enforced.
 
 It compiles it, too, to see whether it is.
 
-A grammar comes from whoever sends a request. The library counts its work and its memory; where that should not hold, this process is killed, or its memory
-ends, and nothing else with it. A question is a pickled Constraint, the answer Prepared or Invalid.
+A grammar comes from whoever sends a request. The library counts its work and its memory; where that
+should not hold, this process is killed, or its memory ends, and nothing else with it. A question is
+a pickled Constraint, the answer Prepared or Invalid.
 """
 
 import pickle

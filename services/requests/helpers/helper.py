@@ -1,4 +1,5 @@
-"""Helper: a process that does for the gateway what would stall its event loop, and that can be killed in the middle of it."""
+"""Helper: a process that does for the gateway what would stall its event loop, and that can be
+killed in the middle of it."""
 
 import asyncio
 import pickle
@@ -15,7 +16,7 @@ START_TIMEOUT_S = 60.0  # until it has imported what it needs, on a machine that
 
 
 class HelperFailed(Exception):
-    """It ended each time that it was asked this."""
+    """The helper process ended each time that it was asked this."""
 
 
 class Helper:
@@ -40,7 +41,8 @@ class Helper:
             await process.wait()
 
     async def ask(self, *question: bytes, timeout_s: float) -> object:
-        """What it answers. Raises TimeoutError, having killed it, and HelperFailed. timeout_s is the question's: one that has to start has longer for that."""
+        """Return the helper's answer. Raises TimeoutError, having killed it, and HelperFailed.
+        timeout_s is for the question: a helper that has to start gets longer."""
         async with self._lock:
             for _ in range(NUM_TRIES):
                 try:

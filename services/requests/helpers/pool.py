@@ -1,4 +1,5 @@
-"""HelperPool: some helper processes, and who may ask them next. What a tenant brings, it waits for itself."""
+"""HelperPool: some helper processes, and who may ask them next. What a tenant brings, it waits for
+itself."""
 
 import asyncio
 from collections import Counter, OrderedDict, deque
@@ -11,11 +12,13 @@ MAX_WAITING = 1024  # questions of all tenants
 
 
 class HelperPool:
-    """Tenants take turns, and none has all the helpers at once. The helpers start when they are needed."""
+    """Tenants take turns, and none has all the helpers at once. The helpers start when they are
+    needed."""
 
     def __init__(self, module: str, work: str, *, max_of_tenant: int, wait_s: float) -> None:
-        """module: one which calls run_worker; work: what it does, for errors; max_of_tenant: questions of
-        one tenant that may wait; wait_s: for a turn, who waits for longer may come again."""
+        """module: one which calls run_worker; work: what it does, for errors; max_of_tenant:
+        questions of one tenant that may wait; wait_s: for a turn, who waits for longer may come
+        again."""
         self.work = work
         self.max_of_tenant = max_of_tenant
         self.wait_s = wait_s
@@ -33,7 +36,8 @@ class HelperPool:
             await helper.stop()
 
     async def ask(self, tenant_id: str, *question: bytes, timeout_s: float) -> object:
-        """Ask a helper. Raises Rejected (429 for a tenant with too many questions, 503 where the wait is too long) and what Helper.ask does."""
+        """Ask a helper. Raises Rejected (429 for a tenant with too many questions, 503 where the
+        wait is too long) and what Helper.ask does."""
         helper = await self._turn(tenant_id)
         try:
             return await helper.ask(*question, timeout_s=timeout_s)

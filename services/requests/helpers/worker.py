@@ -1,7 +1,8 @@
-"""The inside of a helper process of the gateway: frames from standard input (length, question), each answered on standard output (length, pickle).
+"""The inside of a helper process of the gateway: frames from standard input (length, question),
+each answered on standard output (length, pickle).
 
-An empty question is answered with None: whoever asks it sees that the process has imported what it needs.
-Ends when its gateway does, for then its input ends.
+An empty question is answered with None: whoever asks it sees that the process has imported what it
+needs. Ends when its gateway does, for then its input ends.
 """
 
 import os

@@ -1,4 +1,5 @@
-"""The fields by which clients say what an answer must match, as one Constraint: OpenAI's response_format, vLLM's structured_outputs, and its older guided_*."""
+"""The fields by which clients say what an answer must match, as one Constraint: OpenAI's
+response_format, vLLM's structured_outputs, and its older guided_*."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -37,7 +38,8 @@ class StructuredOutputs(BaseModel):
 
 
 def constraint_of(response_format: dict[str, Any] | None, structured_outputs: StructuredOutputs | None, guided: Mapping[str, Any]) -> Constraint | None:
-    """What the answer must match, by whichever of the fields is there; None: nothing. guided: the guided_* fields by name.
+    """The constraint on the answer, by whichever of the fields is there; None: there is none.
+    guided: the guided_* fields by name.
 
     Raises Invalid for what is malformed, and for more than one.
     """
@@ -72,7 +74,8 @@ def _of_response_format(value: dict[str, Any]) -> Constraint | None:
 
 
 def _of_json_schema(value: Any) -> Constraint:
-    """OpenAI's object. With strict, what can't be enforced is an error; without, it is passed over and named."""
+    """OpenAI's object. With strict, what can't be enforced is an error; without, it is passed over
+    and named."""
     param = "response_format.json_schema"
     if not isinstance(value, dict):
         raise Invalid(f"{param} must be an object with a schema, got {kind_of(value)}", param=param)

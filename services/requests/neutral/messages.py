@@ -7,9 +7,8 @@ import orjson
 from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import OF_CALLS, OF_MESSAGES, Body
 from services.requests.bodies.fields import CONTENT_SCHEMA, at_most, join_parts, kind_of
-from services.requests.bodies.neutral import OF_CALLS, OF_MESSAGES
 from services.requests.parsing.answer import INPUT
 from shared.wire.messages import ChatMessage, ToolCall
 
@@ -18,7 +17,7 @@ MAX_NAME = 256  # characters of a model's, a speaker's or a function's name, or 
 
 
 def read_arguments(value: Any) -> str:
-    """As text: of what some clients send as an object, its JSON."""
+    """Read arguments as text. Some clients send an object, which becomes its JSON."""
     if isinstance(value, dict):
         return orjson.dumps(value).decode()
     if not isinstance(value, str):
@@ -52,7 +51,8 @@ class ToolCallBody(Body):
         return self
 
     def to_wire(self) -> ToolCall:
-        """For the model a custom tool is a function with one argument."""
+        """Make the message of the pipeline. For the model a custom tool is a function with one
+        argument."""
         if self.type == "custom" and self.custom is not None:
             return ToolCall(self.id, self.custom.name, json.dumps({INPUT: self.custom.input}, ensure_ascii=False))
         assert self.function is not None

@@ -1,19 +1,18 @@
-"""The bodies that clients send, as pydantic models. What is not named here is refused, unless it asks for nothing; bounds are SamplingParams'.
+"""The bodies that clients send, as pydantic models. What is not named here is refused, unless it
+asks for nothing; bounds are SamplingParams'.
 
 What may be long is checked by fields.py: a body of any shape takes time linear in its size.
 """
 
 import re
 from dataclasses import replace
-from functools import partial
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import Body
-from services.requests.bodies.fields import MAX_INPUTS, MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt
-from services.requests.bodies.neutral import ANYTHING, OF_CHATS, OF_COMPLETIONS
+from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
+from services.requests.bodies.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt
 from services.requests.neutral.constrain import StructuredOutputs, constraint_of
 from services.requests.neutral.messages import MAX_NAME, Message
 from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
@@ -30,7 +29,7 @@ from shared.model.sampling_params import (
     SamplingParams,
 )
 from shared.process.errors import Invalid
-from shared.wire.messages import ChatOptions, EmbeddingParams, EncodingParams, SchedulingParams
+from shared.wire.messages import ChatOptions, EncodingParams, SchedulingParams
 
 TOKEN_ID = re.compile("0|-?[1-9][0-9]{0,18}")
 MAX_MESSAGES = 4096
@@ -113,7 +112,8 @@ class GenerateBody(Body):
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, for whoever looks for abuse")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
-        """The parameters, checked. Fields left out or null take their defaults. The seed is set for each choice later."""
+        """The parameters, checked. Fields left out or null take their defaults. The seed is set for
+        each choice later."""
         if self.stream_options is not None and not self.stream:
             raise Invalid("stream_options is for streams: set stream to true", param="stream_options")
         self._check_choices()
@@ -152,13 +152,13 @@ class GenerateBody(Body):
         return SchedulingParams(self.priority, deadline_at, group_id if self.num_sequences > 1 else "", salt)
 
     def constraint(self) -> Constraint | None:
-        """What the answer must match. Raises Invalid."""
+        """The constraint that the answer must match. Raises Invalid."""
         guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")}
         return constraint_of(self.response_format, self.structured_outputs, guided)
 
     @property
     def num_sequences(self) -> int:
-        """Of each prompt: more than n where the best of them are wanted."""
+        """Sequences of each prompt: more than n where the best of them are wanted."""
         return self.n if self.best_of is None or self.use_beam_search else self.best_of
 
     @property
@@ -240,7 +240,7 @@ def make_params(given: dict[str, Any]) -> SamplingParams:
 
 
 def read_function_call(value: Any) -> Any:
-    """As a tool_choice."""
+    """Read a function_call as a tool_choice."""
     if value in (None, "none", "auto"):
         return value
     if isinstance(value, dict) and isinstance(value.get("name"), str):
@@ -287,7 +287,8 @@ class ChatCompletionBody(GenerateBody):
         return self.reasoning_effort != "none" and kwargs.get("enable_thinking") is not False and kwargs.get("thinking") is not False
 
     def chat_options(self, calling: Calling, *, may_bring_template: bool, begins_with_call: bool = False) -> ChatOptions:
-        """What the template is given beside the messages. begins_with_call: the answer has no room for a thought. Raises Invalid."""
+        """The template's arguments besides the messages. begins_with_call: the answer has no room
+        for a thought. Raises Invalid."""
         if self.chat_template is not None and not may_bring_template:
             raise Invalid("chat_template is not allowed here: the operator can, with --trust-request-chat-template", param="chat_template")
         if self.continue_final_message and self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set:
@@ -331,51 +332,6 @@ def checked_truncation(num_tokens: int | None) -> int | None:
     return num_tokens
 
 
-class EmbeddingBody(Body):
-    """Texts, or one conversation, which the model's chat template makes a text."""
-
-    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
-
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = None
-    messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="instead of input")] = None
-    add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
-    continue_final_message: bool = False
-    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = None
-    encoding_format: Literal["float", "base64"] = "float"
-    dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
-    pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
-    normalize: bool = Field(True, description="to length 1")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many; -1: as many as fit")
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
-    cache_salt: str = Field("", max_length=256)
-    user: str | None = Field(None, max_length=MAX_USER)
-
-    @property
-    def embedding(self) -> EmbeddingParams:
-        return EmbeddingParams(self.pooling or "", self.dimensions, self.normalize)
-
-    def encoding(self) -> EncodingParams:
-        """How an input is to be encoded."""
-        return EncodingParams(truncate_prompt_tokens=checked_truncation(self.truncate_prompt_tokens), keeps_beginning=True)
-
-    def prompts(self, *, may_bring_template: bool) -> list[dict[str, Any]]:
-        """For each vector the fields of GenerateRequest that say what it is of. Raises Invalid."""
-        if (self.input is None) == (self.messages is None):
-            raise Invalid("give input or messages, one of them", param="input")
-        if self.input is not None:
-            return [{"prompt": each} if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]
-        assert self.messages is not None
-        chat = ChatCompletionBody.model_construct(
-            model=self.model, messages=self.messages, add_generation_prompt=self.add_generation_prompt, continue_final_message=self.continue_final_message,
-            chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,
-        )  # fmt: skip
-        options = chat.chat_options(chat.calling(), may_bring_template=may_bring_template)
-        return [{"messages": tuple(message.to_wire() for message in self.messages), "chat": options}]
-
-
 class CompletionBody(GenerateBody):
     neutral = OF_COMPLETIONS
 
@@ -392,5 +348,5 @@ class CompletionBody(GenerateBody):
 
     @property
     def num_echo_logprobs(self) -> int | None:
-        """Of each token that is repeated, beside its own."""
+        """Logprobs of each echoed token besides its own."""
         return self.logprobs if self.echo else None

@@ -1,4 +1,5 @@
-"""The functions that a model may call, and which of them it has to: what the template is told, what the answer must match, and how it is parsed."""
+"""The functions that a model may call, and which of them it has to: what the template is told, what
+the answer must match, and how it is parsed."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -20,7 +21,8 @@ MAX_TOOLS = 128
 MAX_FORCED_CALLS = 16  # in an answer that has to call
 MAX_DEPTH = 64  # of a schema: what reads and writes JSON here goes far deeper
 
-# Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model may go on with white space for ever
+# Of the grammar's engine: JSON as Python writes it, and as models have read it; without it a model
+# may go on with white space for ever
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}$"
 TAKES_TEXT: dict[str, Any] = {"type": "object", "properties": {INPUT: {"type": "string"}}, "required": [INPUT]}  # a custom tool's function
@@ -55,7 +57,7 @@ class Grammar(Body):
 
 
 class Format(Body):
-    """Of a custom tool's input."""
+    """The format of a custom tool's input."""
 
     type: Literal["text", "grammar"]
     grammar: Grammar | None = None
@@ -82,7 +84,8 @@ class CustomTool(Body):
 
 
 class HostedTool(BaseModel):
-    """A tool that OpenAI's servers run, and none here: web_search and the like. The model is not told of it, and the answer's header names it."""
+    """A tool that OpenAI's servers run, and none here: web_search and the like. The model is not
+    told of it, and the answer's header names it."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
 
@@ -139,7 +142,7 @@ Tools = Annotated[list[AnyTool], BeforeValidator(at_most(MAX_TOOLS))]
 
 @dataclass(frozen=True, slots=True)
 class Calling:
-    """What a request says about calls, resolved."""
+    """The tools and choices of a request, resolved."""
 
     tools: tuple[Tool | CustomTool, ...] = ()  # that the model is told of
     mode: Literal["none", "auto", "required", "named"] = "none"
@@ -153,7 +156,7 @@ class Calling:
 
     @property
     def tools_json(self) -> str:
-        """For the template."""
+        """The tools as JSON, for the template."""
         if not self.tools:
             return ""
         return orjson.dumps([{"type": "function", "function": tool.function.model_dump(exclude_none=True)} for tool in self.tools]).decode()
@@ -172,13 +175,14 @@ class Calling:
         return Parsing(reasoning, tool_calls, names if tool_calls else (), max_calls, texts, customs, self.is_legacy)
 
     def offered(self, tool_calls: str) -> Constraint | None:
-        """What the calls in an answer must match that may call, in the form of that name: something if any of the functions is strict. Raises Invalid."""
+        """The constraint on calls in an answer that may call, in the form of that name, if any of
+        the functions is strict. Raises Invalid."""
         if self.mode != "auto" or not any(tool.function.strict for tool in self.callable) or tool_calls not in TAGS:
             return None
         return tags_constraint(TAGS[tool_calls](self.offers()))
 
     def forced(self) -> Constraint | None:
-        """What an answer that has to call must match. Raises Invalid."""
+        """The constraint on an answer that has to call. Raises Invalid."""
         if not self.is_forced:
             return None
         if self.mode == "named":
@@ -205,13 +209,14 @@ def tags_constraint(form: dict[str, Any]) -> Constraint:
 
 
 def schema_of(tool: Tool | CustomTool) -> dict[str, Any]:
-    """Of its arguments, which are an object whatever else the schema says."""
+    """The schema of a tool's arguments, which are always an object."""
     schema = {"type": "object", **tool.function.parameters} if tool.function.parameters is not None else NO_ARGUMENTS
     return {**schema, "x-guidance": {**SPACING, "lenient": not tool.function.strict}}
 
 
 def calls_format(offers: Sequence[Offer], *, is_parallel: bool) -> dict[str, Any]:
-    """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. A model that has nothing more to call may go on with calls: there is a most of them."""
+    """A list of calls, `[{"name": "f", "parameters": {…}}, …]`. A model that has nothing more to
+    call may go on with calls: there is a most of them."""
     tags = [tagged(offer, json_head(offer, "parameters"), "}") for offer in offers]
     most = MAX_FORCED_CALLS if is_parallel else 1
     calls = {"type": "tags_with_separator", "tags": tags, "separator": ", ", "at_least_one": True, "max_tags": most}
@@ -244,7 +249,7 @@ def granite_tags(offers: Sequence[Offer]) -> dict[str, Any]:
 
 
 def mistral_tags(offers: Sequence[Offer]) -> dict[str, Any]:
-    """In both of its forms: a list, or the name before the arguments."""
+    """The tags of both forms: a list, or the name before the arguments."""
     named = [tagged(offer, f"[TOOL_CALLS]{offer.name}[ARGS]", "") for offer in offers]
     return {"type": "triggered_tags", "triggers": ["[TOOL_CALLS]"], "tags": [list_tags("[TOOL_CALLS]", offers), *named]}
 
@@ -265,7 +270,7 @@ def text_parameters(tools: Sequence[Tool | CustomTool]) -> list[str]:
 
 
 def without_hosted(tools: Sequence[Tool | CustomTool | HostedTool]) -> tuple[Tool | CustomTool, ...]:
-    """Those that the client runs. Raises Invalid for the others with --strict-fields."""
+    """The tools that the client runs. Raises Invalid for the others with --strict-fields."""
     pass_over(*(f"tools[{number}]" for number, tool in enumerate(tools) if isinstance(tool, HostedTool)))
     return tuple(tool for tool in tools if not isinstance(tool, HostedTool))
 

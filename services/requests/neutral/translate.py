@@ -1,4 +1,4 @@
-"""Other APIs' bodies as chats, and what is wrong with those told in the other API's terms."""
+"""Turns other APIs' bodies into chats, and reports the chats' errors in the other API's terms."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -22,9 +22,11 @@ NUMBER = re.compile(r"\[\d+\]")
 
 
 def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str], place_of_tool: Callable[[int], str]) -> ChatCompletionBody:
-    """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other API's terms.
+    """The body of a chat, checked; fields that are None are not given. Raises Invalid in the other
+    API's terms.
 
-    names: of the chat's fields, where they are others; place_of and place_of_tool: where a message or a tool, by its number in the chat, came from.
+    names: of the chat's fields, where they are others; place_of and place_of_tool: where a message
+    or a tool, by its number in the chat, came from.
     """
 
     def rename(path: str) -> str:
@@ -42,7 +44,8 @@ def make_chat(given: Json, names: dict[str, str], place_of: Callable[[int], str]
 
 
 def name_of(path: str, names: dict[str, str]) -> str:
-    """A field of the chat, by its name in the other API: of the beginnings that have one, the longest counts. [] in names is any number."""
+    """A field of the chat, by its name in the other API: of the beginnings that have one, the
+    longest counts. [] in names is any number."""
     bare = NUMBER.sub("[]", path)
     for end in range(len(bare), 0, -1):
         if bare[:end] in names and bare[end : end + 1] in ("", ".", "[", ":"):
@@ -55,7 +58,7 @@ def name_of(path: str, names: dict[str, str]) -> str:
 
 @contextmanager
 def own_terms(names: dict[str, str]) -> Iterator[None]:
-    """What is wrong with a chat, and what of it is passed over, is told in the other API's terms."""
+    """Report a chat's errors and passed-over fields in the other API's terms."""
     try:
         with renamed(lambda name: name_of(name, names)):
             yield
@@ -76,5 +79,5 @@ def in_own_terms(error: RequestError, names: dict[str, str]) -> RequestError:
 
 
 def thinking_kwargs(is_wanted: bool) -> Json:
-    """For the template: the two names that models have for it."""
+    """The template's arguments for thinking: models have two names for it."""
     return {"enable_thinking": is_wanted, "thinking": is_wanted}

@@ -1,4 +1,5 @@
-"""AnswerParser: the parsers of one answer, by name, one behind the other: reasoning first, and calls in what is left."""
+"""AnswerParser: the parsers of one answer, by name, one behind the other: reasoning first, and
+calls in what is left."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ WITH_SPECIAL_TOKENS = ("mistral", "gemma4")  # of REASONING
 
 @dataclass(frozen=True, slots=True)
 class Parsing:
-    """How the answers of a request are parsed; a part of its record, so that whoever resumes it parses alike."""
+    """How the answers of a request are parsed; a part of its record, so that whoever resumes it
+    parses alike."""
 
     reasoning: str = ""  # of REASONING; empty: not at all
     tool_calls: str = ""  # of TOOL_CALLS, or of FORCED; empty: not at all
@@ -109,7 +111,8 @@ class AnswerParser:
 
 
 def make_tool_parser(name: str, names: frozenset[str], texts: frozenset[str] = frozenset()) -> Parser:
-    """A fresh parser of the form of that name, of calls of these functions. texts: as of Parsing."""
+    """A fresh parser of the form of that name, of calls of these functions. texts: as of
+    Parsing."""
     if name == XML:
         return xml_calls(names, texts)
     if name in FORMS:

@@ -1,7 +1,9 @@
-"""Calls that a model writes as JSON: `{"name": …, "arguments": {…}}` between markers, or the name before the arguments.
+"""Calls that a model writes as JSON: `{"name": …, "arguments": {…}}` between markers, or the name
+before the arguments.
 
-A call begins when its name is known to be a function's and its arguments begin; from then on they go out as they come. What is no call is content:
-a block that does not begin one as it stands, marker and all, and what follows arguments that stop being JSON.
+A call begins when its name is known to be a function's and its arguments begin; from then on they
+go out as they come. What is no call is content: a block that does not begin one as it stands,
+marker and all, and what follows arguments that stop being JSON.
 """
 
 import json
@@ -48,7 +50,8 @@ class ObjectCall:
 
     @property
     def rest(self) -> str:
-        """What was read and is no part of the call: all of it, or the last that its arguments held back."""
+        """The text read that is no part of the call: all of it, or the rest that its arguments held
+        back."""
         return self._arguments.held if self._arguments is not None else "".join(self._read)
 
     def feed(self, text: str, pieces: list[Piece]) -> int:
@@ -252,7 +255,8 @@ class JsonCalls:
             self._leave_block(marker, pieces)
 
     def _leave_block(self, rest: str, pieces: list[Piece]) -> None:
-        """Back to content. Of a block with calls, separators and markers are no content; of one without, all is."""
+        """Back to content. Of a block with calls, separators and markers are no content; of one
+        without, all is."""
         self._mode = "content"
         if not self._has_call:
             pieces += self._prose.say(self._pending + rest)

@@ -1,7 +1,8 @@
-"""JsonScanner: follows a JSON object or list character by character, and tells where it ends or where it stops being JSON.
+"""JsonScanner: follows a JSON object or list character by character, and tells where it ends or
+where it stops being JSON.
 
-What it has accepted comes out as it went in, but for line breaks and other control characters in strings: models write them as they are, and
-JSON wants them escaped.
+What it has accepted comes out as it went in, but for line breaks and other control characters in
+strings: models write them as they are, and JSON wants them escaped.
 """
 
 import json
@@ -36,7 +37,8 @@ class JsonScanner:
         return self._state == "broken"
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Read from `at` on. Returns where it stopped: at the end of the text, behind the value's end, or at what is no JSON."""
+        """Read from `at` on. Returns where it stopped: at the end of the text, behind the value's
+        end, or at what is no JSON."""
         while at < len(text) and self._state not in ("done", "broken"):
             if self._state == "string":
                 at = self._string(text, at)
@@ -50,7 +52,7 @@ class JsonScanner:
         return at
 
     def take(self) -> str:
-        """What was accepted since the last call."""
+        """The text accepted since the last call."""
         text = "".join(self._accepted)
         self._accepted.clear()
         return text

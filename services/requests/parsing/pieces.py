@@ -11,7 +11,8 @@ SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of an answer. "call" begins a call, and its text is the function's name; "arguments" go on with the last one's, as JSON."""
+    """A stretch of an answer. "call" begins a call, and its text is the function's name;
+    "arguments" go on with the last one's, as JSON."""
 
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
@@ -23,12 +24,12 @@ class Parser(Protocol):
     def feed(self, text: str) -> list[Piece]: ...
 
     def finish(self) -> list[Piece]:
-        """What was held back, once no more text can come. Nothing is fed afterwards."""
+        """Return what was held back, once no more text can come. Nothing is fed afterwards."""
         ...
 
 
 def merged(pieces: Iterable[Piece]) -> list[Piece]:
-    """The same with neighbours of one kind joined, and without empty ones. Calls are never joined."""
+    """Join neighbours of one kind, and drop empty pieces. Calls are never joined."""
     found: list[Piece] = []
     for piece in pieces:
         if found and found[-1].kind == piece.kind != "call":
@@ -39,7 +40,8 @@ def merged(pieces: Iterable[Piece]) -> list[Piece]:
 
 
 def find_first(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Where the first of the markers in the text begins, and which it is; of several that begin there, the one that is named first."""
+    """Find where the first of the markers begins in the text, and which it is; of several that
+    begin there, the one named first."""
     found = [(at, number) for number, marker in enumerate(markers) if (at := text.find(marker)) >= 0]
     if not found:
         return None
@@ -67,7 +69,8 @@ def to_json(value: Any) -> str:
 
 
 class Prose:
-    """Content around calls. White space that ends it is held back, for between prose and a call it is nobody's."""
+    """Content around calls. White space that ends it is held back, for between prose and a call it
+    is nobody's."""
 
     def __init__(self) -> None:
         self._space = ""

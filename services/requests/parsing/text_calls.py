@@ -1,6 +1,8 @@
-"""Calls that a model writes in a language of its own: as Python, `[f(a=1), g(b="x")]`, or as Gemma does, `call:f{a:1,b:<escape>x<escape>}`.
+"""Calls that a model writes in a language of its own: as Python, `[f(a=1), g(b="x")]`, or as Gemma
+does, `call:f{a:1,b:<escape>x<escape>}`.
 
-What they mean is known at their end only, so each call goes out whole. What does not parse, or calls what is no function, is content.
+What they mean is known at their end only, so each call goes out whole. What does not parse, or
+calls what is no function, is content.
 """
 
 import ast
@@ -35,7 +37,8 @@ def call_pieces(calls: Calls) -> list[Piece]:
 
 
 class PythonicCalls:
-    """Parser of answers that are a list of calls in Python's words, from their first character on. Prose may follow."""
+    """Parser of answers that are a list of calls in Python's words, from their first character on.
+    Prose may follow."""
 
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
@@ -136,7 +139,7 @@ def python_call(node: ast.expr) -> tuple[str, dict[str, Any]]:
 
 
 def python_value(node: ast.expr) -> Any:
-    """As JSON has it. Raises ValueError."""
+    """A Python literal as JSON. Raises ValueError."""
     match node:
         case ast.Constant(value=str() | int() | float() | None):
             return node.value
@@ -159,7 +162,8 @@ class BlockCalls:
     def __init__(
         self, starts: tuple[str, ...], find_end: Callable[[str], tuple[int, str] | None], read: Callable[[str], tuple[str, dict[str, Any]] | None]
     ) -> None:
-        """find_end: where a block's end marker is, and which; read: the call that a block is, None for one that is content."""
+        """find_end: where a block's end marker is, and which; read: the call that a block is, None
+        for one that is content."""
         self.starts = starts
         self.find_end = find_end
         self.read = read
@@ -230,7 +234,7 @@ def gemma_calls(names: frozenset[str]) -> BlockCalls:
 
 
 def gemma_end(text: str) -> tuple[int, str] | None:
-    """Where the end marker is, and which."""
+    """Find where the end marker is, and which."""
     at = 0
     while (found := find_first(text[at:], GEMMA_ENDS + GEMMA_QUOTES)) is not None:
         at += found[0]

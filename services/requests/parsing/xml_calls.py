@@ -1,6 +1,9 @@
-"""Calls as Qwen3-Coder writes them: `<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`, each part on lines of its own.
+"""Calls as Qwen3-Coder writes them:
+`<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`, each part on lines of
+its own.
 
-A value is text without quotes. It is taken as it stands where the function's schema says that the parameter is a text, and else as JSON, if it is some.
+A value is text without quotes. It is taken as it stands where the function's schema says that the
+parameter is a text, and else as JSON, if it is some.
 """
 
 import json
@@ -18,7 +21,8 @@ PARAMETER = re.compile(r"\s*<parameter=([^<>\n]{1,128})>\n?(.*?)\n?</parameter>(
 
 
 def xml_calls(names: frozenset[str], texts: frozenset[str]) -> BlockCalls:
-    """Parser of calls of these functions. texts: the parameters whose values are texts, as function.parameter."""
+    """Parser of calls of these functions. texts: the parameters whose values are texts, as
+    function.parameter."""
 
     def read(block: str) -> Call | None:
         call = FUNCTION.fullmatch(block)
@@ -35,7 +39,7 @@ def xml_calls(names: frozenset[str], texts: frozenset[str]) -> BlockCalls:
 
 
 def find_end(text: str) -> tuple[int, str] | None:
-    """Where the end marker is."""
+    """Find where the end marker is."""
     at = text.find(END)
     if at >= 0 and "<function=" in text[:at]:
         found = FUNCTION_END.search(text)

@@ -7,7 +7,8 @@ from services.requests.responses.schemas import ResponseBody
 from services.requests.responses.tools import chat_choice, chat_tools
 from shared.process.errors import Invalid
 
-# Fields of a chat that this API takes under the same name: OpenAI's own, and the sampling parameters that it does not have
+# Fields of a chat that this API takes under the same name: OpenAI's own, and the sampling
+# parameters that it does not have
 SAME = (
     "model", "temperature", "top_p", "parallel_tool_calls", "service_tier", "prompt_cache_key", "safety_identifier", "user",
     "seed", "top_k", "min_p", "min_tokens", "stop", "stop_token_ids", "ignore_eos", "frequency_penalty", "presence_penalty", "repetition_penalty",
@@ -23,7 +24,8 @@ NAME_HERE = {
 
 
 def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> ChatCompletionBody:
-    """The chat that this is, after the items of the conversation before, without the first num_dropped of both. Raises Invalid, in this API's terms."""
+    """The chat that this is, after the items of the conversation before, without the first
+    num_dropped of both. Raises Invalid, in this API's terms."""
     if body.background and not body.store:
         raise Invalid("a background response is read later, so it must be stored: background needs store", param="store")
     system = [{"role": "system", "content": body.instructions}] if body.instructions else []
@@ -47,7 +49,8 @@ def chat_of(body: ResponseBody, before: list[Json], *, num_dropped: int = 0) -> 
 
 
 def _place_of(number: int, begins: list[int], num_system: int) -> str:
-    """Where a message of the chat came from. begins: of each message after the system's, the number of its item in the input; negative: it was there before."""
+    """Name the place that a message of the chat came from. begins: the number of the input's item
+    for each message after the system's; negative: it was there before."""
     if number < num_system:
         return "instructions"
     item = begins[number - num_system]
@@ -55,7 +58,7 @@ def _place_of(number: int, begins: list[int], num_system: int) -> str:
 
 
 def _nested(value: Json, field: str) -> Json:
-    """In a chat, what lies beside the type here lies in a field of the type's name."""
+    """Nest the other fields in one of the type's name, as a chat has them."""
     return {"type": value.get("type"), field: {key: each for key, each in value.items() if key != "type" and each is not None}}
 
 

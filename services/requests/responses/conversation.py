@@ -1,4 +1,5 @@
-"""The conversation that a response goes on with: the one before it, the items that it names by their ids, and how much of all that fits the model."""
+"""The conversation that a response goes on with: the one before it, the items that it names by
+their ids, and how much of all that fits the model."""
 
 import re
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ async def with_conversation(context: ConversationContext, body: ResponseBody) ->
 
 
 async def resolve(context: ConversationContext, items: list[Json]) -> list[Json]:
-    """The items, with those that are named in the place of their names. Raises Invalid (404) for one that is not stored."""
+    """The items, with those that are named in the place of their names. Raises Invalid (404) for
+    one that is not stored."""
     found: dict[str, dict[str, Json]] = {}  # by response, the items by id
     resolved = []
     for number, item in enumerate(items):
@@ -57,7 +59,8 @@ async def resolve(context: ConversationContext, items: list[Json]) -> list[Json]
 
 
 async def conversation(context: ConversationContext, response_id: str, field: str) -> list[Json]:
-    """The items up to a response's answer, that included. Raises Invalid, naming the field, for one that is not stored, or that can't be gone on with."""
+    """The items up to a response's answer, that included. Raises Invalid, naming the field, for one
+    that is not stored, or that can't be gone on with."""
     try:
         record, stored = await context.store.load(context.tenant, response_id)
         items = await context.store.items(stored)

@@ -1,7 +1,8 @@
 """A response of the Responses API in the making: its object, and its typed events.
 
-Events are numbered from 0, and they are a function of the token log and of what was asked. So every reader gets the same events under the same numbers,
-whichever gateway it asks, and `starting_after` leaves out what it has.
+Events are numbered from 0, and they are a function of the token log and of what was asked. So every
+reader gets the same events under the same numbers, whichever gateway it asks, and `starting_after`
+leaves out what it has.
 """
 
 from typing import Any, ClassVar
@@ -22,7 +23,8 @@ from shared.wire.messages import RequestError, TokenEvent
 Json = dict[str, Any]
 
 
-# Of each kind of call in the chat: the beginning of its item's id, the item, the field that grows, and the events that tell of that
+# Of each kind of call in the chat: the beginning of its item's id, the item, the field that grows,
+# and the events that tell of that
 CALLS = {
     "function": ("fc", "function_call", "arguments", "function_call_arguments"),
     "custom": ("ctc", "custom_tool_call", "input", "custom_tool_call_input"),
@@ -37,7 +39,8 @@ class ResponseEvents:
     names: ClassVar[dict[str, str]] = NAME_HERE
 
     def __init__(self, record: ResponseRecord, asked: Json, *, after: int = -1) -> None:
-        """asked: the object's fields that repeat the request; after: the last event that the reader has."""
+        """asked: the object's fields that repeat the request; after: the last event that the reader
+        has."""
         self.record = record
         self.asked = asked
         self.after = after
@@ -111,7 +114,8 @@ class ResponseEvents:
         return [*events, self._end("incomplete" if self.reason else "completed", usage)]
 
     def failed(self, error: RequestError, usage: Usage) -> list[Json]:
-        """There is no event of its own for what was cancelled: it is incomplete, and its status says why."""
+        """There is no event of its own for what was cancelled: it is incomplete, and its status
+        says why."""
         events = self.begun() + self._close_item("incomplete")
         if error.code == "cancelled":
             return [*events, self._end("cancelled", usage)]

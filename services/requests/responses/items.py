@@ -1,7 +1,8 @@
 """The items of a response's input and output, and the chat messages that they are for the model.
 
-An item is kept as a client may send it and read it again: a message with parts, a function call, its output, or a reasoning. Each is checked in time
-linear in its length, and the first that is wrong is named.
+An item is kept as a client may send it and read it again: a message with parts, a function call,
+its output, or a reasoning. Each is checked in time linear in its length, and the first that is
+wrong is named.
 """
 
 from collections.abc import Callable
@@ -28,7 +29,8 @@ OUTPUT_FIELDS = {"type", "id", "call_id", "output", "status", "name"}
 REASONING_FIELDS = {"type", "id", "summary", "content", "encrypted_content", "status"}
 OUTPUTS = ("function_call_output", "custom_tool_call_output", "local_shell_call_output")
 CALLS = ("function_call", "custom_tool_call", "local_shell_call")
-# Of tools that others' servers run, and what others' clients keep: there is nothing for the model in them
+# Of tools that others' servers run, and what others' clients keep: there is nothing for the model
+# in them
 FOREIGN = {
     "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger", "context_compaction", "file_search_call", "ghost_snapshot",
     "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools", "tool_search_call", "tool_search_output",
@@ -81,7 +83,7 @@ def _read_call(value: Json, path: str) -> Json:
 
 
 def _read_shell_call(value: Json, path: str) -> Json:
-    """Whose id is the call's, in OpenAI's older form."""
+    """Read a call whose id is the item's, in OpenAI's older form."""
     if not isinstance(value.get("action"), dict):
         raise at(f"{path}.action", f"expected an object, got {kind_of(value.get('action'))}")
     call_id = _text(value, "call_id" if "call_id" in value else "id", path)
@@ -166,7 +168,8 @@ def with_ids(items: list[Json], response_id: str) -> list[Json]:
 
 
 def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
-    """The messages of a chat that these items are, and of each the number of the item at which it begins.
+    """The messages of a chat that these items are, and of each the number of the item at which it
+    begins.
 
     What the assistant thought, said and called in one go is one message.
     """
@@ -191,7 +194,8 @@ def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
 
 
 def _has(item: Json, message: Json) -> bool:
-    """Whether an assistant's message must end before this item of the assistant's: it thinks anew, or says more."""
+    """Whether an assistant's message must end before this item of the assistant's: it thinks anew,
+    or says more."""
     if item["type"] in CALLS:
         return False
     return bool(message["content"] or "tool_calls" in message or (item["type"] == "reasoning" and "reasoning_content" in message))

@@ -1,4 +1,4 @@
-"""What goes into the pipeline for a response of the Responses API."""
+"""Makes the pipeline's requests of a request of the Responses API."""
 
 from typing import Any
 
@@ -17,9 +17,11 @@ from shared.wire.messages import GenerateRequest
 async def prepare_response(
     context: RequestContext, body: ResponseBody, before: list[Json], gateway_id: str | None, *, num_dropped: int = 0, **others: Any
 ) -> tuple[ResponseRecord, list[GenerateRequest], bytes]:
-    """What goes into the pipeline for a response, as `prepare_chat` says; and what is to be stored of it, empty: nothing.
+    """Make the requests and the record of a response, as `prepare_chat` of a chat, and the bytes to
+    store of it; empty: none.
 
-    before: the items that it goes on from; num_dropped: how many of all items the model is not given.
+    before: the items that it goes on from; num_dropped: how many of all items the model is not
+    given.
     """
     chat = chat_of(body, before, num_dropped=num_dropped)
     with own_terms(NAME_HERE):

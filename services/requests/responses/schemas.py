@@ -4,10 +4,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import OF_OTHER_SERVERS, REFUSED, Body, Table
 from services.requests.bodies.fields import at_most
 from services.requests.bodies.ignored import tell
-from services.requests.bodies.neutral import OF_OTHER_SERVERS, REFUSED, Table
 from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_USER
 from services.requests.responses.items import INPUT_SCHEMA, Json, read_input

@@ -1,4 +1,5 @@
-"""Stored responses: what was asked is a key of Redis, what was answered is the token log. Any gateway reads both, and both live equally long.
+"""Stored responses: what was asked is a key of Redis, what was answered is the token log. Any
+gateway reads both, and both live equally long.
 
 What is kept of the request is the whole conversation, so that going on with it needs the response before, and none of those before that. Of a chain of
 responses only the last two keep it: the items of the others are the beginning of what their successor keeps, and so they name that. A successor outlives them.
@@ -17,7 +18,7 @@ import redis.asyncio
 from services.requests.admission.held import queue_delete, queue_rewrite
 from services.requests.answers.schema_errors import schema_errors
 from services.requests.answers.translate import Fold, Json
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.errors import GONE, draining
 from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
@@ -39,7 +40,7 @@ MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """What a response was asked."""
+    """A response's request, as it is stored."""
 
     asked: Json  # the fields of its object that repeat the request
     items: list[Json]  # the whole conversation that the model was given, but for the instructions; none, if another has it
@@ -68,8 +69,9 @@ class Store:
         self._is_draining = False
 
     async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
-        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all: or not to be seen by it."""
-        with away():
+        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all:
+        or not to be seen by it."""
+        with redis_errors_as_503():
             packed: Any = await self.client.get(stored_key(response_id))
             record = await find_record(self.client, tenant, response_id, of_all=of_all)
         if packed is None or record is None:
@@ -88,7 +90,7 @@ class Store:
         raise Invalid("the conversation is not stored any more", param="response_id", code="response_not_found", status=404)
 
     async def _get(self, response_id: str) -> bytes | None:
-        with away():
+        with redis_errors_as_503():
             packed: Any = await self.client.get(stored_key(response_id))
         return None if packed is None else bytes(packed)
 
@@ -101,7 +103,7 @@ class Store:
         content = Stored(found.asked, [], record.response_id, len(found.items)).encode()
         if found.holder or len(content) >= len(packed) or stored.items[: len(found.items)] != found.items:
             return
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
                 queue_rewrite(pipe, record.tenant_id, before, len(packed), content, record.response_id)
                 await pipe.execute()
@@ -139,7 +141,7 @@ class Store:
         (request_id,) = record.request_ids
         position, is_there = 0, False
         while True:
-            with away():
+            with redis_errors_as_503():
                 entries: Any = await self.client.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
                 is_there = is_there or bool(entries) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
             if not is_there:
@@ -158,7 +160,7 @@ class Store:
             return [TokenEvent(request_id, position, None, "", finish_reason="error", error=RequestError(f"{GONE.message}: {error}", 500, code=GONE.code))]
 
     async def has_ended(self, record: ResponseRecord) -> bool:
-        with away():
+        with redis_errors_as_503():
             last: Any = await self.client.xrevrange(log_key(record.request_ids[0]), count=1)
         return bool(last) and END in last[0][1]
 
@@ -217,8 +219,9 @@ class Store:
         return None, bool(last) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
 
     async def cancel(self, record: ResponseRecord) -> None:
-        """End the response as cancelled, now: its log says so before anybody is told. What has ended stays as it is."""
-        with away():
+        """End the response as cancelled, now: its log says so before anybody is told. What has
+        ended stays as it is."""
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
                 for request_id in record.request_ids:
                     pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
@@ -230,7 +233,7 @@ class Store:
         """Forget the response; one that runs is cancelled."""
         await self.cancel(record)
         handed_back = await self._handed_back(record)
-        with away():
+        with redis_errors_as_503():
             async with self.client.pipeline(transaction=False) as pipe:
                 queue_delete(pipe, record.tenant_id, record.response_id)
                 if handed_back is not None:

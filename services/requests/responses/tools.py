@@ -1,7 +1,9 @@
-"""The tools of a response as those of the chat inside, and back: functions, custom tools, and namespaces, which are groups of both.
+"""The tools of a response as those of the chat inside, and back: functions, custom tools, and
+namespaces, which are groups of both.
 
-In the chat a tool of a namespace has one name, made of both: the template and the model know no groups. What it was is found again in the request's tools,
-which a stored response keeps: so whoever reads the log makes the same items.
+In the chat a tool of a namespace has one name, made of both: the template and the model know no
+groups. What it was is found again in the request's tools, which a stored response keeps: so whoever
+reads the log makes the same items.
 """
 
 import hashlib
@@ -46,7 +48,8 @@ def chat_name(name: str, namespace: str | None) -> str:
 
 
 def chat_tools(tools: list[Json]) -> ChatTools:
-    """The tools that the client runs; those that a server would run are passed over. Raises Invalid."""
+    """The tools that the client runs; those that a server would run are passed over. Raises
+    Invalid."""
     found = ChatTools([], [])
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"

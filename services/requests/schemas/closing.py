@@ -10,9 +10,11 @@ COMPOSED = {
 
 
 def closed(schema: dict[str, Any], levels: int = MAX_DEPTH) -> dict[str, Any]:
-    """The schema without properties that it does not name: one that does not say takes any, but whoever lists them means these, and a model may go on for ever.
+    """The schema without properties that it does not name: one that does not say takes any, but
+    whoever lists them means these, and a model may go on for ever.
 
-    Where schemas are put together (allOf, $ref and the like), one of them can't say so alone: they stay as they are. So does what lies deeper than the levels.
+    Where schemas are put together (allOf, $ref and the like), one of them can't say so alone: they
+    stay as they are. So does what lies deeper than the levels.
     """
     made, properties, required = dict(schema), schema.get("properties"), schema.get("required", [])
     if isinstance(properties, dict) and isinstance(required, list) and set(map(str, required)) <= properties.keys() and not COMPOSED & schema.keys():

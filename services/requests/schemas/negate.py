@@ -1,6 +1,8 @@
-"""The negation of a schema, as far as schemas without `not` can say it: each alternative here is of values for which the schema does not hold.
+"""The negation of a schema, as far as schemas without `not` can say it: each alternative here is of
+values for which the schema does not hold.
 
-There may be further values for which it does not: what is made of these alternatives allows less than it might, and never what is forbidden.
+There may be further values for which it does not: what is made of these alternatives allows less
+than it might, and never what is forbidden.
 """
 
 from collections.abc import Iterator
@@ -23,7 +25,8 @@ class Walker(Protocol):
 
 
 def negated(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> list[Json] | None:
-    """Alternatives in which the schema does not hold, rewritten; none: it always holds; None: nobody knows."""
+    """Alternatives in which the schema does not hold, rewritten; none: it always holds; None:
+    nobody knows."""
     if isinstance(node, bool):
         return [] if node else [{}]
     if not isinstance(node, dict) or depth > MAX_DEPTH:
@@ -113,7 +116,7 @@ def _all_of(walker: Walker, value: Any, resolver: Any, depth: int) -> list[Json]
 
 
 def _any_of(walker: Walker, value: Any, resolver: Any, depth: int) -> list[Json] | None:
-    """None of them holds."""
+    """Negate an anyOf: none of its schemas holds."""
     found = [negated(walker, each, resolver, depth + 1) for each in (value if isinstance(value, list) else [None])]
     parts = list(_known(found))
     if len(parts) < len(found):

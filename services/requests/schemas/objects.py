@@ -1,4 +1,5 @@
-"""What schemas say of an object's properties as a whole, in the words of `properties`, `required` and `anyOf`."""
+"""What schemas say of an object's properties as a whole, in the words of `properties`, `required`
+and `anyOf`."""
 
 import re
 from collections.abc import Iterable
@@ -26,14 +27,14 @@ def absent(names: Iterable[str]) -> Json:
 
 
 def dependent(name: str, schema: Json, required: list[str]) -> list[Json]:
-    """Where the object has the property, the schema holds, too."""
+    """Require the schema wherever the object has the property."""
     if name in required:
         return [schema]
     return [{"anyOf": [absent([name]), {"allOf": [{"type": "object", "required": [name]}, schema]}]}]
 
 
 def dependents_required(names: list[str], others: list[str], required: list[str]) -> list[Json]:
-    """As above, for several properties that ask for the same others."""
+    """Do the same for several properties that ask for the same others."""
     if not names:
         return []
     if set(names) & set(required):
@@ -42,7 +43,8 @@ def dependents_required(names: list[str], others: list[str], required: list[str]
 
 
 def groups_of_dependents(required_by: dict[str, list[str]]) -> list[tuple[list[str], list[str]]]:
-    """Properties that need one another are there together or not at all: one choice, and not one for each."""
+    """Properties that need one another are there together or not at all: one choice, and not one
+    for each."""
     groups: dict[frozenset[str], list[str]] = {}
     for name, others in required_by.items():
         groups.setdefault(frozenset({name, *others}), []).append(name)
@@ -50,8 +52,8 @@ def groups_of_dependents(required_by: dict[str, list[str]]) -> list[tuple[list[s
 
 
 def counted(node: Json, least: int, most: int | None) -> list[Json] | None:
-    """Schemas of which all hold for an object of so many properties; None: it can't be said. Where other properties than the listed are allowed, the least
-    is of the listed ones."""
+    """Schemas of which all hold for an object of so many properties; None: it can't be said. Where
+    other properties than the listed are allowed, the least is of the listed ones."""
     names, required = [name for name, each in table(node.get("properties")).items() if each is not False], texts(node.get("required"))
     optional = [name for name in names if name not in required]
     is_closed = node.get("additionalProperties") is False and not node.get("patternProperties")

@@ -14,7 +14,8 @@ MAX_PRODUCT = 128
 
 
 def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: Any, beside: Json) -> list[Any] | None:
-    """Options, rewritten, of which exactly one holds where any does; None: it can't be said. beside: the schema that the oneOf is a part of."""
+    """Options, rewritten, of which exactly one holds where any does; None: it can't be said.
+    beside: the schema that the oneOf is a part of."""
     views = [view_of(walker, {"allOf": [beside, each]}, resolver) for each in options]
     overlapping = {pair for pair in combinations(range(len(options)), 2) if not are_disjoint(walker, views[pair[0]], views[pair[1]], resolver)}
     if not overlapping:
@@ -37,7 +38,8 @@ def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: A
 
 
 def discriminator(walker: Walker, views: list[Json], overlapping: set[tuple[int, int]], resolver: Any) -> str | None:
-    """A property that tells the options from one another once it is there. Without it several would hold."""
+    """A property that tells the options from one another once it is there. Without it several would
+    hold."""
     if any(not view or "object" not in view["types"] for view in views):
         return None
     for name in sorted(set.intersection(*(set(view["properties"]) for view in views))):
@@ -48,7 +50,8 @@ def discriminator(walker: Walker, views: list[Json], overlapping: set[tuple[int,
 
 
 def view_of(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> Json:
-    """What a schema says at its top: type, enum, required, properties; behind references, too."""
+    """Collect what a schema says at its top: type, enum, required, properties; behind references,
+    too."""
     if not isinstance(node, dict) or depth > 8:
         return {}
     view: dict[str, Any] = {"types": types_of(node), "values": values_of(node), "required": set(texts(node.get("required"))), "properties": {}}
@@ -71,7 +74,7 @@ def view_of(walker: Walker, node: Any, resolver: Any, depth: int = 0) -> Json:
 
 
 def text_of(node: Json) -> Json:
-    """What is said of a text, such that the library takes it."""
+    """Write what is said of a text so that the library takes it."""
     made: Json = {}
     if isinstance(node.get("pattern"), str) and takes({"type": "string", "pattern": node["pattern"]}):
         made["pattern"] = node["pattern"]

@@ -1,4 +1,5 @@
-"""Regular expressions for what the grammars' library has no word for: dates of the calendar, look-ahead at the beginning, all texts but some."""
+"""Regular expressions for what the grammars' library has no word for: dates of the calendar,
+look-ahead at the beginning, all texts but some."""
 
 import json
 import re
@@ -26,7 +27,8 @@ LITERALS = re.compile(r"(?:[^\\^$.|?*+()\[\]{}]|\\[^\w\s])+")
 
 @lru_cache(maxsize=4096)
 def is_taken(text: str) -> bool:
-    """Whether the library takes the schema, given as JSON, without a word against any part of it."""
+    """Whether the library takes the schema, given as JSON, without a word against any part of
+    it."""
     is_error, told = LLMatcher.validate_grammar_with_warnings(LLMatcher.grammar_from_json_schema(text), None)
     return not is_error and not told
 
@@ -49,7 +51,8 @@ def matched(pattern: str) -> list[dict[str, Any]] | None:
 
 
 def _without_look_ahead(pattern: str) -> list[str] | None:
-    """`^(?=a)(?!b|c)d` as patterns that must all match; None: there is no look-ahead, or one that stands elsewhere or forbids more than literal texts."""
+    """`^(?=a)(?!b|c)d` as patterns that must all match; None: there is no look-ahead, or one that
+    stands elsewhere or forbids more than literal texts."""
     if not pattern.startswith("^"):
         return None
     rest, made = pattern[1:], []
@@ -67,7 +70,7 @@ def _without_look_ahead(pattern: str) -> list[str] | None:
 
 
 def _end_of_group(pattern: str) -> int | None:
-    """Where the group ends that the pattern begins with."""
+    """Find the end of the group that the pattern begins with."""
     depth, is_class, number = 0, False, 0
     while number < len(pattern):
         letter = pattern[number]
@@ -86,7 +89,8 @@ def _end_of_group(pattern: str) -> int | None:
 
 
 def _literals(alternatives: str) -> dict[str, bool] | None:
-    """The texts of `a|b$`, each with whether it is forbidden as a beginning, not only as the whole."""
+    """The texts of `a|b$`, each with whether it is forbidden as a beginning, not only as the
+    whole."""
     inner = alternatives
     while inner.startswith(("(?:", "(")) and _end_of_group(inner) == len(inner) - 1:
         inner = inner[3:-1] if inner.startswith("(?:") else inner[1:-1]
@@ -118,7 +122,8 @@ def excluding_texts(texts: Iterable[str]) -> str | None:
 
 
 def complement(pattern: str) -> str | None:
-    """A pattern of the texts that do not match, of patterns that are a list of literal texts or a class of letters, repeated; None: of others."""
+    """A pattern of the texts that do not match, of patterns that are a list of literal texts or a
+    class of letters, repeated; None: of others."""
     if (found := ONE_CLASS.fullmatch(pattern)) is not None:
         of_class = f"[{found['letters']}]" if found["negative"] else f"[^{found['letters']}]"
         others = found["escape"].swapcase() if found["escape"] is not None else of_class
@@ -138,7 +143,8 @@ def are_apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _all_but(node: Mapping[str, Any]) -> str:
-    """What may follow at a node of the tree of forbidden texts. `end`: whether one ends here, as the whole (False) or a beginning (True)."""
+    """The pattern of what may follow at a node of the tree of forbidden texts. `end`: whether one
+    ends here, as the whole (False) or a beginning (True)."""
     letters = [letter for letter in node if letter != "end"]
     alternatives = [] if "end" in node else [""]
     alternatives.append(f"[^{''.join(map(_in_class, letters))}]{ANYTHING}" if letters else f"[\\s\\S]{ANYTHING}")

@@ -1,4 +1,5 @@
-"""What a client asks an answer to match, made such that it can be enforced, and what of it can't be. Runs in the helper: a schema may take long."""
+"""What a client asks an answer to match, made such that it can be enforced, and what of it can't
+be. Runs in the helper: a schema may take long."""
 
 import json
 import time
@@ -26,7 +27,8 @@ ALL_BELOW = "all below the first level"
 class Prepared:
     """constraint: what is enforced; ignored: what is not, by name.
 
-    checks: the schemas that an answer is held against at its end: pairs of the function whose arguments they describe (empty: the answer itself) and the JSON.
+    checks: the schemas that an answer is held against at its end: pairs of the function whose
+    arguments they describe (empty: the answer itself) and the JSON.
     """
 
     constraint: Constraint
@@ -41,14 +43,16 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Enforced:
-    """A schema in the library's words; passed_over: what is not enforced, by name, with whether an answer can be checked for it."""
+    """A schema in the library's words; passed_over: what is not enforced, by name, with whether an
+    answer can be checked for it."""
 
     schema: Any
     passed_over: dict[str, bool]
 
 
 def prepare(constraint: Constraint) -> Prepared:
-    """Raises Invalid (400) for what can't be enforced, strictly asked, and for what nothing matches."""
+    """Raises Invalid (400) for what can't be enforced, strictly asked, and for what nothing
+    matches."""
     try:
         return prepare_any(constraint)
     except RecursionError:
@@ -69,7 +73,8 @@ def prepare_any(constraint: Constraint) -> Prepared:
 
 
 def prepare_tag(constraint: Constraint) -> Prepared:
-    """Of a structural tag, each of its schemas. A schema is strict where its x-guidance says that it is not lenient."""
+    """Prepare each schema of a structural tag. A schema is strict where its x-guidance says that it
+    is not lenient."""
     tag, ignored, checks = json.loads(constraint.text), dict[str, None](), dict[str, str]()
     for content in contents_of(tag):
         param, name = content.get("param") or constraint.param, content.get("function") or ""
@@ -90,7 +95,8 @@ def prepare_tag(constraint: Constraint) -> Prepared:
 
 
 def contents_of(node: Any) -> Iterator[Json]:
-    """The places of a structural tag where a schema stands, each with the schema as `json_schema`."""
+    """The places of a structural tag where a schema stands, each with the schema as
+    `json_schema`."""
     if isinstance(node, list):
         for each in node:
             yield from contents_of(each)

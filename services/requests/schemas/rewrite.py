@@ -1,7 +1,9 @@
-"""A JSON schema in the words that the grammars' library knows: what it has none for is said by others, or passed over and named.
+"""A JSON schema in the words that the grammars' library knows: what it has none for is said by
+others, or passed over and named.
 
-No answer that keeps to the rewritten schema breaks the keywords that were rewritten. Where a keyword allows more than can be said
-(`contains` at any place of a list), the rewritten one allows less.
+No answer that keeps to the rewritten schema breaks the keywords that were rewritten. Where a
+keyword allows more than can be said (`contains` at any place of a list), the rewritten one allows
+less.
 """
 
 import json
@@ -17,7 +19,7 @@ from services.requests.schemas.negate import Json, either, negated
 from services.requests.schemas.objects import table, texts
 from services.requests.schemas.one_of import exclusive
 from services.requests.schemas.patterns import formatted, matched, takes
-from services.requests.schemas.values import exclusive_bounds, is_contradictory, keeps_to, orders, sequence
+from services.requests.schemas.values import exclusive_bounds, is_contradictory, keeps_to, orders, said_of_strings, sequence
 from shared.process.errors import Invalid
 
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
@@ -39,22 +41,24 @@ def uri_of(schema: Any) -> str:
 
 
 def specification_of(schema: Any) -> Any:
-    """Of the draft that the schema names; by default the newest."""
+    """The specification of the draft that the schema names; by default the newest."""
     uri = uri_of(schema)
     return specification_with(uri if uri.endswith(("#", "schema#")) or "20" in uri else f"{uri}#", default=DRAFT202012)
 
 
 class Malformed(Invalid):
-    """No schema at all, strict or not."""
+    """The schema is none at all, strict or not."""
 
 
 class Rewriter:
-    """One schema's. passed_over: the names of what is not enforced, with whether an answer can be checked for it."""
+    """One schema's. passed_over: the names of what is not enforced, with whether an answer can be
+    checked for it."""
 
     def __init__(self, schema: Any, *, is_thorough: bool = True, one_of: OneOf = "exclusive") -> None:
         """is_thorough: rewrite also what multiplies alternatives.
 
-        one_of: what becomes of options that are not plainly disjoint: each without the others, left to the library, or an anyOf.
+        one_of: what becomes of options that are not plainly disjoint: each without the others, left
+        to the library, or an anyOf.
         """
         self.schema = schema
         self.is_thorough = is_thorough
@@ -127,14 +131,15 @@ class Rewriter:
         self.passed_over[name] = self.passed_over.get(name, False) or is_checkable
 
     def found(self, reference: Any, resolver: Any) -> tuple[Any, Any] | None:
-        """What a reference refers to, and the resolver there; None: it is not in the schema."""
+        """Resolve a reference: its target and the resolver there; None: it is not in the schema."""
         try:
             resolved = resolver.lookup(reference)
         except (referencing.exceptions.Unresolvable, ValueError, AttributeError, TypeError):
             return None
         return resolved.contents, resolved.resolver
 
-    # Each of the following writes its keywords of a node: into `out`, or as schemas that must hold, too, into `more`
+    # Each of the following writes its keywords of a node: into `out`, or as schemas that must hold,
+    # too, into `more`
 
     def _values(self, node: Json, out: Json, more: list[Any], _: Any) -> None:
         names = node.get("type")
@@ -250,7 +255,8 @@ class Rewriter:
             self._keep_apart(out)
 
     def _keep_apart(self, out: Json) -> None:
-        """A property that a pattern speaks of, too: what both say is said once. References the library can't join: there the property is left out."""
+        """A property that a pattern speaks of, too: what both say is said once. References the
+        library can't join: there the property is left out."""
         for name, each in out.get("properties", {}).items():
             for pattern, said in out["patternProperties"].items():
                 if each is False or not keeps_to(name, {"pattern": pattern}):
@@ -356,7 +362,7 @@ class Rewriter:
         return False
 
     def _target(self, reference: str) -> Any:
-        """What a reference that was written here refers to, as the client wrote it."""
+        """The target of a reference that was written here, as the client wrote it."""
         name = reference.removeprefix(HELD)
         return self.held.get(name) or next((node for each, node, _ in self._open if each == name), None)
 
@@ -390,8 +396,3 @@ class Rewriter:
         alternatives += [{"allOf": [each, last]} if last != {} else each for each in otherwise if last is not False]
         more.append(either(alternatives) if alternatives else False)
         return None
-
-
-def said_of_strings(schemas: list[Json]) -> list[Json]:
-    """Without the type: other types may stand beside."""
-    return [{key: each for key, each in schema.items() if key != "type"} for schema in schemas]

@@ -1,4 +1,5 @@
-"""Whether an answer keeps to its schema, by the jsonschema package. Runs in a helper: a pattern may take for ever."""
+"""Whether an answer keeps to its schema, by the jsonschema package. Runs in a helper: a pattern may
+take for ever."""
 
 import json
 import re
@@ -19,7 +20,7 @@ PLACES: Any = referencing.Registry(retrieve=lambda _: EVERYTHING).combine(REGIST
 
 
 def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
-    """Where the answer breaks which keyword of its schema; none: it is valid."""
+    """List where the answer breaks which keyword of its schema; empty: it is valid."""
     try:
         value = json.loads(text)
     except ValueError:

@@ -34,7 +34,7 @@ def is_contradictory(node: Json) -> bool:
 
 
 def exclusive_bounds(node: Json) -> Json:
-    """Of draft 4, where exclusiveMinimum says whether minimum is."""
+    """Read draft 4's bounds, where exclusiveMinimum says whether minimum is exclusive."""
     made: Json = {}
     for bound, exclusive_bound in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
         if node.get(exclusive_bound) is True and bound in node:
@@ -49,3 +49,8 @@ def keeps_to(value: Any, schema: Any) -> bool:
         return bool(jsonschema.Draft202012Validator({key: each for key, each in schema.items() if each is not None}).is_valid(value))
     except Exception:  # a pattern that Python does not read, a bound that is no number
         return True
+
+
+def said_of_strings(schemas: list[Json]) -> list[Json]:
+    """Without the type: other types may stand beside."""
+    return [{key: each for key, each in schema.items() if key != "type"} for schema in schemas]

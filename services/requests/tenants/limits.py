@@ -1,7 +1,10 @@
-"""A tenant's limits over all gateways: requests and tokens a minute, as buckets that fill evenly, and requests that run at once.
+"""A tenant's limits over all gateways: requests and tokens a minute, as buckets that fill evenly,
+and requests that run at once.
 
-They are checked by the script that hands a request over (admission.py), in the same round trip. What runs is what was admitted and is still in flight by
-the pipeline's own books, so a killed gateway's places come back when its requests end. They are counted anew only where a limit seems to be reached.
+They are checked by the script that hands a request over (admission.py), in the same round trip.
+What runs is what was admitted and is still in flight by the pipeline's own books, so a killed
+gateway's places come back when its requests end. They are counted anew only where a limit seems to
+be reached.
 """
 
 import math
@@ -15,8 +18,9 @@ BUCKET_TTL_S = 120  # of one that nobody asks for: it is full after a minute
 UNLIMITED = -1
 NUM_ARGUMENTS = 7  # of a script that admits: Caller.arguments
 
-# For that script. The first function returns what will be left (requests, tokens, as of when), and beside it what is wanting, if anything is: its kind and
-# the ms until it is there. The second one takes what was asked.
+# For that script. The first function returns what will be left (requests, tokens, as of when), and,
+# if a limit is exceeded, its kind and the ms until it is there. The second one takes what was
+# asked.
 SCRIPT = f"""
 local function look_at_limits(quota, running, rpm, tpm, concurrency, requests, tokens, num_sequences)
   local time = redis.call('TIME')
@@ -45,7 +49,8 @@ end
 """
 
 
-# ARGV: quota key, requests a minute, tokens a minute. Charges one request, before work is done for it. Returns as the first function does
+# ARGV: quota key, requests a minute, tokens a minute. Charges one request, before work is done for
+# it. Returns as the first function does
 CHARGE_REQUEST = (
     SCRIPT
     + """
@@ -60,7 +65,8 @@ return {left}
 
 @dataclass(slots=True)
 class Caller:
-    """Who sent a request, and what it has been charged for. One for each request of a client, which may hand several over."""
+    """The sender of a request, and what it has been charged. Each client's request has one, though
+    it may hand several over."""
 
     tenant: Tenant
     is_charged: bool = False
@@ -68,9 +74,11 @@ class Caller:
     headers: dict[str, str] = field(default_factory=dict)  # what is left, as the client is told
 
     def arguments(self, num_tokens: int, num_output_tokens: int, num_sequences: int) -> list[str | int]:
-        """Of the script: quota key (empty: no limits), running key, requests a minute, tokens a minute, requests at once, what to charge of both.
+        """The script's arguments: quota key (empty: no limits), running key, requests a minute,
+        tokens a minute, requests at once, what to charge of both.
 
-        The request and its prompt are charged once, with what is handed over first. Raises Invalid for what can never pass.
+        The request and its prompt are charged once, with what is handed over first. Raises Invalid
+        for what can never pass.
         """
         tenant = self.tenant
         if not tenant.has_limits:
@@ -87,7 +95,7 @@ class Caller:
         return [*keys, *(UNLIMITED if limit is None else limit for limit in limits), num_requests, num_charged]
 
     def refused(self, kind: str, wait_ms: int, left: list[int]) -> Rejected:
-        """The error for what is wanting."""
+        """The error for the limit that is exceeded."""
         self.tell(left)
         limit, unit = {
             "requests": (self.tenant.requests_per_minute, "requests a minute"),

@@ -1,4 +1,5 @@
-"""Anthropic's batches of messages: POST /v1/messages/batches and what belongs to it. Inside, a batch as OpenAI's, whose lines are this API's messages."""
+"""Anthropic's batches of messages: POST /v1/messages/batches and what belongs to it. Inside, a
+batch as OpenAI's, whose lines are this API's messages."""
 
 import asyncio
 import io
@@ -20,7 +21,7 @@ from services.requests.anthropic.blocks import Json
 from services.requests.anthropic.errors import error_of
 from services.requests.anthropic.schemas import MessageBatchBody
 from services.requests.batches.store import MAX_KEPT, Batch, BatchRecord
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.files.store import FileRecord
 from shared.process.errors import Invalid, Rejected
 from shared.wire.streams import FILE_TTL_S
@@ -110,7 +111,7 @@ async def cancel(batch_id: str, request: Request) -> JSONResponse:
     """End a batch: what has been answered by then is in its results."""
     context = context_of(request)
     batch = await load(context, batch_id)
-    with away():
+    with redis_errors_as_503():
         status = await context.batches.move(batch_id, ("validating", "in_progress"), "cancelling")
     if status == "cancelling" and batch.status != "cancelling":
         await context.jobs.send(batch_id)

@@ -18,7 +18,7 @@ from services.gateway.http.docs import takes
 from services.gateway.http.lists import page_of
 from services.gateway.telemetry.traces import current_root
 from services.requests.batches.store import Batch, BatchRecord
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.files.storage import Storage
 from services.requests.neutral.messages import MAX_NAME
 from shared.process.errors import Invalid
@@ -70,7 +70,8 @@ def model_of(storage: Storage, path: str) -> str:
 async def list_batches(
     request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), tenant: str | None = Query(None, max_length=64)
 ) -> JSONResponse:
-    """The batches that there are, the newest first. tenant, for administrators: another's, by its id; or *: those of all that have not ended."""
+    """The batches that there are, the newest first. tenant, for administrators: another's, by its
+    id; or *: those of all that have not ended."""
     context = context_of(request)
     if tenant is None:
         found = await context.batches.list_of(context.tenant.tenant_id, after, limit + 1)
@@ -99,7 +100,7 @@ async def cancel(batch_id: str, request: Request) -> JSONResponse:
     """End a batch: what has been answered by then is in its files."""
     context = context_of(request)
     batch = await context.batches.load(batch_id, context.tenant)
-    with away():
+    with redis_errors_as_503():
         status = await context.batches.move(batch_id, ("validating", "in_progress"), "cancelling")
     if status != "cancelling":
         raise Invalid(f"Cannot cancel a batch with status '{status}'.", param="batch_id", code="batch_has_ended", status=409)

@@ -62,7 +62,8 @@ async def upload(request: Request) -> JSONResponse:
 
 
 async def receive(request: Request) -> FormData:
-    """The form, with its file in the temporary folder. Raises Invalid (408) for one that takes too long, OSError without room for it."""
+    """The form, with its file in the temporary folder. Raises Invalid (408) for one that takes too
+    long, OSError without room for it."""
     try:
         async with asyncio.timeout(UPLOAD_TIMEOUT_S):
             return await request.form(max_files=1, max_fields=len(FIELDS))
@@ -105,14 +106,14 @@ async def list_files(
 
 @router.get("/{file_id}")
 async def retrieve(file_id: str, request: Request) -> JSONResponse:
-    """What a file is."""
+    """Describe a file."""
     context = context_of(request)
     return JSONResponse((await context.files.load(file_id, context.tenant.tenant_id)).describe())
 
 
 @router.get("/{file_id}/content")
 async def content(file_id: str, request: Request) -> StreamingResponse:
-    """What is in a file."""
+    """Send a file's content."""
     context = context_of(request)
     record = await context.files.load(file_id, context.tenant.tenant_id)
     try:
@@ -132,7 +133,8 @@ async def pieces(file: IO[bytes]) -> AsyncIterator[bytes]:
 
 @router.delete("/{file_id}")
 async def delete(file_id: str, request: Request) -> JSONResponse:
-    """Remove a file. A batch that was created with it goes on once its input has been checked: from then on it has what it needs."""
+    """Remove a file. A batch that was created with it goes on once its input has been checked: from
+    then on it has what it needs."""
     context = context_of(request)
     await context.files.delete(await context.files.load(file_id, context.tenant.tenant_id))
     return JSONResponse({"id": file_id, "object": "file", "deleted": True})

@@ -19,7 +19,8 @@ Json = dict[str, Any]
 
 
 class LlamaResponder(Responder):
-    """Whole, or as server-sent events without a closing [DONE]: the last one of each choice says stop."""
+    """Whole, or as server-sent events without a closing [DONE]: the last one of each choice says
+    stop."""
 
     def describe(self, *, settings: SamplingParams, prompts: Sequence[str | TokenIds], has_tokens: bool) -> None:
         """Set the parts of the request that the answer repeats."""

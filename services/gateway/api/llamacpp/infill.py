@@ -11,7 +11,8 @@ from services.requests.bodies.fields import TokenIds
 from services.requests.errors import RequestFailed
 from shared.wire.messages import EncodingParams, RequestError
 
-# Before the text, after it, and where the answer begins: Qwen and StarCoder 2, StarCoder, Code Llama, DeepSeek, Codestral.
+# Before the text, after it, and where the answer begins: Qwen and StarCoder 2, StarCoder, Code
+# Llama, DeepSeek, Codestral.
 SPELLINGS = (
     ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
@@ -44,7 +45,8 @@ async def find_marks(context: Context, model: str) -> Marks:
 
 
 async def infill_prompt(context: Context, model: str, marks: Marks, body: InfillBody) -> TokenIds:
-    """The token ids of the whole prompt: other files, the text before the gap, the text after it, the beginning of the answer."""
+    """The token ids of the whole prompt: other files, the text before the gap, the text after it,
+    the beginning of the answer."""
     extra = "".join(f"{each.filename}\n{each.text}\n" for each in body.input_extra)
     texts = [extra, body.input_prefix, body.input_suffix, body.prompt]
     files, before, after, begun = await token_ids_of(context, model, texts, [TEXT] * len(texts))

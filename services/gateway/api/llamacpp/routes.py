@@ -1,4 +1,5 @@
-"""llama.cpp's own endpoints, for the programs that speak them. docs/api-others.md says what is understood."""
+"""llama.cpp's own endpoints, for the programs that speak them. docs/api-others.md says what is
+understood."""
 
 from dataclasses import replace
 from importlib.metadata import version
@@ -17,7 +18,8 @@ from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
 from services.requests.bodies import parse
 from services.requests.bodies.fields import TokenIds
-from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from services.requests.neutral.translate import name_of, own_terms
 from services.requests.prepare import prepare_chat, prepare_completion
 from shared.process.errors import Rejected

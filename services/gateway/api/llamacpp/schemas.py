@@ -4,9 +4,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
 from services.requests.bodies.fields import MAX_SEQUENCES, Texts, TokenIds, at, kind_of, read_token_ids
-from services.requests.bodies.neutral import ANYTHING, REFUSED, Table
 from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_USER
 from shared.model.sampling_params import MAX_LOGIT_BIAS

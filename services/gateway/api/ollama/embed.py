@@ -10,7 +10,7 @@ from services.gateway.api.ollama.routes import name_here
 from services.gateway.api.ollama.schemas import OllamaEmbedBody, OllamaEmbeddingsBody
 from services.gateway.context import context_of
 from services.gateway.http.docs import takes
-from services.requests.neutral.schemas import EmbeddingBody
+from services.requests.neutral.embeddings import EmbeddingBody
 from shared.process.errors import Invalid
 
 router = APIRouter(prefix="/api")

@@ -1,4 +1,5 @@
-"""An answer of Ollama's API in the making: lines of JSON, and durations as this gateway sees them."""
+"""An answer of Ollama's API in the making: lines of JSON, and durations as this gateway sees
+them."""
 
 import time
 from datetime import UTC, datetime
@@ -18,7 +19,8 @@ DONE_REASONS = {"length": "length"}  # what else there is, is a stop
 
 
 class OllamaLines:
-    """A Translation: what each token adds is a line. Calls are whole here, so they come at the end, in a line before the last."""
+    """A Translation: what each token adds is a line. Calls are whole here, so they come at the end,
+    in a line before the last."""
 
     media_type = "application/x-ndjson"
     ping = b""  # no line may stand for nothing

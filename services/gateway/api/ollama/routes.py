@@ -1,4 +1,5 @@
-"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/api-others.md says what is understood."""
+"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/api-others.md says what
+is understood."""
 
 import hashlib
 from dataclasses import replace
@@ -80,7 +81,8 @@ async def answer(context: Context, request: Request, body: OllamaBody, chat: Cha
 
 
 def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
-    """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there and stays, or the error says so."""
+    """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there
+    and stays, or the error says so."""
     context.resolve(name_here(context, body.model))
     return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "unload" if body.unloads else "load", **nothing})
 
@@ -93,14 +95,14 @@ async def tags(request: Request) -> dict[str, Any]:
 
 @router.get("/ps")
 async def running(request: Request) -> dict[str, Any]:
-    """Those that a live compute replica has in memory, where they stay."""
+    """List the models that a live compute replica has in memory, where they stay."""
     loaded = [(name, replica) for name, replica in sorted(context_of(request).served_names().items()) if replica.stage == "compute"]
     return {"models": [card(name, replica) | {"expires_at": STAYS_UNTIL, "size_vram": 0, "context_length": replica.max_model_len} for name, replica in loaded]}
 
 
 @router.post("/show", openapi_extra=takes(OllamaModelBody))
 async def show(request: Request) -> dict[str, Any]:
-    """What is known of a model here: its length, and what it can do."""
+    """Describe a model: its length, and what it can do."""
     context = context_of(request)
     body = await context.read(request, OllamaModelBody)
     name = name_here(context, body.wanted)
@@ -124,7 +126,7 @@ async def show(request: Request) -> dict[str, Any]:
 
 
 def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
-    """What the model is for, in Ollama's words."""
+    """List what the model can do, in Ollama's words."""
     if replica.is_encoder:
         return ["embedding"]
     tool_calls, reasoning = parsers_of(context, replica.model or name)
@@ -159,9 +161,11 @@ def name_here(context: Context, name: str) -> str:
 
 
 def card(name: str, replica: Replica) -> Json:
-    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left empty.
+    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left
+    empty.
 
-    Its digest is of what tells one model from another here, as the fingerprint does; Ollama's command line cuts twelve digits off it, and fails at fewer.
+    Its digest is of what tells one model from another here, as the fingerprint does; Ollama's
+    command line cuts twelve digits off it, and fails at fewer.
     """
     digest = hashlib.sha256(f"{replica.model} {replica.fingerprint}".encode()).hexdigest()
     details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}

@@ -6,10 +6,9 @@ from typing import Annotated, Any, ClassVar
 import orjson
 from pydantic import AfterValidator, Field, PlainValidator, WithJsonSchema
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
 from services.requests.bodies.fields import MAX_INPUTS, MAX_PARTS, PROMPT_SCHEMA, Prompt, at, kind_of, read_prompt
 from services.requests.bodies.ignored import tell_others
-from services.requests.bodies.neutral import ANYTHING, REFUSED, Table
 from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_MESSAGES
 from shared.process.errors import Invalid
@@ -19,7 +18,8 @@ Json = dict[str, Any]
 MESSAGE_FIELDS = {"role", "content", "thinking", "tool_calls", "tool_name", "tool_call_id", "images"}
 MESSAGES_SCHEMA = {"type": "array", "items": {"type": "object", "properties": {"role": {"type": "string"}, "content": {"type": "string"}}}}
 
-# What a chat calls an option. The others of Ollama's say how a model is loaded and run there, or nothing to us: they are passed over, as Ollama does
+# What a chat calls an option. The others of Ollama's say how a model is loaded and run there, or
+# nothing to us: they are passed over, as Ollama does
 OPTIONS = {
     "num_predict": "max_tokens", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "typical_p": "typical_p", "seed": "seed",
     "stop": "stop", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
@@ -34,7 +34,8 @@ ASK_NOTHING = {"num_predict": (-1, -2), "typical_p": (1, 0), "mirostat": (0,), "
 
 
 def read_messages(value: Any) -> list[Json]:
-    """A conversation as a chat's messages. Calls need no ids here: those without get some, and the answers of tools follow in their order."""
+    """A conversation as a chat's messages. Calls need no ids here: those without get some, and the
+    answers of tools follow in their order."""
     if not isinstance(value, list):
         raise at("", f"expected a list of messages, got {kind_of(value)}")
     if len(value) > MAX_MESSAGES:

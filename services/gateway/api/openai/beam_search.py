@@ -1,11 +1,14 @@
-"""Beam search, as transformers has it: which beams go on, which answers are kept, and when no better one can come. Pure; beams.py runs it.
+"""Beam search, as transformers has it: which beams go on, which answers are kept, and when no
+better one can come. Pure; beams.py runs it.
 
-A step takes of every running beam the likeliest next tokens. Of all continuations, by the sum of their log probabilities, the best that do not end go
-on. One that ends (by an end token, or at the length) is an answer, if it is among the first `width` continuations; its score is the sum divided by
-length^length_penalty, and the best `width` answers are kept.
+A step takes of every running beam the likeliest next tokens. Of all continuations, by the sum of
+their log probabilities, the best that do not end go on. One that ends (by an end token, or at the
+length) is an answer, if it is among the first `width` continuations; its score is the sum divided
+by length^length_penalty, and the best `width` answers are kept.
 
-early_stopping: True ends as soon as there are `width` answers; False when the best beam, were it to end now, would not be better than the worst
-answer; "never" when it could not become better at any length. (transformers 5, generation/utils.py, `_beam_search`.)
+early_stopping: True ends as soon as there are `width` answers; False when the best beam, were it to
+end now, would not be better than the worst answer; "never" when it could not become better at any
+length. (transformers 5, generation/utils.py, `_beam_search`.)
 """
 
 from dataclasses import dataclass, field
@@ -48,7 +51,8 @@ class BeamSearch:
         return self.width + len(self.eos_token_ids)
 
     def advance(self, candidates: list[list[tuple[int, float]]]) -> None:
-        """One step on. candidates: of each running beam its likeliest next tokens and their log probabilities, num_candidates of them."""
+        """One step on. candidates: of each running beam its likeliest next tokens and their log
+        probabilities, num_candidates of them."""
         found = [
             Beam((*beam.token_ids, token_id), beam.logprob + logprob)
             for beam, tokens in zip(self.running, candidates, strict=True)
@@ -72,7 +76,8 @@ class BeamSearch:
         self.answers.append(Answer(own, beam.logprob / self._length**self.length_penalty, is_stopped, len(beam.token_ids)))
 
     def _can_improve(self) -> bool:
-        """Whether the best running beam may become better than the worst answer, as far as early_stopping wants to know."""
+        """Whether the best running beam may become better than the worst answer, as far as
+        early_stopping wants to know."""
         is_patient = self.early_stopping == "never" and self.length_penalty > 0.0
         length = self.max_tokens if is_patient else self._length
         possible: float = self.running[0].logprob / length**self.length_penalty

@@ -1,7 +1,9 @@
-"""Runs beam searches: each step is a response of one-token requests, one for every running beam, whose prompt is the prompt and the beam so far.
+"""Runs beam searches: each step is a response of one-token requests, one for every running beam,
+whose prompt is the prompt and the beam so far.
 
-So a search is made of ordinary durable requests: whatever stage dies, its steps end with the same candidates, and the prefix cache has all of a prompt
-but its last block. The search itself is this gateway's: if that dies, so does the connection on which nothing had been answered yet, as with any
+So a search is made of ordinary durable requests: whatever stage dies, its steps end with the same
+candidates, and the prefix cache has all of a prompt but its last block. The search itself is this
+gateway's: if that dies, so does the connection on which nothing had been answered yet, as with any
 answer that is not streamed; asked again, the same search has the same end.
 """
 
@@ -23,7 +25,8 @@ from shared.wire.messages import ChatOptions, EncodingParams, GenerateRequest
 MAX_STEPS = 8192  # one-token requests of one search: width times max_tokens
 PATIENCE_S = 30.0  # for a full server, once a search has begun
 PAUSE_S = 0.25
-# What a search does not honour, and so must not be asked: fields of SamplingParams, which are to have their defaults.
+# What a search does not honour, and so must not be asked: fields of SamplingParams, which are to
+# have their defaults.
 UNUSED = (
     "min_tokens", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias",
     "logprobs", "prompt_logprobs", "include_stop_str_in_output", "allowed_token_ids", "bad_words",
@@ -85,7 +88,8 @@ def check_size(search: BeamSearch, num_prompt_tokens: int, room: int, field: str
 
 
 async def step(context: Context, request: GenerateRequest, prompt: Int32Array, search: BeamSearch) -> list[list[tuple[int, float]]]:
-    """Of each running beam its likeliest next tokens and their log probabilities. A server that is full for a while has the search wait."""
+    """Return each running beam's likeliest next tokens and their log probabilities. Waits while the
+    server is full."""
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, logprobs=search.num_candidates)
     asked = [
         replace(

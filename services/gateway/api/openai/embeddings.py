@@ -1,11 +1,12 @@
-"""Embeddings: one vector of each input. An input is a request of its own in the pipeline, which ends with its vector and without a token."""
+"""Embeddings: one vector of each input. An input is a request of its own in the pipeline, which
+ends with its vector and without a token."""
 
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
-from services.requests.neutral.schemas import EmbeddingBody
+from services.requests.neutral.embeddings import EmbeddingBody
 
 router = APIRouter(prefix="/v1")
 

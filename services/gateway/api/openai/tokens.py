@@ -1,4 +1,5 @@
-"""The endpoints beside generation: texts to tokens and back, what the tokenizer is, and what load balancers ask."""
+"""The endpoints beside generation: texts to tokens and back, what the tokenizer is, and what load
+balancers ask."""
 
 from importlib.metadata import version
 from typing import Any
@@ -42,7 +43,7 @@ async def detokenize(request: Request) -> dict[str, Any]:
 
 @router.get("/tokenizer_info")
 async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
-    """What the model's tokenizer is: its class, its special tokens, its chat template."""
+    """Describe the model's tokenizer: its class, its special tokens, its chat template."""
     context = context_of(request)
     name = context.resolve(model or context.only_model())
     return await ask_tokenizer(context, name, "describe", question(context, name))
@@ -50,7 +51,7 @@ async def tokenizer_info(request: Request, model: str | None = None) -> dict[str
 
 @router.get("/version")
 async def show_version() -> dict[str, str]:
-    """Of Penstock."""
+    """The version of Penstock."""
     return {"version": version("penstock")}
 
 

@@ -17,7 +17,7 @@ from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, 
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.requests.answers.choice import Choice
-from services.requests.neutral.schemas import EmbeddingBody
+from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.record import ResponseRecord
 from shared.process.errors import Invalid
 from shared.wire.messages import Replica
@@ -116,7 +116,8 @@ async def answer_scores(
 
 
 def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
-    """The vectors have length 1. Pairs each of `firsts` with its own of `seconds`, or the only one with all."""
+    """The vectors have length 1. Pairs each of `firsts` with its own of `seconds`, or the only one
+    with all."""
     return [float(np.dot(first, second)) for first, second in zip(cycle(firsts), seconds, strict=False)]
 
 
@@ -143,7 +144,8 @@ def classified(replica: Replica, record: ResponseRecord, logits: list[Array], *,
 
 
 def probabilities(replica: Replica, logits: Array) -> Array:
-    """Probabilities of labels: each by itself for one label, or where several may be true; else they sum to 1."""
+    """Probabilities of labels: each by itself for one label, or where several may be true; else
+    they sum to 1."""
     if len(logits) == 1 or replica.is_multi_label:
         return 1.0 / (1.0 + np.exp(-np.clip(logits, -700.0, 700.0)))
     exponentials = np.exp(logits - logits.max())

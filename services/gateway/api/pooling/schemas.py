@@ -4,11 +4,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from services.requests.bodies.body import Body
+from services.requests.bodies.body import ANYTHING, Body, Table
 from services.requests.bodies.fields import Texts, read_text
-from services.requests.bodies.neutral import ANYTHING, Table
+from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.messages import MAX_NAME
-from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER, EmbeddingBody
+from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 
@@ -41,11 +41,11 @@ class PairsBody(Body):
     user: str | None = Field(None, max_length=MAX_USER)
 
     def vectors_of(self, texts: list[str]) -> EmbeddingBody:
-        """The same request for a vector of each of these texts."""
+        """Make the request for a vector of each of these texts."""
         return EmbeddingBody.model_construct(input=[*texts], **self._others())
 
     def logits_of(self, firsts: list[str], seconds: list[str]) -> EmbeddingBody:
-        """The same request for a classifier's numbers of each pair."""
+        """Make the request for a classifier's numbers of each pair."""
         return PairEmbeddings.model_construct(firsts=firsts, input=[*seconds], normalize=False, **self._others())
 
     def _others(self) -> dict[str, Any]:
@@ -94,6 +94,6 @@ class ClassificationBody(Body):
     user: str | None = Field(None, max_length=MAX_USER)
 
     def embedding(self) -> EmbeddingBody:
-        """The same request for the head's own numbers."""
+        """Make the request for the head's own numbers."""
         names = ("model", "input", "truncate_prompt_tokens", "priority", "user")
         return EmbeddingBody.model_construct(normalize=False, **{name: getattr(self, name) for name in names})

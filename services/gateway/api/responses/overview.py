@@ -1,9 +1,10 @@
-"""What an administrator sees of all tenants' responses, whatever API they are of and whether their keys are still good: what runs, and what is stored."""
+"""What an administrator sees of all tenants' responses, whatever API they are of and whether their
+keys are still good: what runs, and what is stored."""
 
 from typing import Any
 
 from services.gateway.context import Context
-from services.requests.client import away
+from services.requests.client import redis_errors_as_503
 from services.requests.record import ResponseRecord, find_record, read_response
 from shared.wire.streams import held_key, inflight_key, open_key, response_key, response_of, stored_key
 
@@ -13,7 +14,7 @@ Found = list[tuple[ResponseRecord, bool]]  # with each, whether it runs
 async def running(context: Context) -> Found:
     """The responses of all tenants that run now."""
     models = {replica.model for replica in context.stage.registry.replicas if replica.model is not None}
-    with away():
+    with redis_errors_as_503():
         async with context.client.pipeline(transaction=False) as pipe:
             for model in models:
                 pipe.hkeys(inflight_key(model))
@@ -22,8 +23,9 @@ async def running(context: Context) -> Found:
 
 
 async def held(context: Context, tenant_id: str, count: int) -> Found:
-    """Those of a tenant that run or are stored: the `count` that stay longest, and one more."""
-    with away():
+    """Find a tenant's responses that run or are stored: the `count` that stay longest, and one
+    more."""
+    with redis_errors_as_503():
         members: Any = await context.client.zrevrange(held_key(tenant_id), 0, count)
         return await _records(context, [each.decode().partition("/")[2] for each in members])
 
@@ -39,8 +41,9 @@ async def _records(context: Context, response_ids: list[str]) -> Found:
 
 
 async def find_any(context: Context, response_id: str) -> ResponseRecord | None:
-    """Another tenant's response, or one that is not stored; None: it is the administrator's own, to be handled as everybody's, or there is none."""
-    with away():
+    """Find another tenant's response, or one that is not stored. None: there is none, or it is the
+    administrator's own, which is handled as everybody's."""
+    with redis_errors_as_503():
         record = await find_record(context.client, context.tenant, response_id, of_all=True)
         if record is None or (record.tenant_id == context.tenant.tenant_id and await context.client.exists(stored_key(response_id))):
             return None

@@ -26,7 +26,8 @@ router = APIRouter(prefix="/v1/responses")
 
 @router.post("", openapi_extra=takes(ResponseBody))
 async def create(request: Request) -> Response:
-    """Answer an input, given as a text or as items, upon a conversation that is stored or on its own."""
+    """Answer an input, given as a text or as items, upon a conversation that is stored or on its
+    own."""
     context = context_of(request)
     body = await context.read(request, ResponseBody)
     body, before = await with_conversation(context, body)
@@ -54,7 +55,8 @@ async def create(request: Request) -> Response:
 
 @router.get("")
 async def list_responses(request: Request, tenant: str = Query("*", max_length=64), limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
-    """For administrators: the responses of all APIs that run, the newest first; or those of one tenant, by its id, that run or are stored."""
+    """List, for administrators, the running responses of all APIs, the newest first; or those of
+    one tenant, by its id, that run or are stored."""
     context = context_of(request)
     check_sees_all(context.tenant)
     found = await running(context) if tenant == "*" else await held(context, tenant, limit)
@@ -75,7 +77,8 @@ async def input_tokens(request: Request) -> Response:
 
 @router.get("/{response_id}")
 async def retrieve(response_id: str, request: Request, stream: bool = False, starting_after: int | None = Query(None, ge=0)) -> Response:
-    """A stored response as it is now; or its events, from the first or after one of them, as they were and as they come."""
+    """A stored response as it is now; or its events, from the first or after one of them, as they
+    were and as they come."""
     context = context_of(request)
     async with context.reading.place(context.caller):
         record, stored = await context.store.load(context.tenant, response_id, of_all=True)
@@ -92,7 +95,8 @@ async def retrieve(response_id: str, request: Request, stream: bool = False, sta
 
 @router.post("/{response_id}/cancel")
 async def cancel(response_id: str, request: Request) -> Response:
-    """End a background response; for an administrator, any tenant's response of any API. One that has ended stays as it is."""
+    """End a background response; for an administrator, any tenant's response of any API. One that
+    has ended stays as it is."""
     context = context_of(request)
     if context.tenant.sees_all and (other := await find_any(context, response_id)) is not None:
         await context.store.cancel(other)

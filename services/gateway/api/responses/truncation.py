@@ -12,8 +12,9 @@ from services.requests.responses.schemas import ResponseBody
 
 
 async def num_too_many(context: Context, body: ResponseBody, before: list[Json]) -> int:
-    """How many of the first items must go so that the rest fits the model, with room for the answer; what is left begins with a user's message. The
-    instructions stay. The tokenizer counts, a few times: the more is left out, the shorter it is. Raises as any request."""
+    """How many of the first items must go so that the rest fits the model, with room for the
+    answer; what is left begins with a user's message. The instructions stay. The tokenizer counts,
+    a few times: the more is left out, the shorter it is. Raises as any request."""
     items = [*before, *body.input]
     cuts = [0, *(number for number, item in enumerate(items) if number and item["type"] == "message" and item["role"] == "user")]
     if await _fits(context, body, before, cuts[0]):

@@ -37,15 +37,15 @@ function changes(before, now) {
     if (each.is_killed && !old.get(each.replica_id)?.is_killed) found.push(`${named(each)} was killed`);
   }
   for (const each of before.replicas) if (!present.has(each.replica_id)) found.push(`${named(each)} has left the registry`);
-  const earlier = new Map(before.courses.map(course => [course.request_id, course]));
-  for (const course of now.courses) {
-    const last = course.spans.at(-1), was = earlier.get(course.request_id);
+  const earlier = new Map(before.recent_requests.map(request => [request.request_id, request]));
+  for (const request of now.recent_requests) {
+    const last = request.spans.at(-1), was = earlier.get(request.request_id);
     if (!was || !last || !was.spans.length) continue;
     const lastCompute = was.spans.filter(span => span.replica_id).at(-1)?.replica_id;
-    if (last.phase === "lost" && was.spans.at(-1).phase !== "lost") found.push(`request ${shortRequest(course.request_id)} lost its replica; its ${course.num_output_tokens} tokens are in the log`);
-    if (last.replica_id && lastCompute && last.replica_id !== lastCompute) found.push(`request ${shortRequest(course.request_id)} goes on at compute ${shortReplica(last.replica_id)}`);
-    if (course.sampler_id && was.sampler_id && course.sampler_id !== was.sampler_id) found.push(`request ${shortRequest(course.request_id)} has sampler ${shortReplica(course.sampler_id)} now`);
-    if (course.num_preemptions > was.num_preemptions) found.push(`request ${shortRequest(course.request_id)} was preempted`);
+    if (last.phase === "lost" && was.spans.at(-1).phase !== "lost") found.push(`request ${shortRequest(request.request_id)} lost its replica; its ${request.num_output_tokens} tokens are in the log`);
+    if (last.replica_id && lastCompute && last.replica_id !== lastCompute) found.push(`request ${shortRequest(request.request_id)} goes on at compute ${shortReplica(last.replica_id)}`);
+    if (request.sampler_id && was.sampler_id && request.sampler_id !== was.sampler_id) found.push(`request ${shortRequest(request.request_id)} has sampler ${shortReplica(request.sampler_id)} now`);
+    if (request.num_preemptions > was.num_preemptions) found.push(`request ${shortRequest(request.request_id)} was preempted`);
   }
   return found;
 }

@@ -1,7 +1,9 @@
-"""Courses: the way of recent requests through the pipeline, put together from one look after the other. Plain data.
+"""RecentRequests: the way of recent requests through the pipeline, put together from successive
+views. Plain data.
 
-What a compute replica shows has the moments at which a request was tokenized, taken up and first scheduled; what this gateway answers, it knows the
-first and the last token of as well (the same moments that spans and metrics are made of). The rest is as exact as the looks are frequent.
+What a compute replica shows has the moments at which a request was tokenized, taken up and first
+scheduled; what this gateway answers, it knows the first and the last token of as well (the same
+moments that spans and metrics are made of). The rest is as exact as the views are frequent.
 """
 
 from collections import OrderedDict
@@ -13,7 +15,7 @@ from services.gateway.reading.subscription import Subscription
 from services.gateway.telemetry.timeline import Timeline
 from shared.wire.views import ComputeView, SequenceView
 
-MAX_COURSES = 24
+MAX_REQUESTS = 24
 MAX_STAYS = 8  # of a request; of more, the first are forgotten
 
 Phase = Literal["tokenizing", "waiting", "prefill", "decode", "lost"]
@@ -32,7 +34,7 @@ class Stay:
 
 
 @dataclass(slots=True)
-class Course:
+class RecentRequest:
     """One request's way so far."""
 
     request_id: str
@@ -48,7 +50,8 @@ class Course:
     stays: list[Stay] = field(default_factory=list)
 
     def spans(self, now: float) -> Iterator[tuple[Phase, str | None, float, float]]:
-        """Phase, compute replica, beginning and end: without gaps, up to the request's end or to now."""
+        """Phase, compute replica, beginning and end: without gaps, up to the request's end or to
+        now."""
         yield "tokenizing", None, self.created_at, self.tokenized_at
         at: float = self.tokenized_at
         for number, stay in enumerate(self.stays):
@@ -67,50 +70,52 @@ class Course:
             yield "lost", None, at, now
 
 
-class Courses:
-    """What was seen of requests, and is shown, the newest first."""
+class RecentRequests:
+    """The recent requests as they were seen, the newest first."""
 
     def __init__(self) -> None:
-        self._courses: OrderedDict[str, Course] = OrderedDict()
+        self._requests: OrderedDict[str, RecentRequest] = OrderedDict()
 
-    def lost(self) -> list[Course]:
-        """Those at no replica, of which somebody must find out whether they have ended."""
-        return [course for course in self._courses.values() if course.is_lost]
+    def lost(self) -> list[RecentRequest]:
+        """The requests at no replica. The caller must find out whether they have ended."""
+        return [request for request in self._requests.values() if request.is_lost]
 
     def see(self, now: float, views: Iterable[ComputeView], models: Mapping[str, str]) -> None:
-        """Take in what compute shows. models: of the live replicas; what is at none of them has ended, or was lost with its replica and will be claimed."""
+        """Take in what compute shows. models: of the live replicas; what is at none of them has
+        ended, or was lost with its replica and will be claimed."""
         seen = set()
         for view in views:
             if view.replica_id in models:
                 for sequence in view.sequences:
                     seen.add(sequence.request_id)
                     self._see(now, view.replica_id, models[view.replica_id], sequence)
-        for course in self._courses.values():
-            if not course.ended_at and course.stays and course.request_id not in seen:
-                course.is_lost = course.stays[-1].replica_id not in models
-                if not course.is_lost:
-                    course.ended_at = course.stays[-1].seen_at
+        for request in self._requests.values():
+            if not request.ended_at and request.stays and request.request_id not in seen:
+                request.is_lost = request.stays[-1].replica_id not in models
+                if not request.is_lost:
+                    request.ended_at = request.stays[-1].seen_at
 
     def _see(self, now: float, replica_id: str, model: str, sequence: SequenceView) -> None:
-        course = self._courses.get(sequence.request_id)
-        if course is None:
-            course = self._add(Course(sequence.request_id, model, sequence.created_at, sequence.tokenized_at))
+        request = self._requests.get(sequence.request_id)
+        if request is None:
+            request = self._add(RecentRequest(sequence.request_id, model, sequence.created_at, sequence.tokenized_at))
         num_output = sequence.num_output_tokens - sequence.num_undecided_tokens
-        if not course.stays or course.stays[-1].replica_id != replica_id:
-            before = course.num_output_tokens if course.stays else 0
-            course.stays.append(Stay(replica_id, sequence.taken_at, sequence.scheduled_at, before))
+        if not request.stays or request.stays[-1].replica_id != replica_id:
+            before = request.num_output_tokens if request.stays else 0
+            request.stays.append(Stay(replica_id, sequence.taken_at, sequence.scheduled_at, before))
             if num_output > before:  # nobody saw it begin
-                course.stays[-1].decoding_since = sequence.scheduled_at or now
-            del course.stays[:-MAX_STAYS]
-        stay = course.stays[-1]
+                request.stays[-1].decoding_since = sequence.scheduled_at or now
+            del request.stays[:-MAX_STAYS]
+        stay = request.stays[-1]
         stay.scheduled_at, stay.seen_at = sequence.scheduled_at, now
         if num_output > stay.num_tokens_before:
             stay.decoding_since = stay.decoding_since or now
-        course.num_prompt_tokens, course.num_output_tokens = sequence.num_prompt_tokens, num_output
-        course.num_preemptions, course.sampler_id, course.is_lost, course.ended_at = sequence.num_preemptions, sequence.sampler_id, False, 0.0
+        request.num_prompt_tokens, request.num_output_tokens = sequence.num_prompt_tokens, num_output
+        request.num_preemptions, request.sampler_id, request.is_lost, request.ended_at = sequence.num_preemptions, sequence.sampler_id, False, 0.0
 
     def hear(self, subscriptions: Iterable[Subscription]) -> None:
-        """Take in what this gateway knows of the responses that are, or were, read here. What came and went between two looks is here alone."""
+        """Take in what this gateway knows of the responses that are, or were, read here. What came
+        and went between two looks is here alone."""
         for subscription in subscriptions:
             for request_id, timeline in subscription.timelines.items():
                 if timeline.submitted_at and timeline.scheduled_at and timeline.first_token_at:
@@ -118,40 +123,40 @@ class Courses:
                     self._hear(request_id, subscription.model, timeline, subscription.positions[request_id], is_over=is_over)
 
     def _hear(self, request_id: str, model: str, timeline: Timeline, position: int, *, is_over: bool) -> None:
-        course = self._courses.get(request_id)
-        if course is None:
-            course = self._add(Course(request_id, model, timeline.submitted_at, timeline.tokenized_at))
-        if not course.stays:
-            course.stays.append(Stay(timeline.compute_id, timeline.tokenized_at, timeline.scheduled_at, 0))
-            course.num_output_tokens = position
-        first = course.stays[0]
+        request = self._requests.get(request_id)
+        if request is None:
+            request = self._add(RecentRequest(request_id, model, timeline.submitted_at, timeline.tokenized_at))
+        if not request.stays:
+            request.stays.append(Stay(timeline.compute_id, timeline.tokenized_at, timeline.scheduled_at, 0))
+            request.num_output_tokens = position
+        first = request.stays[0]
         if first.scheduled_at == timeline.scheduled_at:  # not the one that claimed it later
             first.decoding_since = timeline.first_token_at
         if is_over:
-            course.ended_at = timeline.ended_at or timeline.first_token_at
-            course.num_output_tokens, course.is_lost = position, False
+            request.ended_at = timeline.ended_at or timeline.first_token_at
+            request.num_output_tokens, request.is_lost = position, False
 
-    def _add(self, course: Course) -> Course:
-        self._courses[course.request_id] = course
-        while len(self._courses) > MAX_COURSES:
-            self._courses.popitem(last=False)
-        return course
+    def _add(self, request: RecentRequest) -> RecentRequest:
+        self._requests[request.request_id] = request
+        while len(self._requests) > MAX_REQUESTS:
+            self._requests.popitem(last=False)
+        return request
 
     def shown(self, now: float) -> list[dict[str, Any]]:
-        """As JSON has them."""
+        """The requests as JSON."""
         return [
             {
-                "request_id": course.request_id,
-                "num_prompt_tokens": course.num_prompt_tokens,
-                "num_output_tokens": course.num_output_tokens,
-                "num_preemptions": course.num_preemptions,
-                "sampler_id": course.sampler_id,
-                "is_over": course.ended_at > 0,
+                "request_id": request.request_id,
+                "num_prompt_tokens": request.num_prompt_tokens,
+                "num_output_tokens": request.num_output_tokens,
+                "num_preemptions": request.num_preemptions,
+                "sampler_id": request.sampler_id,
+                "is_over": request.ended_at > 0,
                 "spans": [
                     {"phase": phase, "replica_id": replica_id, "started_at": start, "ended_at": max(start, end)}
-                    for phase, replica_id, start, end in course.spans(now)
+                    for phase, replica_id, start, end in request.spans(now)
                     if end > start
                 ],
             }
-            for course in sorted(self._courses.values(), key=lambda each: each.created_at, reverse=True)
+            for request in sorted(self._requests.values(), key=lambda each: each.created_at, reverse=True)
         ]
