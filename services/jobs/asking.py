@@ -63,7 +63,7 @@ class Asked:
 
 
 def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
-    """What the ids of a line's response and answer end with."""
+    """The end of the ids of a line's response and answer."""
     return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 

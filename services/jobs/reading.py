@@ -8,7 +8,7 @@ from typing import Any
 import redis.asyncio
 
 from services.jobs.asking import Asked, Logs
-from services.jobs.patience import persist
+from services.jobs.retry import persist
 from services.requests.answers.schema_errors import schema_errors
 from services.requests.errors import GONE
 from services.requests.grammars.answers import AnswerChecker
@@ -55,7 +55,8 @@ async def problems_of(answers: AnswerChecker, record: ResponseRecord, events: li
 
 
 async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[ResponseRecord, Logs]:
-    """All logs of the response as they are, and its record as it was submitted. Raises Lost."""
+    """Read all logs of the response as they are, and its record as it was submitted. Raises
+    Lost."""
 
     async def ask() -> Any:
         async with client.pipeline(transaction=False) as pipe:

@@ -61,12 +61,11 @@ class StepDecider:
                     astray.add(handle)
                     continue
                 found = self._append(step, row, state, token_ids[row], logits[row])
-                token_before.pop(handle, None)  # `is_next` compares the next row with the state
-            elif found.event is not None:
-                token_before[handle] = found.event.token_id
             decided.append(found)
-            if found.is_over:
+            if found.is_over or found.outcome is None:
                 over.add(handle)
+            else:
+                token_before[handle] = found.outcome.token_id
         return decided
 
     def _append(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> Decided:
@@ -112,7 +111,7 @@ def draw(step: StepCandidates, states: Sequence[RequestState | None]) -> tuple[l
 
 
 def settled(state: RequestState | None, handle: int, position: int, logged: Logged) -> Decided | None:
-    """What a row comes to without a draw: its request is unknown or lost, or the log holds its
+    """The outcome of a row that needs no draw: its request is unknown or lost, or the log holds its
     position, or an end before it. None: it has to be drawn."""
     if state is None:
         return Decided(handle, position, None, code=UNKNOWN)

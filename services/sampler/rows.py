@@ -1,5 +1,6 @@
 """A step's rows: what one came to, and some of a step."""
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,7 +15,7 @@ FAILED, UNKNOWN = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What one row came to: a new entry for the log, or an event that it holds already, or, with
+    """The outcome of one row: a new entry for the log, or an event that it holds already, or, with
     neither, no token: `code` says why."""
 
     handle: int
@@ -47,7 +48,7 @@ class Decided:
 
 
 def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at: float) -> tuple[Moments, ...]:
-    """When what happened to the rows' requests; decided_at: wall clock, s."""
+    """Times of what happened to the rows' requests; decided_at: wall clock, s."""
     found = [(row.state.intro, event.position) for row in rows if row.state is not None and (event := row.outcome or row.end) is not None]
     return tuple(
         Moments(each.request_id, position, each.tokenized_at, each.scheduled_at, decided_at, compute_id, sampler_id=sampler_id) for each, position in found
@@ -63,3 +64,16 @@ def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
         if len(getattr(step, name))
     }
     return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
+
+
+def to_decide_again(decided: list[Decided], settled: list[Decided], refused: Container[tuple[int, int]]) -> list[Decided]:
+    """The rows that follow refused ones in their logs. refused: by handle and position.
+
+    Not those of sequences that have ended, or whose logs hold other tokens than were refused: these
+    rows were computed upon the refused ones.
+    """
+    asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
+    over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)}
+    cut = {row.handle for row in decided if row.key in refused} - over
+    done = {row.key for row in settled}
+    return [row for row in decided if row.handle in cut and row.key not in done]

@@ -18,7 +18,7 @@ from shared.wire.transport import DirectReader, Pipeline, append
 
 @dataclass(slots=True)
 class Write:
-    """What one write holds."""
+    """The commands of one write."""
 
     messages: list[tuple[str, StepCandidates]] = field(default_factory=list)  # by sampler
     # entries to acknowledge, and their requests
@@ -65,7 +65,7 @@ class Outbox:
         self.next.messages += messages
 
     def rows_are_queued(self) -> None:
-        """Nothing is held back any more."""
+        """Note that nothing is held back any more."""
         self.num_held, self._published_at = 0, time.monotonic()
 
     def flush(self) -> None:
@@ -84,7 +84,7 @@ class Outbox:
 
     def start_over(self) -> None:
         """Nobody knows what arrived: the next write repeats what is not answered, but for messages
-        to samplers, which are made anew."""
+        to samplers, which are made again."""
         self.line.close()
         self.next = Write([], self.unanswered.ended | self.next.ended, self.unanswered.records + self.next.records)
         self.unanswered = Write()

@@ -20,7 +20,7 @@ ROWS = 64  # of a tile: queries times the query heads that share a KV head
 RANGE = 512  # positions whose results are merged in order: a multiple of the keys of a block
 SPLITS = 16  # programs among which a token's ranges are divided, at most
 MAX_HEAD_DIM = 256
-NARROWEST = 16  # blocks of the tables: each further power of two is recorded anew
+NARROWEST = 16  # blocks of the tables: each further power of two is recorded by itself
 EVERYTHING = 1 << 40  # the window of a layer without one
 
 
@@ -51,7 +51,7 @@ class CudaPlan:
 
 
 class CudaAttention:
-    """As TorchAttention, over make_kv_layer's caches."""
+    """TorchAttention over make_kv_layer's caches."""
 
     def __init__(self, buffers: Buffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
         """Raises StartupError for heads that the kernels' tiles don't hold."""
@@ -69,7 +69,7 @@ class CudaAttention:
 
     @property
     def queries(self) -> int:
-        """Of a chunk's tile."""
+        """Queries of a chunk's tile."""
         return ROWS // self.sharing
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:

@@ -36,7 +36,8 @@ class CudaBuffers(Buffers):
         return self._held_there[first:last]
 
     def upload(self) -> None:
-        """One copy, of all from the first to the last of what was filled since the one before."""
+        """Make one copy, of all from the first to the last of what was filled since the one
+        before."""
         if not self._last:
             return
         self._held_there[self._first : self._last].copy_(self._host[self._first : self._last], non_blocking=True)
@@ -65,7 +66,7 @@ class CudaBuffers(Buffers):
         return self._places[name][0]
 
     def _hold(self, size: int) -> None:
-        """Places anew, in more memory."""
+        """Give out the places again, in more memory."""
         with torch.inference_mode(False):
             self._host = torch.zeros(size, dtype=torch.int64, pin_memory=self._is_pinned)
             self._held_there = torch.zeros(size, dtype=torch.int64, device=self.device)
