@@ -22,7 +22,7 @@ from tests.waiting import wait_until
 PERMANENT = {"replicas", "dead-letter"}
 
 # `make test` draws the same examples on every machine, with CI in the environment or without.
-# `make explore` draws new ones, and keeps what failed.
+# `make verify SUITE=explore` draws new ones, and keeps what failed.
 # No property is about time: on a busy machine any example may take seconds.
 ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 settings.register_profile("fixed", settings.get_profile("default"), derandomize=True, database=None, **ANY_MACHINE)
