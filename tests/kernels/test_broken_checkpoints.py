@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -23,6 +23,7 @@ from services.operator.cli import main
 from shared.model.files import open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
+from tests.examples import examples
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
 from tests.kernels.mutations import change_one
@@ -312,7 +313,7 @@ def random_bytes(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_mutated_checkpoint_loads_or_is_refused(originals: dict[str, tuple[Path, Tensors]], data: st.DataObject) -> None:
     """A tensor gone, or with another shape, dtype or content: nothing but StartupError, in one line."""
     folder, tensors = originals[data.draw(st.sampled_from(sorted(originals)))]
@@ -340,7 +341,7 @@ VALUES = st.recursive(st.none() | st.booleans() | NUMBERS | st.text(max_size=5),
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[Path, Tensors]], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(MUTATED)))
     folder, tensors = originals[name]
@@ -357,7 +358,7 @@ def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[P
 @given(st.binary(max_size=400))
 @example(b"{}")
 @example(b'{"__metadata__": {}}')
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_mutated_header_is_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
     folder = tmp_path_factory.mktemp("header")
     (folder / "model.safetensors").write_bytes(len(noise).to_bytes(8, "little") + noise)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.compute.models.config import read_config
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
+from tests.examples import examples
 from tests.kernels.families import CONFIGS
 from tests.kernels.mutations import change_one
 
@@ -91,7 +92,7 @@ VALUES = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
+@examples(600)
 def test_any_value_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
     config = json.loads(json.dumps(FAMILIES[data.draw(st.sampled_from(sorted(FAMILIES)))]))
     change_one(config, data, VALUES)
