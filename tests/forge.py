@@ -21,6 +21,7 @@ import time
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from services.tokenizer import __main__ as tokenizer
 from shared.model.files import open_model
@@ -97,12 +98,11 @@ def forge(kind: str) -> str:
         listener.listen(64)
         process = subprocess.Popen(
             [sys.executable, "-m", "tests.forge", kind, str(listener.fileno())],
-            pass_fds=[listener.fileno()], stdin=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+            pass_fds=[listener.fileno()], stdin=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     def stop() -> None:
-        process.kill()
-        process.wait()
+        process.communicate()  # closes its input
         folder.cleanup()
 
     atexit.register(stop)
@@ -118,7 +118,10 @@ def main(kind: str, listener: socket.socket) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.close(log)
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
     sys.argv = [request["module"]]
+    sys.modules.pop(f"{request['module']}.__main__", None)  # preloaded: runpy would warn
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
 
@@ -129,9 +132,11 @@ def preload(kind: str) -> None:
         tokenizer.load_tokenizer(open_model("demo"))  # which imports transformers
 
 
-def next_request(listener: socket.socket) -> dict:
-    """Fork for each connection. Returns in the new process only, with what it is to run."""
+def next_request(listener: socket.socket) -> dict[str, Any]:
+    """Fork for each connection. Returns in the new process only, with what it is to run. The forge ends with its standard input."""
     while True:
+        if sys.stdin in select.select([listener, sys.stdin], [], [])[0]:
+            sys.exit()
         connection, _ = listener.accept()
         with suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
@@ -141,14 +146,27 @@ def next_request(listener: socket.socket) -> dict:
             continue
         listener.close()
         with connection:
-            line = connection.makefile("rb").readline()
+            request: dict[str, Any] = json.loads(connection.makefile("rb").readline())
             if not (pid := os.fork()):
-                return json.loads(line)
-            connection.sendall(b"%d\n" % pid)
-            code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-            with suppress(OSError):  # nobody wants to know
-                connection.sendall(b"%d\n" % code)
+                return request
+            watch_over(pid, connection)
         os._exit(0)
+
+
+def watch_over(pid: int, connection: socket.socket) -> None:
+    """Tell the test the process' id, and its exit code when it ends. Kills it when the test has gone."""
+    connection.sendall(b"%d\n" % pid)
+
+    def outlive() -> None:
+        with suppress(ConnectionError):
+            connection.recv(1)  # nothing is ever sent: it returns at the end
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    threading.Thread(target=outlive, daemon=True).start()
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with suppress(OSError):
+        connection.sendall(b"%d\n" % code)
 
 
 if __name__ == "__main__":
