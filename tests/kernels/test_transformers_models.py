@@ -85,10 +85,11 @@ def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_p
     make(name, tmp_path)
     some = prompts(12, SIZES["vocab_size"])
     some += [some[9][:70] + some[3], some[9][:50]]
-    alone = [run_on_library(tmp_path).generate([prompt], 20)[0] for prompt in some]
-    assert run_on_library(tmp_path).generate(some, 20) == alone
-    assert run_on_library(tmp_path, max_num_seqs=16, max_batched_tokens=20).generate(some, 20) == alone
-    cramped = run_on_library(tmp_path, block_size=5, num_blocks=50, strategy="paged")
+    loaded = run_on_library(tmp_path)
+    alone = [Engine(loaded).generate([prompt], 20)[0] for prompt in some]
+    assert Engine(loaded).generate(some, 20) == alone
+    assert Engine(loaded, max_num_seqs=16, max_batched_tokens=20).generate(some, 20) == alone
+    cramped = Engine(loaded, block_size=5, num_blocks=50, strategy="paged")
     assert cramped.generate(some, 20) == alone
     assert cramped.scheduler.num_preemptions > 0 and cramped.scheduler.num_prefix_hits > 0
 
