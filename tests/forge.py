@@ -88,6 +88,14 @@ def start(module: str, environment: dict[str, str], log: Path) -> ForkedProcess:
     return ForkedProcess(connection, module, environment, log)
 
 
+def refused(module: str, folder: Path, **settings: str) -> str:
+    """The output of a stage that does not start with these settings. It must end with exit code 2."""
+    log = folder / "refused.log"
+    process = start(module, {**os.environ, **{f"PENSTOCK_{name.upper()}": value for name, value in settings.items()}}, log)
+    assert process.wait(120) == 2, log.read_text()
+    return log.read_text()
+
+
 @cache
 def forge(kind: str) -> str:
     """Start the process that forks stages of this kind; returns its address. It ends with this process."""

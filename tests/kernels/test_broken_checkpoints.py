@@ -3,8 +3,6 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from shared.model.files import open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from tests.examples import examples
+from tests.forge import refused
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
 from tests.kernels.mutations import change_one
@@ -32,7 +31,6 @@ from tests.kernels.test_formats import BNB4, BNB8, CASES, awq_config, fp8_config
 from tests.kernels.test_models import prompts
 
 Tensors = dict[str, torch.Tensor]
-ROOT = Path(__file__).parent.parent.parent
 LAYER = "model.layers.1.mlp.down_proj."
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -247,12 +245,10 @@ def test_compute_ends_with_that_line_and_exit_code_2(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, layers_only(awq(64)), awq_config(64))
     (tmp_path / "tokenizer.json").write_text("{}")
     break_file(tmp_path, "truncated")
-    command = [sys.executable, "-m", "services.compute", "--model", str(tmp_path), "--redis-url", NOWHERE]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
+    said = refused("services.compute", tmp_path, model=str(tmp_path), redis_url=NOWHERE)
+    lines = [line for line in said.splitlines() if line.startswith("penstock: ")]
     assert len(lines) == 1 and "can't be read" in lines[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(

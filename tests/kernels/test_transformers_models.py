@@ -2,8 +2,6 @@
 
 import json
 import logging
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ from services.compute.models.transformers_model import load_transformers_model
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
+from tests.forge import refused
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy, reference_model
 from tests.kernels.test_models import NUM_TOKENS, prompts
@@ -223,7 +222,6 @@ def test_the_engine_chooses_by_architecture_and_setting(tmp_path: Path, caplog: 
 def test_a_refusal_at_the_command_line_is_one_line(tmp_path: Path) -> None:
     transformers.AutoModelForCausalLM.from_config(REFUSED["lfm2"][0]).save_pretrained(tmp_path)
     (tmp_path / "tokenizer.json").write_bytes((DEMO_MODEL / "tokenizer.json").read_bytes())
-    done = subprocess.run([sys.executable, "-m", "services.compute", "--model", str(tmp_path)], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("penstock: Lfm2ForCausalLM can't run over a paged KV cache: ")
-    assert "Traceback" not in done.stderr
+    said = refused("services.compute", tmp_path, model=str(tmp_path))
+    assert said.splitlines()[-1].startswith("penstock: Lfm2ForCausalLM can't run over a paged KV cache: ")
+    assert "Traceback" not in said

@@ -9,7 +9,7 @@ import pytest
 
 from services.gateway.openai.parse import parse
 from services.gateway.openai.schemas import ChatCompletionBody
-from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser
+from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
 from services.gateway.schemas.closing import closed
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
@@ -50,6 +50,14 @@ def test_the_choice_says_who_may_be_called(choice: Any, mode: str, told: int, ca
     calling = read(tools=[ADD, LOOK], tool_choice=choice).calling()
     assert calling.mode == mode and len(calling.tools) == told and [each.function.name for each in calling.callable] == callable_
     assert json.loads(calling.tools_json or "[]") == [ADD, LOOK][:told]
+
+
+def test_xml_calls_are_read_with_the_parameters_that_are_texts() -> None:
+    """A value of any other type is read as JSON."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": True}}
+    calling = read(tools=[tool("forecast", parameters=schema), tool("look")]).calling()
+    assert list(calling.parsing(XML, "").texts) == ["forecast.city"]
+    assert list(calling.parsing("hermes", "").texts) == []
 
 
 def test_what_has_to_be_called_is_a_constraint() -> None:
