@@ -1,4 +1,6 @@
-"""`make browser`: the playground in a headless Chromium, against `penstock up --chaos-demo` with the demo model. One line a check; exit code 1 if one fails.
+"""`make verify SUITE=browser`: the playground in a headless Chromium, against `penstock up --chaos-demo`.
+
+The model is the demo. It prints a line a check; the exit code is 1 if one fails.
 
 python -m tests.browser [name …] [--screenshots FOLDER]
 """
@@ -23,7 +25,7 @@ def main() -> int:
     parser.add_argument("--screenshots", type=Path, help="a folder for what the page looks like after each check")
     arguments = parser.parse_args()
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
-        print("make browser needs Chromium and its driver: apt install chromium chromium-driver", file=sys.stderr)
+        print("make verify SUITE=browser needs Chromium and its driver: apt install chromium chromium-driver", file=sys.stderr)
         return 1
     found: dict[str, Callable[[Page], None]] = {name: value for name, value in vars(checks).items() if getattr(value, "is_check", False)}
     if unknown := sorted(set(arguments.names) - set(found)):

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -19,6 +19,7 @@ from shared.model.arrays import Array
 from shared.model.decision import decide, pad, pick, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.wire.messages import StepCandidates, decode, encode
+from tests.examples import examples
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
 VOCAB = 800
@@ -94,7 +95,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(params=requests, seed=st.integers(0, 1 << 30), spread=st.sampled_from([0.2, 1.0, 4.0]), vocab=st.sampled_from([1, 2, 7, 130]), banned=st.integers(0, 5))
 def test_what_is_left_is_what_the_definition_leaves(params: SamplingParams, seed: int, spread: float, vocab: int, banned: int) -> None:
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
@@ -106,7 +107,7 @@ def test_what_is_left_is_what_the_definition_leaves(params: SamplingParams, seed
     assert temperature == pytest.approx(expected_temperature, rel=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(params=requests, seed=st.integers(0, 1 << 30))
 def test_equal_logits_are_as_many_as_the_definition_leaves(params: SamplingParams, seed: int) -> None:
     """Rounded to halves: which of two tokens that are equally far from the entropy goes first is nobody's definition, how likely those are that stay is."""

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, PreTrainedModel
 
@@ -23,6 +23,7 @@ from services.operator.cli import main
 from shared.model.files import open_model
 from shared.model.gguf.reader import BLOCKS
 from shared.process.errors import StartupError
+from tests.examples import examples
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy
 from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks
@@ -214,7 +215,7 @@ def load(path: Path) -> None:
     load_weights(files.weights, read_config(files.config), FLOAT32)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_broken_file_is_one_line(data: st.DataObject, small_file: bytes, tmp_path: Path) -> None:
     """Bytes of the head changed, a length that lies, a tail cut off: it loads, or it is refused in one line."""

@@ -9,7 +9,6 @@ import random
 from typing import Any
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -23,6 +22,7 @@ from services.compute.scheduling.scheduler import Draft
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
+from tests.examples import examples
 from tests.kernels.drawing import DrawingSearch
 from tests.unit.sequences import BLOCK_SIZE, make_scheduler
 
@@ -186,4 +186,4 @@ class FlightMachine(RuleBasedStateMachine):
 
 
 TestFlight = FlightMachine.TestCase
-TestFlight.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestFlight.settings = examples(20, stateful_step_count=25)

@@ -9,7 +9,7 @@ import pytest
 
 from services.requests.bodies.parse import parse
 from services.requests.neutral.schemas import ChatCompletionBody
-from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser
+from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
 from services.requests.schemas.closing import closed
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
@@ -48,6 +48,14 @@ def test_the_choice_says_who_may_be_called(choice: Any, mode: str, told: int, ca
     calling = read(tools=[ADD, LOOK], tool_choice=choice).calling()
     assert calling.mode == mode and len(calling.tools) == told and [each.function.name for each in calling.callable] == callable_
     assert json.loads(calling.tools_json or "[]") == [ADD, LOOK][:told]
+
+
+def test_xml_calls_are_read_with_the_parameters_that_are_texts() -> None:
+    """A value of any other type is read as JSON."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": True}}
+    calling = read(tools=[tool("forecast", parameters=schema), tool("look")]).calling()
+    assert list(calling.parsing(XML, "").texts) == ["forecast.city"]
+    assert list(calling.parsing("hermes", "").texts) == []
 
 
 def test_what_has_to_be_called_is_a_constraint() -> None:
