@@ -21,6 +21,7 @@ from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
 from shared.model.files import open_model
+from shared.model.gguf import checkpoint
 from shared.model.gguf.reader import BLOCKS
 from shared.process.errors import StartupError
 from tests.examples import examples
@@ -269,3 +270,18 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
 
 def test_the_sizes_of_types_are_the_gguf_packages() -> None:
     assert {int(kind): size for kind, size in GGML_QUANT_SIZES.items() if int(kind) in BLOCKS} == BLOCKS
+
+
+def test_a_folder_of_metadata_is_whoever_was_first_s(tmp_path: Path) -> None:
+    """What another process has written stays. A folder that is no such is no success."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    checkpoint._write(theirs, {"config.json": {"ours": True}})
+    assert (theirs / "config.json").read_text() == "{}"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").touch()
+    with pytest.raises(OSError):
+        checkpoint._write(foreign, {"config.json": {}})
+    assert not list(tmp_path.glob(f"{checkpoint.ASIDE}*"))
