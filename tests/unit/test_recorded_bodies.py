@@ -17,6 +17,7 @@ from services.gateway.responses.chat import chat_of as response_chat
 from services.gateway.responses.events import ResponseEvents
 from services.gateway.responses.schemas import ResponseBody
 from services.gateway.responses.tools import chat_name
+from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from tests.unit.test_response_events import USAGE
 
@@ -77,7 +78,7 @@ def test_calls_of_custom_tools_and_namespaces_come_back_by_their_own_names() -> 
     body = codex(parallel_tool_calls=True)
     calling = response_chat(body, []).calling()
     answer = Answer(calling.parsing("hermes", ""), "resp_1.0", has_reasoning=True)
-    made = ResponseEvents(make_record("response", "m", "m"), body.asked())
+    made = ResponseEvents(make_record("response", "m", "m"), body.asked(SamplingParams()))
     events = made.opening(None)
     calls = ('{"name": "apply_patch", "arguments": {"input": "a \\"b\\"\\n"}}', '{"name": "mcp__calendar__lookup", "arguments": {"day": 1}}')
     texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]

@@ -89,7 +89,8 @@ class Store:
 
     async def _get(self, response_id: str) -> bytes | None:
         with away():
-            packed: Any = await self.client.get(stored_key(response_id))
+            found: Any = await self.client.get(stored_key(response_id))
+        packed: bytes | None = found
         return packed
 
     async def hand_over(self, record: ResponseRecord, stored: Stored) -> None:
