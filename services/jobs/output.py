@@ -14,7 +14,9 @@ import orjson
 
 from services.jobs.input import folder_of
 from services.requests.batches.store import Totals
+from services.requests.errors import error_body
 from services.requests.files.storage import Storage
+from shared.wire.messages import RequestError
 
 # What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and
 # others would cut a line there
@@ -39,6 +41,12 @@ def answered(key: str, custom_id: str, status: int, body: Any, totals: Totals) -
     """An answer of the API, good or bad, to the request with this key."""
     response = {"status_code": status, "request_id": key, "body": body}
     return _answer(key, custom_id, response, None, totals)
+
+
+def refused(key: str, custom_id: str, error: RequestError) -> Answer:
+    """A request that failed, with the body that the API would have answered."""
+    body = error_body(error.status, error.message, error.param, error.code)
+    return answered(key, custom_id, error.status, body, Totals(failed=1))
 
 
 def not_answered(key: str, custom_id: str, code: str, message: str) -> Answer:

@@ -23,7 +23,7 @@ from services.jobs.asking import Asked, ask, key_of
 from services.jobs.blocks import MAX_OPEN, Block, OpenBlocks
 from services.jobs.input import Line, folder_of
 from services.jobs.lease import Lease, LeaseLost
-from services.jobs.output import Answer, answered, not_answered
+from services.jobs.output import Answer, answered, not_answered, refused
 from services.jobs.reading import end_all, forget, is_known, read_answer
 from services.jobs.retry import persist
 from services.jobs.runtime import JobsRuntime
@@ -32,7 +32,7 @@ from services.requests.admission.admission import admit
 from services.requests.admission.held import CODE as STORAGE_LIMIT
 from services.requests.batches.figures import queue_note
 from services.requests.batches.store import RUNNING, Batch, Totals, read_batch
-from services.requests.errors import RequestFailed, error_body
+from services.requests.errors import RequestFailed
 from services.requests.files.store import FileRecord
 from services.requests.tenants.limits import Caller
 from shared.model.sampling_params import SEEDS
@@ -124,8 +124,8 @@ class BatchRun:
             if not await persist(self.lease.renew):
                 if not await persist(self.lease.is_free):
                     raise LeaseLost("another worker has taken the batch")
-                log.warning("the lease ran out and nobody has taken the batch: another run goes on with it", batch_id=self.batch_id)
-                return True  # what this run knows may be old: somebody may have had the batch meanwhile
+                log.warning("the lease ran out and nobody has taken the batch: another run goes on", batch_id=self.batch_id)
+                return True  # what this run knows may be old
             if (batch := await self._load()) is None:
                 raise LeaseLost("the batch is gone from Redis")
             self._note(batch)
@@ -135,8 +135,7 @@ class BatchRun:
                 await end_all(self.runtime.client, list(self.in_flight.values()))
 
     async def _begun(self, num_begun: int) -> None:
-        """Note how often in a row the batch was begun in vain: this run counts as such until it has
-        answered a line, or ends."""
+        """Note how often in a row the batch was begun in vain."""
         await persist(lambda: self.runtime.client.eval(BEGUN, 0, batch_key(self.batch_id), num_begun))
 
     async def _load(self) -> Batch | None:
@@ -308,8 +307,7 @@ class BatchRun:
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
     async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
-        """Wait for what was submitted, and settle the line with what came of it; what Redis loses
-        is asked again."""
+        """Wait for what was submitted, and settle the line; what Redis loses is asked again."""
         answer: Answer | None = None
         for attempt in range(1, MAX_ATTEMPTS + 1):
             block.asked.append(asked)
@@ -361,8 +359,7 @@ class BatchRun:
         return True
 
     def _refused(self, line: Line, error: RequestError) -> Answer:
-        body = error_body(error.status, error.message, error.param, error.code)
-        return answered(key_of(self.batch_id, line.custom_id), line.custom_id, error.status, body, Totals(failed=1))
+        return refused(key_of(self.batch_id, line.custom_id), line.custom_id, error)
 
     def _broken(self, line: Line, error: Exception) -> Answer:
         """A mistake of ours, at one line: the others go on."""

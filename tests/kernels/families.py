@@ -130,6 +130,8 @@ def reference_model(name: str, folder: Path, *, shard: str = "50GB", config: Pre
 class Engine:
     """Scheduler, runner and greedy decisions in one place: compute's loop without Redis. Of another engine it takes the loaded model, and nothing else."""
 
+    runner: ModelRunner
+
     def __init__(
         self,
         model: "Path | ModelFiles | Engine",
