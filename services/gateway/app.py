@@ -93,6 +93,13 @@ def build_app(context: Context) -> FastAPI:
             CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )  # fmt: skip
+    add_routes(app)
+    describe_bodies(app)
+    return app
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add every endpoint."""
     app.include_router(router)
     app.include_router(embeddings)
     app.include_router(pooling)
@@ -111,8 +118,6 @@ def build_app(context: Context) -> FastAPI:
     app.add_api_route("/ready", ready)
     app.add_api_route("/ping", ready, methods=["GET", "POST"])
     app.add_api_route("/metrics", metrics)
-    describe_bodies(app)
-    return app
 
 
 def own_problems(context: Context) -> list[str]:

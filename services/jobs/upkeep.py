@@ -1,7 +1,7 @@
 """Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so that none is the one that must not die; a key
 in Redis says that a part of the upkeep has just been done, by whichever worker.
 
-What the stages do by themselves is not done here: logs and records expire, dead replicas' names, streams and consumers go (docs/protocol.md).
+What the stages do by themselves is not done here: logs and records expire, dead replicas' names, streams and consumers go (docs/understand/protocol.md).
 """
 
 import asyncio

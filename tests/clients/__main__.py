@@ -1,4 +1,4 @@
-"""`make clients`: Penstock through the clients that applications use, each as docs/clients.md or its own documentation has it. A line a client,
+"""`make clients`: Penstock through the clients that applications use, each as docs/start/clients.md or its own documentation has it. A line a client,
 with its version and how many calls it made; exit code 1 if one fails or can't be installed.
 
 `python -m tests.clients .venv/bin/python` starts the servers with the interpreter that is given. --only openai codex: these clients. --upgrade: the

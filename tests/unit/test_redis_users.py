@@ -47,7 +47,7 @@ def test_each_stage_can_end_a_request_and_only_jobs_can_list_keys(server: "redis
     assert server.xlen("events:gateway-1") == len(STAGES), "who reads a request hears of its end"
 
 
-@pytest.mark.parametrize("path", ["docs/access.md", "deploy/docker/make-secrets"])
+@pytest.mark.parametrize("path", ["docs/operate/secure.md", "deploy/docker/make-secrets"])
 def test_what_sets_passwords_leaves_no_user_with_the_one_that_everybody_knows(path: str) -> None:
     [loop] = re.findall(r"^ *for \w+ in ([A-Z ]+); do$", (ROOT / path).read_text(), re.MULTILINE)
     assert sorted(loop.split()) == sorted(re.findall(r">(\w+)_PASSWORD", ACL))

@@ -1,4 +1,4 @@
-"""Fields that are not here, by what becomes of them, and the tables of them. docs/api.md says the rule.
+"""Fields that are not here, by what becomes of them, and the tables of them. docs/use/chat.md says the rule.
 
 - What asks for nothing, or for what is done anyway, is taken without a word: null or something empty in any field, and the values in the tables.
 - Any other value of a field in the tables would change the answer: it is refused by name.
