@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-.PHONY: up test check explore chaos batch-chaos browser clients compose-test redis-test proxy-test telemetry cuda-kernels hostile audit lm-eval bench
+.PHONY: up dev docs test check explore chaos batch-chaos browser clients compose-test redis-test proxy-test telemetry cuda-kernels hostile audit lm-eval bench
 
 # --no-compile: Python compiles what it imports when it first does so, seconds of what a whole installation takes.
 $(BIN)/penstock: pyproject.toml
@@ -18,6 +18,14 @@ $(VENV)/dev: pyproject.toml
 up: $(BIN)/penstock
 	$(BIN)/penstock up $(ARGS)
 
+# For who changes the code: everything, and the hook of pre-commit.
+dev: $(VENV)/dev
+	$(BIN)/pre-commit install
+
+# What is written from the code: docs/reference/, and the contents of long pages. `mkdocs serve` shows the site.
+docs: $(VENV)/dev
+	$(BIN)/python -m tests.lint --write
+
 # With ARGS, those tests only.
 test: $(VENV)/dev
 	$(BIN)/python -m $(if $(ARGS),pytest $(ARGS),tests)
@@ -30,6 +38,7 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.lint
 	$(BIN)/mypy
 
 chaos: $(VENV)/dev

@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Sequence
 
 WIDTH = 100  # columns of prose
-HEAD = "<!-- Written by `python -m docs.reference`. Do not edit: change the code, and run it again. -->\n\n"
+HEAD = "<!-- Written from the code by `make docs`. Do not edit: change the code, and run it again. -->\n\n"
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

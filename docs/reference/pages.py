@@ -1,4 +1,7 @@
-"""The generated pages by their names."""
+"""The generated pages by their names: `make docs` writes them, `make check` compares them with the code (tests/lint/reference.py).
+
+The program stands beside its pages, so that who finds a wrong line finds what wrote it. It is in no wheel: it is for who changes the code.
+"""
 
 from pathlib import Path
 
