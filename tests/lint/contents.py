@@ -11,14 +11,15 @@ FEWEST = 3  # sections of a page that has contents
 
 
 def with_contents(text: str) -> str:
-    """The page with its contents before the first section; without them if it is short."""
+    """The page with its contents behind its first paragraph; without them if it is short."""
     bare = re.sub(rf"{BEGIN}\n.*?{END}\n\n", "", text, flags=re.DOTALL)
     sections = [title for level, title in headings(bare) if level == 2]
     if len(bare.splitlines()) <= SCREEN or len(sections) < FEWEST:
         return bare
     listed = "".join(f"* [{title}](#{github_slug(title)})\n" for title in sections)
-    before, mark, after = re.split(r"(?m)(^## )", bare, maxsplit=1)
-    return f"{before}{BEGIN}\n{listed}{END}\n\n{mark}{after}"
+    blocks = bare.split("\n\n")
+    first = next(number for number, block in enumerate(blocks) if not block.startswith(("#", "<!--"))) + 1
+    return "\n\n".join([*blocks[:first], f"{BEGIN}\n{listed}{END}", *blocks[first:]])
 
 
 def listed_pages() -> list[Path]:
