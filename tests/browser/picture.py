@@ -55,6 +55,8 @@ def record(path: Path, folder: Path) -> None:
 def play(page: Page, wanted: str) -> tuple[list[tuple[Image.Image, str]], float]:
     """The pictures of one answer during which compute is killed, each with what is happening, and how many seconds it took."""
     enter(page, **PARAMETERS)
+    page.run("document.querySelectorAll('.tabs button')[1].click()")
+    page.wait("compute may be killed", lambda: page.all(BUTTON))
     page.say(QUESTION)
     page.wait("the answer begins", lambda: page.text(".message:last-child .markdown").strip())
     found, said, is_killed, began_at = [], "The answer streams. Its tokens are in a log in Redis.", False, time.monotonic()
