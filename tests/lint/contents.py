@@ -1,4 +1,4 @@
-"""Contents: a page that is longer than a screen begins with a list of its sections. GitHub's readers need it; MkDocs shows the same beside the page."""
+"""Contents: a page that is longer than a screen begins with the names of its sections, for who reads it on GitHub. MkDocs shows them beside the page."""
 
 import re
 from pathlib import Path
@@ -16,10 +16,10 @@ def with_contents(text: str) -> str:
     sections = [title for level, title in headings(bare) if level == 2]
     if len(bare.splitlines()) <= SCREEN or len(sections) < FEWEST:
         return bare
-    listed = "".join(f"* [{title}](#{github_slug(title)})\n" for title in sections)
+    listed = " ·\n".join(f"[{title}](#{github_slug(title)})" for title in sections)
     blocks = bare.split("\n\n")
     first = next(number for number, block in enumerate(blocks) if not block.startswith(("#", "<!--"))) + 1
-    return "\n\n".join([*blocks[:first], f"{BEGIN}\n{listed}{END}", *blocks[first:]])
+    return "\n\n".join([*blocks[:first], f"{BEGIN}\nOn this page:\n{listed}\n{END}", *blocks[first:]])
 
 
 def listed_pages() -> list[Path]:
