@@ -62,7 +62,9 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
         choose.choose_device("cuda")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(StartupError, match=r"^--device cuda: Triton needs a C compiler, gcc or clang, for what launches its kernels \(docs/understand/gpu.md\)$"):
+    with pytest.raises(
+        StartupError, match=r"^--device cuda: Triton needs a C compiler, gcc or clang, for what launches its kernels \(docs/understand/gpu.md\)$"
+    ):
         choose.choose_device("cuda")
 
 

@@ -25,7 +25,9 @@ def why_unusable() -> str | None:
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         return "Triton needs a C compiler, gcc or clang, for what launches its kernels (docs/understand/gpu.md)"
     if not python_header().is_file():
-        return f"Triton needs Python's headers beside the C compiler, and {python_header()} is not there: Debian's python3-dev has them (docs/understand/gpu.md)"
+        return (
+            f"Triton needs Python's headers beside the C compiler, and {python_header()} is not there: Debian's python3-dev has them (docs/understand/gpu.md)"
+        )
     try:
         torch.cuda.mem_get_info()  # the first that needs the device itself
     except RuntimeError as error:

@@ -42,8 +42,9 @@ class Tile:
 
 
 def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile:
-    """docs/understand/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all rows run through the same instructions in the same order; with
-    int8 any tile gives the same bits. is_wide: weights in float32, which take twice the room of others."""
+    """The tile of a product; docs/understand/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all
+    rows run through the same instructions in the same order; with int8 any tile gives the same bits. is_wide: weights in float32,
+    which take twice the room of others."""
     if form == Form.DENSE:
         depth = 32 if is_wide else 64
         return Tile(64, 32, depth, 4, 6) if num_rows <= FEW_ROWS else Tile(128, 64, depth, 8, 3)
