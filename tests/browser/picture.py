@@ -18,8 +18,8 @@ from tests.browser.page import Page, open_browser
 from tests.pipeline.up import Up
 
 MODEL = "smollm2-135m"
-QUESTION = "Explain how a hydroelectric power plant works."
-PARAMETERS: dict[str, Any] = {"max_tokens": 110, "seed": 7, "temperature": 0.8}
+QUESTION = "What is a hydroelectric power plant?"
+PARAMETERS: dict[str, Any] = {"max_tokens": 110, "seed": 7, "temperature": 0.5}
 WINDOW = (1180, 700)  # of the browser
 WIDTH = 900  # px of the picture
 HEIGHT = 430
@@ -29,9 +29,11 @@ REST_S = 3.0
 COLOURS = 48
 MOST_FRAMES = 60
 MOST_BYTES = 600_000
+PAUSE_S = 0.2  # between two shots: the model needs the processor, too
 KILL_AFTER = 0.35  # of the text
 NUMBERS = re.compile(r"^\s*\d+\.\s", re.MULTILINE)  # of lists: the page makes lists of them
-BUTTON = '.stage[data-stage="compute"] .replica:not(.is-killed) .kill:not([hidden])'
+STAGE = '.stage[data-stage="compute"]'
+BUTTON = f"{STAGE} .replica:not(.is-killed) .kill:not([hidden])"
 
 
 def record(path: Path, folder: Path) -> None:
@@ -63,6 +65,7 @@ def play(page: Page, wanted: str) -> tuple[list[tuple[Image.Image, str]], float]
     page.wait("the answer begins", lambda: page.text(".message:last-child .markdown").strip())
     found, said, is_killed, began_at = [], "The answer streams. Its tokens are in a log in Redis.", False, time.monotonic()
     while page.all(".message.is-running"):
+        page.run("document.querySelector(arguments[0]).scrollIntoView({block: 'center'})", STAGE)
         length = len(page.text(".message:last-child .markdown"))
         if not is_killed and length > KILL_AFTER * len(wanted):
             page.run("document.querySelector(arguments[0]).click()", BUTTON)
@@ -70,6 +73,7 @@ def play(page: Page, wanted: str) -> tuple[list[tuple[Image.Image, str]], float]
         elif is_killed and length > at_kill + 20:
             said = "The stream goes on at the next token."
         found.append((picture(page), said))
+        time.sleep(PAUSE_S)
     found.append((picture(page), said))
     assert is_killed, "the answer was over before compute was killed"
     step = max(1, len(found) // MOST_FRAMES + 1)
