@@ -21,7 +21,6 @@ from shared.model.constraint import Constraint
 from shared.model.sampling_params import (
     MAX_ALLOWED_TOKENS,
     MAX_BAD_WORDS,
-    MAX_BREAKER_LENGTH,
     MAX_BREAKERS,
     MAX_LOGIT_BIAS,
     MAX_STOP_STRINGS,
@@ -70,17 +69,13 @@ class GenerateBody(Body):
     top_k: int | None = Field(None, description="keep so many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="keep tokens at least so likely, relative to the likeliest")
     seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description="the same request with the same seed gets the same answer; by default drawn")
-    stop: Annotated[str | list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(
-        None, description=f"up to {MAX_STOP_STRINGS} texts that end the answer; the answer does not contain them"
-    )
+    stop: Annotated[str | list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(None, description="texts that end the answer")
     stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description="tokens that end the answer")
     ignore_eos: bool = Field(False, description="the model's end tokens do not end the answer")
     frequency_penalty: float | None = Field(None, description="taken off a token's logit for each time that the output has it")
     presence_penalty: float | None = Field(None, description="taken off a token's logit once the output has it")
     repetition_penalty: float | None = Field(None, description="divides logits of tokens that prompt or output have")
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(
-        None, description=f"added to the logits of up to {MAX_LOGIT_BIAS} tokens, by token id"
-    )
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description=f"of {MAX_LOGIT_BIAS} tokens, by id")
     allowed_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_ALLOWED_TOKENS))] = Field(None, description="no others are drawn")
     bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BAD_WORDS))] = Field(None, description="what the answer must not hold")
     response_format: dict[str, Any] | None = Field(None, description="OpenAI's: of type text, json_object or json_schema; or vLLM's, of type structural_tag")
@@ -95,15 +90,11 @@ class GenerateBody(Body):
     xtc_threshold: float | None = Field(None, description="the probability from which xtc_probability takes tokens away; above 0.5: off")
     dynatemp_range: float | None = Field(None, description="temperature varies by so much with the row's entropy; 0: off")
     dynatemp_exponent: float | None = Field(None, description="temperature = low + (high - low) * (entropy / largest entropy)^exponent")
-    dry_multiplier: float | None = Field(
-        None, description="DRY: a token that continues a repetition of L tokens loses multiplier * base^(L - allowed length) of its logit; 0: off"
-    )
+    dry_multiplier: float | None = Field(None, description="DRY: what a repetition of L tokens costs a logit, times base^(L - allowed length); 0: off")
     dry_base: float | None = Field(None, description="see dry_multiplier")
     dry_allowed_length: int | None = Field(None, description="shorter repetitions cost nothing; longer ones count up to 256 tokens beyond it")
     dry_penalty_last_n: int | None = Field(None, description="tokens of prompt and output that are looked at; -1: all")
-    dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BREAKERS))] = Field(
-        None, description=f"up to {MAX_BREAKERS} texts of 1 to {MAX_BREAKER_LENGTH} characters over which no repetition reaches"
-    )
+    dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BREAKERS))] = Field(None, description="DRY: texts that end a repetition")
     best_of: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="sequences of which the n likeliest are answers; of a beam search, its width")
     use_beam_search: bool = Field(False, description="search with best_of beams; takes no other sampling parameters, no tools, no grammar, no stream")
     length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="of a beam search: scores are divided by length to this power")
@@ -276,7 +267,7 @@ class ChatCompletionBody(GenerateBody):
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="further variables of the template")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
     documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = Field(
-        None, description="for the template; one that does not know them is a 400"
+        None, description="for the template"
     )
     add_generation_prompt: bool = Field(True, description="the prompt ends as if an answer followed")
     continue_final_message: bool = Field(False, description="the last message is not over: the answer goes on with it")
@@ -349,16 +340,12 @@ class EmbeddingBody(Body):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
 
     model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = Field(
-        None, description=f"a text, texts, token ids, or lists of them, at most {MAX_INPUTS}"
-    )
+    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = None
     messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="instead of input")] = None
     add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
     continue_final_message: bool = Field(False, description="of messages: the last one is not over")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(
-        None, description="of messages: further variables of the template"
-    )
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="of messages: variables of the template")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32")
     dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
     pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
@@ -395,9 +382,7 @@ class EmbeddingBody(Body):
 class CompletionBody(GenerateBody):
     neutral = OF_COMPLETIONS
 
-    prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)] = Field(
-        description="a text, texts, token ids, or lists of them"
-    )
+    prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)] = Field(description="a text, token ids, or lists of them")
     logprobs: int | None = Field(None, description="logprobs of each token, and of so many of the likeliest at each position")
     echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")
 
