@@ -23,7 +23,7 @@ not in a worker; take `max` of them."""
 
 def page() -> str:
     own = Metrics(Stage("gateway", StageSettings(redis_url="unix:///nowhere")))
-    counted = [row(each, each.describe()[0]) for each in vars(own).values() if isinstance(each, Counter | Histogram)]
+    counted = [row(each, next(iter(each.describe()))) for each in vars(own).values() if isinstance(each, Counter | Histogram)]
     told = [row(family, family) for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect()]
     head = ["name", "kind", "labels", "what it is"]
     parts = ["# Metrics\n\n", HEAD, paragraph(INTRODUCTION)]
