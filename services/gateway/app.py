@@ -116,7 +116,8 @@ def add_routes(app: FastAPI) -> None:
     app.include_router(tokens_router)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
-    app.add_api_route("/ping", ready, methods=["GET", "POST"])
+    app.add_api_route("/ping", ready)
+    app.add_api_route("/ping", ready, methods=["POST"])
     app.add_api_route("/metrics", metrics)
 
 
