@@ -1,5 +1,6 @@
 """The Markdown that the generated pages share."""
 
+import re
 import textwrap
 from collections.abc import Sequence
 
@@ -21,8 +22,9 @@ def escaped(cell: str) -> str:
 
 
 def paragraph(text: str) -> str:
-    """Prose, wrapped."""
-    return textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False) + "\n"
+    """Prose, wrapped. A line that would begin a list is escaped."""
+    wrapped = textwrap.fill(" ".join(text.split()), WIDTH, break_long_words=False, break_on_hyphens=False)
+    return re.sub(r"(?m)^([-+*]) ", r"\\\1 ", wrapped) + "\n"
 
 
 def code(text: str) -> str:
