@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from tests.lint.pages import DOCS, ROOT, github_slug, headings
+from tests.lint.pages import DOCS, ROOT, github_slug, headings, prose_lines
 
 BEGIN, END = "<!-- contents -->", "<!-- end of contents -->"
 SCREEN = 80  # lines of a page that needs no contents
@@ -17,9 +17,10 @@ def with_contents(text: str) -> str:
     if len(bare.splitlines()) <= SCREEN or len(sections) < FEWEST:
         return bare
     listed = " ·\n".join(f"[{title}](#{github_slug(title)})" for title in sections)
-    blocks = bare.split("\n\n")
-    first = next(number for number, block in enumerate(blocks) if not block.startswith(("#", "<!--"))) + 1
-    return "\n\n".join([*blocks[:first], f"{BEGIN}\nOn this page:\n{listed}\n{END}", *blocks[first:]])
+    lines = bare.splitlines()
+    first = next(number for number, line in prose_lines(bare) if line and not line.startswith(("#", "<!--")))  # its first paragraph
+    end = next(number for number in range(first, len(lines)) if not lines[number])
+    return "\n".join([*lines[:end], "", BEGIN, "On this page:", listed, END, *lines[end:]]) + "\n"
 
 
 def listed_pages() -> list[Path]:
