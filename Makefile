@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-.PHONY: help up test check verify bench
+.PHONY: help up dev docs test check verify bench
 
 help:  ## lists the targets, and the suites of verify
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -21,6 +21,12 @@ $(VENV)/dev: pyproject.toml
 
 up: $(BIN)/penstock  ## serves the demo model; ARGS are those of `penstock up`
 	$(BIN)/penstock up $(ARGS)
+
+dev: $(VENV)/dev  ## installs all that who changes the code needs, and the hook of pre-commit
+	$(BIN)/pre-commit install
+
+docs: $(VENV)/dev  ## writes what pages have from the code: docs/reference/, the contents of long pages (`mkdocs serve` shows the site)
+	$(BIN)/python -m tests.lint --write
 
 test: $(VENV)/dev  ## runs the tests: real Redis, real processes, real HTTP; with ARGS, those of pytest
 	$(BIN)/python -m $(if $(ARGS),pytest $(ARGS),tests)

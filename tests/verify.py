@@ -35,7 +35,7 @@ SUITES = {
     "browser": Suite("tests.browser", "the playground, in Chromium", "minutes", "apt install chromium chromium-driver", ("--group", "browser")),
     "chaos": Suite("tests.chaos", "each request ends once, with its own text, while everything is killed, stopped and cut off", "a minute, or --minutes"),
     "clients": Suite(
-        "tests.clients", "20 clients work as docs/clients.md has them", "half an hour", "npm and 5 GB; --weekly 15", ("--group", "clients"), ".venv-clients",
+        "tests.clients", "clients work as docs/start/clients.md has them", "half an hour", "npm and 5 GB; --weekly 15", ("--group", "clients"), ".venv-clients",
         (f"{OURS}/bin/python",),
     ),
     "compose": Suite("tests.compose.run", "docker-compose.yml, from build to teardown", "a quarter of an hour", "a Docker engine"),

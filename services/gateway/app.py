@@ -99,6 +99,13 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
             CORSMiddleware, allow_origins=context.settings.allow_origin, allow_methods=["*"], allow_headers=["*"],
             expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )  # fmt: skip
+    add_routes(app)
+    describe_bodies(app, BODIES)
+    return app
+
+
+def add_routes(app: FastAPI) -> None:
+    """Add every endpoint."""
     app.include_router(router)
     app.include_router(models)
     app.include_router(embeddings)
@@ -117,10 +124,9 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
     app.include_router(tokens_router)
     app.add_api_route("/health", health)
     app.add_api_route("/ready", ready)
-    app.add_api_route("/ping", ready, methods=["GET", "POST"])
+    app.add_api_route("/ping", ready)
+    app.add_api_route("/ping", ready, methods=["POST"])
     app.add_api_route("/metrics", metrics)
-    describe_bodies(app, BODIES)
-    return app
 
 
 def own_problems(context: Context) -> list[str]:

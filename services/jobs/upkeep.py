@@ -3,7 +3,7 @@ that none is the one that must not die; a key in Redis says that a part of the u
 done, by whichever worker.
 
 What the stages do by themselves is not done here: logs and records expire, dead replicas' names,
-streams and consumers go (docs/protocol.md).
+streams and consumers go (docs/understand/protocol.md).
 """
 
 import asyncio

@@ -27,6 +27,32 @@ MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition: logits that it multipli
 MAX_BREAKERS = 32  # dry_sequence_breakers
 MAX_BREAKER_LENGTH = 40  # characters
 
+# Least and largest value of a field that is a number, by its name in the API. (docs/reference/api.md is made of it.)
+BOUNDS: dict[str, tuple[float, float]] = {
+    "max_tokens": (0, MAX_TOKENS),
+    "min_tokens": (0, MAX_TOKENS),
+    "temperature": (0.0, 100.0),
+    "top_k": (0, MAX_TOKENS),
+    "min_p": (0.0, 1.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "presence_penalty": (-2.0, 2.0),
+    "repetition_penalty": (MIN_PENALTY, MAX_PENALTY),
+    "logit_bias": (-100.0, 100.0),
+    "logprobs": (0, MAX_LOGPROBS),
+    "prompt_logprobs": (0, MAX_LOGPROBS),
+    "seed": (0, SEEDS - 1),
+    "dry_multiplier": (0.0, 100.0),
+    "dry_base": (1.0, 100.0),
+    "dry_allowed_length": (0, MAX_TOKENS),
+    "dry_penalty_last_n": (-1, MAX_TOKENS),
+    "top_n_sigma": (0.0, 1000.0),
+    "xtc_probability": (0.0, 1.0),
+    "xtc_threshold": (0.0, 1.0),
+    "dynatemp_range": (0.0, 100.0),
+    "dynatemp_exponent": (0.0, 100.0),
+}
+SHARES = ("top_p", "typical_p")  # above 0, and at most 1
+
 
 @dataclass(frozen=True, slots=True)
 class DryParams:
@@ -41,10 +67,8 @@ class DryParams:
     sequence_breakers: tuple[str, ...] = ("\n", ":", '"', "*")
 
     def __post_init__(self) -> None:
-        _between("dry_multiplier", self.multiplier, 0.0, 100.0)
-        _between("dry_base", self.base, 1.0, 100.0)
-        _between("dry_allowed_length", self.allowed_length, 0, MAX_TOKENS)
-        _between("dry_penalty_last_n", self.penalty_last_n, -1, MAX_TOKENS)
+        for name in ("multiplier", "base", "allowed_length", "penalty_last_n"):
+            _check(f"dry_{name}", getattr(self, name))
         if len(self.sequence_breakers) > MAX_BREAKERS or any(not 0 < len(text) <= MAX_BREAKER_LENGTH for text in self.sequence_breakers):
             raise Invalid(f"dry_sequence_breakers takes at most {MAX_BREAKERS} strings of 1 to {MAX_BREAKER_LENGTH} characters", param="dry_sequence_breakers")
 
@@ -62,13 +86,8 @@ class ChainParams:
     dynatemp_exponent: float = 1.0
 
     def __post_init__(self) -> None:
-        _between("top_n_sigma", self.top_n_sigma, 0.0, 1000.0)
-        if not 0.0 < self.typical_p <= 1.0:
-            raise Invalid(f"typical_p must be above 0 and at most 1, got {self.typical_p}", param="typical_p")
-        _between("xtc_probability", self.xtc_probability, 0.0, 1.0)
-        _between("xtc_threshold", self.xtc_threshold, 0.0, 1.0)
-        _between("dynatemp_range", self.dynatemp_range, 0.0, 100.0)
-        _between("dynatemp_exponent", self.dynatemp_exponent, 0.0, 100.0)
+        for name in ("top_n_sigma", "typical_p", "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent"):
+            _check(name, getattr(self, name))
 
     @property
     def is_on(self) -> bool:
@@ -111,19 +130,13 @@ class SamplingParams:
     returns_prompt_token_ids: bool = False  # the request's first event brings them
 
     def __post_init__(self) -> None:
-        _between("max_tokens", self.max_tokens, 0, MAX_TOKENS)
-        _between("min_tokens", self.min_tokens, 0, self.max_tokens if self.max_tokens is not None else MAX_TOKENS)
-        _between("temperature", self.temperature, 0.0, 100.0)
-        _between("top_k", self.top_k, 0, MAX_TOKENS)
-        _between("min_p", self.min_p, 0.0, 1.0)
-        _between("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _between("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_logprobs("logprobs", self.logprobs)
-        _check_logprobs("prompt_logprobs", self.prompt_logprobs)
-        _between("seed", self.seed, 0, SEEDS - 1)
-        if not 0.0 < self.top_p <= 1.0:
-            raise Invalid(f"top_p must be above 0 and at most 1, got {self.top_p}", param="top_p")
-        _between("repetition_penalty", self.repetition_penalty, MIN_PENALTY, MAX_PENALTY)
+        for name in (
+            "max_tokens", "min_tokens", "temperature", "top_k", "min_p", "frequency_penalty", "presence_penalty", "logprobs", "prompt_logprobs", "seed",
+            "top_p", "repetition_penalty",
+        ):  # fmt: skip
+            _check(name, getattr(self, name))
+        if self.max_tokens is not None:
+            _between("min_tokens", self.min_tokens, 0, self.max_tokens)
         if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
             raise Invalid(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop")
         if len(self.stop_token_ids) > MAX_LOGIT_BIAS or any(not 0 <= token < 1 << 31 for token in self.stop_token_ids):
@@ -133,7 +146,7 @@ class SamplingParams:
         for token, bias in self.logit_bias.items():
             if not 0 <= token < 1 << 31:
                 raise Invalid(f"logit_bias names token {token}, which no vocabulary has", param="logit_bias")
-            _between("logit_bias", bias, -100.0, 100.0)
+            _check("logit_bias", bias)
         if len(self.allowed_token_ids) > MAX_ALLOWED_TOKENS or any(not 0 <= token < 1 << 31 for token in self.allowed_token_ids):
             raise Invalid(f"allowed_token_ids takes at most {MAX_ALLOWED_TOKENS} token ids from 0 to 2^31 - 1", param="allowed_token_ids")
         if len(self.bad_words) > MAX_BAD_WORDS or any(not 0 < len(word) <= MAX_BAD_WORD_LENGTH for word in self.bad_words):
@@ -150,10 +163,14 @@ class SamplingParams:
         return bool(self.logit_bias) or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
-def _check_logprobs(name: str, count: int | None) -> None:
-    if count == -1:  # vLLM's word for it, which its own servers refuse unless they were started otherwise
+def _check(name: str, value: float | None) -> None:
+    """Raises Invalid for a value beyond the field's bounds."""
+    if name in ("logprobs", "prompt_logprobs") and value == -1:  # vLLM's word for it, which its own servers refuse unless they were started otherwise
         raise Invalid(f"{name} -1, the whole vocabulary, is not available: at most {MAX_LOGPROBS} of each token", param=name)
-    _between(name, count, 0, MAX_LOGPROBS)
+    if name not in SHARES:
+        _between(name, value, *BOUNDS[name])
+    elif value is not None and not 0.0 < value <= 1.0:
+        raise Invalid(f"{name} must be above 0 and at most 1, got {value}", param=name)
 
 
 def _between(name: str, value: float | None, low: float, high: float) -> None:

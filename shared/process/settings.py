@@ -156,7 +156,7 @@ class EngineSettings(StageSettings):
         "auto", description="whose layers run: our own, or the transformers library's; auto: our own where they know the architecture"
     )
     quantization: Literal["none", "w8a8", "w4", "nf4", "fp8"] = Field(
-        "none", description="of weights, at load; activations then are int8, or FP8 with fp8, which takes a GPU: docs/kernels.md"
+        "none", description="of weights, at load; activations then are int8, or FP8 with fp8, which takes a GPU: docs/understand/kernels.md"
     )
     quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
     quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")
@@ -165,7 +165,9 @@ class EngineSettings(StageSettings):
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
     target_itl_ms: float | None = Field(None, gt=0, description="time between tokens: chunks of prompts are cut to keep to it, as far as they can")
-    admission: Literal["predicted", "paged", "reserve"] = Field("predicted", description="what must fit before a sequence begins: docs/scheduling.md")
+    admission: Literal["predicted", "paged", "reserve"] = Field(
+        "predicted", description="what must fit before a sequence begins: docs/understand/scheduling.md"
+    )
     admission_confidence: float = Field(0.99, ge=0.5, lt=1, description="with which a predicted peak of the KV cache must fit")
     aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
     block_size: int = Field(16, gt=0, multiple_of=16, description="tokens in a KV cache block, a multiple of 16")
@@ -177,7 +179,8 @@ class EngineSettings(StageSettings):
         None, gt=0, le=1, description="share of the memory that is free beside the weights; by default 0.9 of a GPU's, 0.25 of a CPU's"
     )
     allow_batch_variance: bool = Field(
-        False, description="on a GPU, use the vendor's matrix products where they may be faster: a token's bits then depend on the batch; docs/gpu.md"
+        False,
+        description="on a GPU, use the vendor's matrix products where they may be faster: a token's bits then depend on the batch; docs/understand/gpu.md",
     )
     reader_timeout_s: float = Field(60.0, gt=0, description="a request whose gateway has been gone for this long is cancelled, unless resumed")
     step_timeout_s: float | None = Field(

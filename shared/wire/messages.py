@@ -3,7 +3,7 @@
 A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array
 `[tag, version, field, …]` in the order of its fields; arrays travel as raw little-endian bytes. A
 field is only ever appended, with a default: an older message then decodes with the default.
-`decode` checks every field's type and says which one was wrong. docs/protocol.md says who sends
+`decode` checks every field's type and says which one was wrong. docs/understand/protocol.md says who sends
 what.
 """
 

@@ -39,16 +39,14 @@ class DirectStream:
     message_type: type
 
 
-# gateway, a replica that leaves → every replica; trimmed by age
-CONTROL = DirectStream("control", Control)
-DEAD_LETTER = "dead-letter"  # anyone → an operator
-REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so
-BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended
-# hash: what was counted of all batches, and what waits. Gateway, jobs → gateways
-BATCH_FIGURES = "batch-figures"
+CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
+DEAD_LETTER = "dead-letter"  # stream of messages that nobody could handle, kept to 10,000: anyone → an operator
+REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so; permanent
+BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended; 30 days past the last one
+BATCH_FIGURES = "batch-figures"  # hash: what was counted of all batches, and what waits; 30 days past the last change. Gateway, jobs → gateways
 CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
 JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
-WATCHED = "watched"  # there while somebody looks at the live view: gateway → every replica
+WATCHED = "watched"  # there while somebody looks at the live view, renewed for 3 s at a time: gateway → every replica
 
 
 def requests(model: str) -> GroupStream:
@@ -77,50 +75,49 @@ def events(gateway_id: str) -> DirectStream:
 
 
 def log_key(request_id: str) -> str:
-    """The token log: sampler, or whoever fails the request → anyone. Entry IDs are `<position>-0`;
-    see token_log.py."""
+    """The token log: sampler, or whoever fails the request → anyone. Entry IDs are `<position>-0`; see token_log.py.
+    Lives 7 days at most while the request runs, and an hour past its end."""
     return f"log:{request_id}"
 
 
 def response_key(response_id: str) -> str:
-    """The record with which a gateway streams a response again: gateway → any gateway."""
+    """What a gateway needs to stream a response again: gateway → any gateway. Lives 7 days at most, and an hour past the end
+    of its last sequence."""
     return f"response:{response_id}"
 
 
 def stored_key(response_id: str) -> str:
-    """The request of a stored response, its conversation included: gateway → any gateway. It lives
-    as long as the response's log."""
+    """What a stored response was asked, its conversation included: gateway → any gateway. Lives as long as
+    the response's record; of one that a client's error ended only in the background, and up to 1 MiB."""
     return f"stored:{response_id}"
 
 
 def open_key(response_id: str) -> str:
-    """Key of a response that runs, a hash: `left`, its sequences that have not ended; `account` and
-    `size`, who is charged for what it holds in Redis, and for how much; `keeps`, how long what is
-    stored may be to stay should it be refused. Gateway → whoever ends a request."""
+    """Of a response that runs, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for what it holds in Redis, and for how
+    much; `keeps`, how long what is stored may be to stay should it be refused. Gateway → whoever ends a request. Lives until the
+    response ends, 7 days at most."""
     return f"open:{response_id}"
 
 
 def held_key(tenant_id: str) -> str:
-    """Bytes that a tenant's requests and stored responses hold: a sorted set of
-    "<bytes>/<response>" by when they are forgotten (s, Redis' clock). Gateways, and whoever ends a
-    request."""
+    """What a tenant's requests and stored responses hold: a sorted set of "<bytes>/<response>" by when they are forgotten (s, Redis' clock). Gateways, and
+    whoever ends a request. Lives 7 days past the last submission."""
     return f"held:{tenant_id}"
 
 
 def held_bytes_key(account: str) -> str:
-    """The sum over the sorted set of that key."""
+    """The sum over the sorted set of that key. Lives as long."""
     return f"{account}:bytes"
 
 
 def tombstone_key(request_id: str) -> str:
-    """Set when a request is cancelled: gateway, compute → whoever is about to take up work for
-    it."""
+    """Set when a request is cancelled: gateway, compute → whoever is about to take up work for it. Lives an hour."""
     return f"cancelled:{request_id}"
 
 
 def reader_key(response_id: str) -> str:
-    """The reader of a resumed response: a hash of its `generation` and its `gateway`; gateway →
-    whoever sends it events. Not there: who submitted it."""
+    """Who reads a resumed response: a hash of its `generation` and its `gateway`; gateway → whoever sends it events. Not there: who submitted it.
+    Lives as long as the response's record."""
     return f"reader:{response_id}"
 
 
@@ -130,69 +127,68 @@ def response_of(request_id: str) -> str:
 
 
 def inflight_key(model: str) -> str:
-    """Requests that were admitted and have not ended: a hash of tokens by request id, and their sum
-    under "". Gateways add, whoever ends a request removes."""
+    """What was admitted and has not ended: a hash of tokens by request id, and their sum under "". Gateways add, whoever ends a request removes.
+    Deleted when empty; else it lives 7 days past the last submission."""
     return f"inflight:{model}"
 
 
 def quota_key(tenant_id: str) -> str:
-    """The allowance that a tenant has left in this minute: a hash of its `requests` and `tokens`,
-    and the moment `at` which they are from. Gateways."""
+    """What a tenant may still ask in this minute: a hash of its `requests` and `tokens`, and the moment `at` which they are from. Gateways. Only of
+    tenants with limits. Lives 2 minutes past the last submission: it is full by then."""
     return f"quota:{tenant_id}"
 
 
 def running_key(tenant_id: str) -> str:
-    """A tenant's requests that were admitted: a hash of their inflight keys by request id.
-    Gateways; those that are no longer in flight count no more."""
+    """A tenant's requests that were admitted: a hash of their inflight keys by request id. Gateways; those that are no longer in flight count no more.
+    Only of tenants whose concurrency is limited. Lives 7 days past the last submission."""
     return f"running:{tenant_id}"
 
 
 def attempts_key(request_id: str) -> str:
-    """Whether a request has been in a step, in how many trials a replica died, and the length of
-    its log then: compute → the compute that claims it."""
+    """Whether a request has been in a step, in how many trials a replica died, and the length of its log then: compute → the compute that claims it.
+    Lives an hour; deleted with the request's end."""
     return f"attempts:{request_id}"
 
 
 def replica_key(stage: str, replica_id: str) -> str:
-    """A live replica's announcement; expires with its lease."""
+    """A live replica's announcement. Lives 4 s, renewed every second."""
     return f"replica:{stage}:{replica_id}"
 
 
 def file_key(file_id: str) -> str:
-    """The name and the owner of a file: gateway, jobs → any gateway. Gone when the file has
-    expired."""
+    """What a file is called, and whose it is: gateway, jobs → any gateway. Lives until the file expires, 30 days at most."""
     return f"file:{file_id}"
 
 
 def files_key(owner: str) -> str:
-    """An owner's files by their age: a sorted set. Names of files that are gone are taken out by
-    whoever finds them."""
+    """An owner's files by their age: a sorted set. Names of files that are gone are taken out by whoever finds them. Lives 30 days past
+    the last file."""
     return f"files:{owner}"
 
 
 def uploads_key(owner: str) -> str:
-    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by when their
-    room is given up. Gateways."""
+    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by when their room is given up. Gateways.
+    Lives 11 minutes past the last upload."""
     return f"uploads:{owner}"
 
 
 def batch_key(batch_id: str) -> str:
-    """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both."""
+    """A batch, a hash: what was asked, its status and counts. Gateway, jobs → both. Lives 31 days."""
     return f"batch:{batch_id}"
 
 
 def batches_key(owner: str) -> str:
-    """An owner's batches by their age: a sorted set."""
+    """An owner's batches by their age: a sorted set. Lives 31 days past the last batch."""
     return f"batches:{owner}"
 
 
 def batch_lease_key(batch_id: str) -> str:
-    """The worker that runs the batch at the moment, as long as it renews this."""
+    """The worker that runs the batch at the moment, as long as it renews this. Lives 15 s, renewed every second."""
     return f"batch-lease:{batch_id}"
 
 
 def batch_queued_key(batch_id: str) -> str:
-    """Set while a task for the batch is in Celery's queue: whoever would send one more need not."""
+    """Set while a task for the batch is in Celery's queue: whoever would send one more need not. Lives 60 s."""
     return f"batch-queued:{batch_id}"
 
 
@@ -203,6 +199,5 @@ def upkeep_key(name: str) -> str:
 
 
 def view_key(replica_id: str) -> str:
-    """The view of a replica while it is watched: compute → gateways. It expires with the replica's
-    lease."""
+    """What a replica shows while it is watched: compute → gateways. Lives 4 s, renewed twice a second."""
     return f"view:{replica_id}"

@@ -3,6 +3,7 @@
 The model is the demo. It prints a line a check; the exit code is 1 if one fails.
 
 python -m tests.browser [name …] [--screenshots FOLDER]
+python -m tests.browser --picture docs/images/kill.gif      the README's picture, recorded anew with the default model
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from tests.browser import checks
 from tests.browser.page import Page, open_browser
+from tests.browser.picture import record
 from tests.pipeline.up import Up
 
 
@@ -23,10 +25,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.browser", description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", help="checks to run; all by default")
     parser.add_argument("--screenshots", type=Path, help="a folder for what the page looks like after each check")
+    parser.add_argument("--picture", type=Path, help="where the moving picture of a kill goes; instead of the checks")
     arguments = parser.parse_args()
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
         print("make verify SUITE=browser needs Chromium and its driver: apt install chromium chromium-driver", file=sys.stderr)
         return 1
+    if arguments.picture is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            record(arguments.picture, Path(folder))
+        return 0
     found: dict[str, Callable[[Page], None]] = {name: value for name, value in vars(checks).items() if getattr(value, "is_check", False)}
     if unknown := sorted(set(arguments.names) - set(found)):
         print(f"no check {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)

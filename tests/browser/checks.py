@@ -44,9 +44,9 @@ def enter(page: Page, **parameters: Any) -> None:
         page.set(f"parameter-{name}", value if isinstance(value, bool) else str(value))
 
 
-def reference(page: Page, **parameters: Any) -> str:
-    """The answer to QUESTION without a page between."""
-    body = {"model": "penstock-demo", "messages": [{"role": "user", "content": QUESTION}]} | parameters
+def reference(page: Page, model: str = "penstock-demo", question: str = QUESTION, **parameters: Any) -> str:
+    """The answer to a question without a page between."""
+    body = {"model": model, "messages": [{"role": "user", "content": question}]} | parameters
     reply = httpx.post(f"{page.url}/v1/chat/completions", json=body, timeout=240, trust_env=False)
     text: str = reply.json()["choices"][0]["message"]["content"]
     return text

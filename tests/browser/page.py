@@ -28,14 +28,15 @@ def open_browser(width: int = 1440, height: int = 900) -> Any:
 class Page:
     """Opened, and ready for a message."""
 
-    def __init__(self, driver: Any, url: str) -> None:
+    def __init__(self, driver: Any, url: str, model: str = "penstock-demo") -> None:
         self.driver = driver
         self.url = url
+        self.model = model
         self.open()
 
     def open(self) -> None:
         self.driver.get(self.url)
-        self.wait("penstock-demo is there to be asked", lambda: "penstock-demo" in self.text(".model"))
+        self.wait(f"{self.model} is there to be asked", lambda: self.model in self.text(".model"))
 
     def wait(self, description: str, condition: Any) -> None:
         wait_until(condition, description=description, timeout_s=TIMEOUT_S)

@@ -1,5 +1,6 @@
-"""`make verify SUITE=clients`: Penstock through the clients that applications use, each as docs/clients.md or its own documentation has it. A line a client,
-with its version and how many calls it made; exit code 1 if one fails or can't be installed.
+"""`make verify SUITE=clients`: Penstock through the clients that applications use, each as
+docs/start/clients.md or its own documentation has it. A line a client, with its version and how
+many calls it made; exit code 1 if one fails or can't be installed.
 
 `python -m tests.clients .venv/bin/python` starts the servers with the interpreter that is given. --only openai codex: these clients. --upgrade: the
 newest releases of those that have a folder of their own. --weekly: those, too, that take gigabytes or a quarter of an hour. --record: keep the forms of

@@ -1,4 +1,4 @@
-"""The configurations that docs/clients.md shows, as the checks use them: what a reader copies is what has run."""
+"""The configurations that docs/start/clients.md shows, as the checks use them: what a reader copies is what has run."""
 
 import os
 import re
@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.clients.install import ROOT
 
-PAGE = ROOT / "docs" / "clients.md"
+PAGE = ROOT / "docs" / "start" / "clients.md"
 URL, MODEL = "http://127.0.0.1:8000", "my-model"  # on the page
 FOREIGN = (
     "XDG_",

@@ -1,4 +1,4 @@
-"""Libraries at their newest releases, each in an environment of its own: a program of programs/ with the lines that docs/clients.md shows."""
+"""Libraries at their newest releases, each in an environment of its own: a program of programs/ with the lines that docs/start/clients.md shows."""
 
 import json
 import os

@@ -5,7 +5,7 @@ import re
 from tests.lint.problem import ROOT, Problem
 
 ACL = ROOT / "deploy/redis/users.acl"
-SETTERS = (ROOT / "docs/access.md", ROOT / "deploy/docker/make-secrets")
+SETTERS = (ROOT / "docs/operate/secure.md", ROOT / "deploy/docker/make-secrets")
 LOOP = re.compile(r" *for \w+ in ([A-Z ]+); do")
 
 

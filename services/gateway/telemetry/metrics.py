@@ -1,7 +1,7 @@
 """What /metrics shows: this gateway's own counts and times here, and beside them the pipeline's
 state (pipeline_state.py).
 
-Names are vLLM's where the meaning is the same, with our prefix; docs/telemetry.md has them all. A
+Names are vLLM's where the meaning is the same, with our prefix; docs/operate/observe.md has them all. A
 request here is a sequence: a response has one for each prompt and choice. What a gateway counts
 itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
 """
@@ -66,23 +66,31 @@ class Metrics:
         self.stage = stage
         self.registry = CollectorRegistry()
         self.success = self._counter(
-            "request_success", "Sequences that ended, by reason: stop, length, cancelled (its client went away), error", "finished_reason"
+            "request_success", "Sequences that ended: stop, length, cancelled (the client went away, or cancelled), error", "finished_reason"
         )
-        self.errors = self._counter("request_errors", "Sequences that ended with an error, by its code and HTTP status", "code", "status")
+        self.errors = self._counter(
+            "request_errors", "Sequences that ended with an error, by its code and HTTP status; 4xx: the request's own fault", "code", "status"
+        )
         self.rejected = self._counter(
-            "requests_rejected", "Responses that were not admitted: 429 (server_full, rate_limit_exceeded) or 503 (stage_missing)", "reason"
+            "requests_rejected",
+            "Responses that were not admitted: 429 (server_full, rate_limit_exceeded, storage_limit_exceeded) or 503 (redis_nearly_full, stage_missing)",
+            "reason",
         )
         self.background = self._counter("background_responses", "Responses begun here that no gateway reads: the other counts are without them")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
-        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Those of them that were found in the prefix cache")
+        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens of sequences that ended which the prefix cache had")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated, as they reach the gateway")
         self.ttft = self._histogram("time_to_first_token_seconds", "From submission to a sequence's first token", SECONDS)
-        self.itl = self._histogram("inter_token_latency_seconds", "Between the tokens of a sequence, as they reach the gateway", TOKEN_SECONDS)
+        self.itl = self._histogram(
+            "inter_token_latency_seconds",
+            "Between the tokens of a sequence, as they reach the gateway; tokens that compute publishes together have none between them",
+            TOKEN_SECONDS,
+        )
         self.tpot = self._histogram("request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a sequence", TOKEN_SECONDS)
         self.e2e = self._histogram("e2e_request_latency_seconds", "From submission to the end of a sequence", SECONDS)
-        self.tokenize = self._histogram("request_tokenize_time_seconds", "From submission until the prompt is tokens", SECONDS)
-        self.queue = self._histogram("request_queue_time_seconds", "From there until compute begins with it", SECONDS)
-        self.prefill = self._histogram("request_prefill_time_seconds", "From there to the first token", SECONDS)
+        self.tokenize = self._histogram("request_tokenize_time_seconds", "From submission until the prompt is tokens, the tokenizers' queue included", SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "From the prompt's tokens until compute begins with it", SECONDS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From compute's beginning to the first token", SECONDS)
         self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", SECONDS)
         self.inference = self._histogram("request_inference_time_seconds", "From compute's beginning to the last token", SECONDS)
         self.num_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence", TOKENS)

@@ -62,15 +62,15 @@ class ToolCallBody(Body):
 class Message(Body):
     neutral = OF_MESSAGES
 
-    role: str = Field(min_length=1, max_length=64)
-    content: Annotated[str | None, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)] = None
-    name: str | None = Field(None, max_length=MAX_NAME)
-    tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = None
+    role: str = Field(min_length=1, max_length=64, description="system, user, assistant, tool; others as the model's template takes them")
+    content: Annotated[str | None, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)] = Field(None, description="a text, or parts of type text")
+    name: str | None = Field(None, max_length=MAX_NAME, description="the speaker")
+    tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = Field(None, description="what the assistant called")
     function_call: FunctionCall | None = Field(None, description="the older form of one tool call; its answer is a message of the role function")
-    tool_call_id: str | None = Field(None, max_length=MAX_NAME)
-    reasoning_content: str | None = None
+    tool_call_id: str | None = Field(None, max_length=MAX_NAME, description="of a tool's answer: the call")
+    reasoning_content: str | None = Field(None, description="what the assistant thought before")
     reasoning: str | None = Field(None, description="the same by another name")
-    refusal: str | None = None
+    refusal: str | None = Field(None, description="what the assistant said instead of an answer")
 
     @model_validator(mode="after")
     def _has_something_to_say(self) -> "Message":

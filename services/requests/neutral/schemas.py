@@ -46,7 +46,7 @@ MAX_RESUME_S = 60.0
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool = Field(False, description="a last chunk with usage; the others say null")
     continuous_usage_stats: bool = Field(False, description="usage so far, in each chunk")
     include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
     include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
@@ -57,52 +57,52 @@ class GenerateBody(Body):
     """The fields that both endpoints share."""
 
     model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    n: int = Field(1, ge=1, le=MAX_SEQUENCES)
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64)
-    stop: Annotated[str | list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = None
-    stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = None
-    ignore_eos: bool = False
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = None
+    n: int = Field(1, ge=1, le=MAX_SEQUENCES, description="answers to each prompt; prompts times n is bounded, too")
+    stream: bool = Field(False, description="send the answer as it comes, as server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="see StreamOptions")
+    max_tokens: int | None = Field(None, description="longest answer; cut to what the prompt leaves of the model's length")
+    min_tokens: int | None = Field(None, description="no end token before so many")
+    temperature: float | None = Field(None, description="below 0.001 the likeliest token is taken")
+    top_p: float | None = Field(None, description="keep the likeliest tokens whose share reaches it")
+    top_k: int | None = Field(None, description="keep so many of the likeliest tokens; 0 or -1: all")
+    min_p: float | None = Field(None, description="keep tokens at least so likely, relative to the likeliest")
+    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description="the same request with the same seed gets the same answer; by default drawn")
+    stop: Annotated[str | list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(None, description="texts that end the answer")
+    stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description="tokens that end the answer")
+    ignore_eos: bool = Field(False, description="the model's end tokens do not end the answer")
+    frequency_penalty: float | None = Field(None, description="taken off a token's logit for each time that the output has it")
+    presence_penalty: float | None = Field(None, description="taken off a token's logit once the output has it")
+    repetition_penalty: float | None = Field(None, description="divides logits of tokens that prompt or output have")
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description=f"of {MAX_LOGIT_BIAS} tokens, by id")
     allowed_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_ALLOWED_TOKENS))] = Field(None, description="no others are drawn")
     bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BAD_WORDS))] = Field(None, description="what the answer must not hold")
     response_format: dict[str, Any] | None = Field(None, description="OpenAI's: of type text, json_object or json_schema; or vLLM's, of type structural_tag")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag")
-    guided_json: str | dict[str, Any] | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
+    guided_json: str | dict[str, Any] | None = Field(None, description="vLLM's older name of structured_outputs.json")
+    guided_regex: str | None = Field(None, description="vLLM's older name of structured_outputs.regex")
+    guided_choice: list[str] | None = Field(None, description="vLLM's older name of structured_outputs.choice")
+    guided_grammar: str | None = Field(None, description="vLLM's older name of structured_outputs.grammar")
     top_n_sigma: float | None = Field(None, description="keep logits within so many standard deviations of the largest; 0 or below: off")
-    typical_p: float | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BREAKERS))] = None
+    typical_p: float | None = Field(None, description="keep tokens whose surprise is nearest to the entropy, up to this share; 1: off")
+    xtc_probability: float | None = Field(None, description="how often, of the tokens above xtc_threshold, only the least likely stays; 0: off")
+    xtc_threshold: float | None = Field(None, description="the probability from which xtc_probability takes tokens away; above 0.5: off")
+    dynatemp_range: float | None = Field(None, description="temperature varies by so much with the row's entropy; 0: off")
+    dynatemp_exponent: float | None = Field(None, description="temperature = low + (high - low) * (entropy / largest entropy)^exponent")
+    dry_multiplier: float | None = Field(None, description="DRY: what a repetition of L tokens costs a logit, times base^(L - allowed length); 0: off")
+    dry_base: float | None = Field(None, description="see dry_multiplier")
+    dry_allowed_length: int | None = Field(None, description="shorter repetitions cost nothing; longer ones count up to 256 tokens beyond it")
+    dry_penalty_last_n: int | None = Field(None, description="tokens of prompt and output that are looked at; -1: all")
+    dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BREAKERS))] = Field(None, description="DRY: texts that end a repetition")
     best_of: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="sequences of which the n likeliest are answers; of a beam search, its width")
-    use_beam_search: bool = False
+    use_beam_search: bool = Field(False, description="search with best_of beams; takes no other sampling parameters, no tools, no grammar, no stream")
     length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="of a beam search: scores are divided by length to this power")
     early_stopping: bool | Literal["never"] | None = Field(None, description="of a beam search: when no more answers are looked for")
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = Field(True, description="false: special tokens are spelt out in the text")
+    include_stop_str_in_output: bool = Field(False, description="the text keeps the stop string, or the stop token's text, at its end")
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many; -1: as many as fit")
     add_special_tokens: bool | None = Field(None, description="a BOS and the like; by default of prompts, not of chats, whose template brings its own")
     parse_special_tokens: bool | None = Field(None, description="take special tokens that are spelt in texts for such; by default in prompts, not in chats")
-    return_token_ids: bool = False
+    return_token_ids: bool = Field(False, description="token_ids in each choice or chunk, and prompt_token_ids once")
     return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:<id>")
     prompt_logprobs: int | None = Field(None, description="logprobs of the prompt's tokens; of so many of the likeliest, too")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
@@ -251,12 +251,12 @@ def read_function_call(value: Any) -> Any:
 class ChatCompletionBody(GenerateBody):
     neutral = OF_CHATS
 
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-    tools: Tools | None = None
-    tool_choice: ToolChoice | None = None
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation; see Message")]
+    max_completion_tokens: int | None = Field(None, description="max_tokens by its newer name")
+    logprobs: bool | None = Field(None, description="the logprob of each token of the text")
+    top_logprobs: int | None = Field(None, description="and of so many of the likeliest at each position")
+    tools: Tools | None = Field(None, description=f"up to {MAX_TOOLS} functions and custom tools that the model may call")
+    tool_choice: ToolChoice | None = Field(None, description="none, auto, required, a function, or allowed_tools; by default auto with tools")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     functions: Annotated[list[Function] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(None, description="the older name of tools")
     function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(None, description="the older name of tool_choice")
@@ -265,8 +265,10 @@ class ChatCompletionBody(GenerateBody):
     verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="for the template")
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="further variables of the template")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
-    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = None
-    add_generation_prompt: bool = True
+    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = Field(
+        None, description="for the template"
+    )
+    add_generation_prompt: bool = Field(True, description="the prompt ends as if an answer followed")
     continue_final_message: bool = Field(False, description="the last message is not over: the answer goes on with it")
 
     def calling(self) -> Calling:
@@ -335,8 +337,8 @@ def checked_truncation(num_tokens: int | None) -> int | None:
 class CompletionBody(GenerateBody):
     neutral = OF_COMPLETIONS
 
-    prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)]
-    logprobs: int | None = None
+    prompt: Annotated[list[Prompt], PlainValidator(read_prompt), WithJsonSchema(PROMPT_SCHEMA)] = Field(description="a text, token ids, or lists of them")
+    logprobs: int | None = Field(None, description="logprobs of each token, and of so many of the likeliest at each position")
     echo: bool = Field(False, description="begin with the prompt; with logprobs, with its logprobs; max_tokens may then be 0")
 
     def params(self) -> SamplingParams:

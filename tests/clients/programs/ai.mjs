@@ -1,4 +1,4 @@
-// Vercel's ai: a stream with a tool, by each provider that speaks an API of ours. What docs/clients.md defines comes before.
+// Vercel's ai: a stream with a tool, by each provider that speaks an API of ours. What docs/start/clients.md defines comes before.
 import { stepCountIs, streamText, tool } from "ai";
 import { z } from "zod";
 

@@ -23,7 +23,7 @@ from tests.kernels.backends import CPU
 
 def test_without_cuda_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
-    with pytest.raises(StartupError, match=r"^--device cuda: torch .* is built without CUDA; install the build from PyPI \(docs/gpu.md\)$"):
+    with pytest.raises(StartupError, match=r"^--device cuda: torch .* is built without CUDA; install the build from PyPI \(docs/understand/gpu.md\)$"):
         choose.choose_device("cuda")
     assert choose.choose_device("auto").type == "cpu"
 
@@ -58,7 +58,9 @@ def test_a_driver_that_is_missing_and_an_old_gpu_are_named(monkeypatch: pytest.M
         choose.choose_device("cuda")
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
-    with pytest.raises(StartupError, match=r"^--device cuda: Triton needs a C compiler, gcc or clang, for what launches its kernels \(docs/gpu.md\)$"):
+    with pytest.raises(
+        StartupError, match=r"^--device cuda: Triton needs a C compiler, gcc or clang, for what launches its kernels \(docs/understand/gpu.md\)$"
+    ):
         choose.choose_device("cuda")
 
 

@@ -76,7 +76,7 @@ def test_a_recording_holds_kernels_and_memory_and_nothing_else(
         runner.run(singles(count))
     assert recorded.seen <= MEMORY | (VENDORS[quantization] | {"aten.numpy_T.default"} if is_variant else set())
     assert recorded.seen & {"aten.matmul.default"} or not is_variant, "70 rows are multiplied by the vendor's"
-    assert per_step[0] == 2 * (9 if quantization == "none" else 10), "launches a layer, as docs/gpu.md counts them"
+    assert per_step[0] == 2 * (9 if quantization == "none" else 10), "launches a layer, as docs/understand/gpu.md counts them"
 
 
 def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[str]) -> None:

@@ -19,15 +19,17 @@ INTERPRETED = (9, 0)  # what Triton's interpreter computes as
 def why_unusable() -> str | None:
     """Why the GPU can't be used; None: it can."""
     if torch.version.cuda is None:
-        return f"torch {torch.__version__} is built without CUDA; install the build from PyPI (docs/gpu.md)"
+        return f"torch {torch.__version__} is built without CUDA; install the build from PyPI (docs/understand/gpu.md)"
     if not torch.cuda.is_available():
         return _why_unavailable()
     if importlib.util.find_spec("triton") is None:
-        return "the kernels need the package triton, which torch's CUDA builds bring (docs/gpu.md)"
+        return "the kernels need the package triton, which torch's CUDA builds bring (docs/understand/gpu.md)"
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        return "Triton needs a C compiler, gcc or clang, for what launches its kernels (docs/gpu.md)"
+        return "Triton needs a C compiler, gcc or clang, for what launches its kernels (docs/understand/gpu.md)"
     if not python_header().is_file():
-        return f"Triton needs Python's headers beside the C compiler, and {python_header()} is not there: Debian's python3-dev has them (docs/gpu.md)"
+        return (
+            f"Triton needs Python's headers beside the C compiler, and {python_header()} is not there: Debian's python3-dev has them (docs/understand/gpu.md)"
+        )
     try:
         torch.cuda.mem_get_info()  # the first that needs the device itself
     except RuntimeError as error:

@@ -43,7 +43,7 @@ class Tile:
 
 
 def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile:
-    """docs/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all
+    """docs/understand/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all
     rows run through the same instructions in the same order; with int8 any tile gives the same
     bits. is_wide: weights in float32, which take twice the room of others."""
     if form == Form.DENSE:

@@ -1,4 +1,4 @@
-"""Anthropic's endpoints: a message is a chat inside. docs/api-others.md says what is understood.
+"""Anthropic's endpoints: a message is a chat inside. docs/use/other-apis.md says what is understood.
 Versions in headers are accepted, and ignored."""
 
 from fastapi import APIRouter, Request, Response

@@ -1,4 +1,4 @@
-"""llama.cpp's own endpoints, for the programs that speak them. docs/api-others.md says what is
+"""llama.cpp's own endpoints, for the programs that speak them. docs/use/other-apis.md says what is
 understood."""
 
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/api-others.md says what
+"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/use/other-apis.md says what
 is understood."""
 
 import hashlib

@@ -1,4 +1,4 @@
-"""The Responses API's endpoints. docs/api-responses.md says how they differ from OpenAI's."""
+"""The Responses API's endpoints. docs/use/responses.md says how they differ from OpenAI's."""
 
 from typing import Any, Literal
 

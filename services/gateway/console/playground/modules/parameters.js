@@ -1,4 +1,4 @@
-// Every parameter that the page can send, as docs/api.md has them, and a body made of what was entered. An empty field is not sent: the default counts.
+// Every parameter that the page can send, as docs/use/chat.md has them, and a body made of what was entered. An empty field is not sent: the default counts.
 
 const number = (name, options = {}) => ({name, kind: "number", ...options});
 const integer = (name, options = {}) => ({name, kind: "integer", step: 1, ...options});

@@ -1,0 +1,142 @@
+"""The page of the API's fields: each body that a client may send, as the gateway's schemas have it."""
+
+from dataclasses import MISSING
+from dataclasses import fields as dataclass_fields
+from typing import Any
+
+from fastapi import FastAPI
+
+from docs.reference.markdown import HEAD, code, paragraph, sentence, table
+from docs.reference.settings import bounds
+from services.gateway.app import add_routes
+from services.gateway.bodies import BODIES
+from services.gateway.http.docs import REF
+from services.requests.bodies.body import ANYTHING, Body
+from shared.model.sampling_params import BOUNDS, SHARES, ChainParams, DryParams, SamplingParams
+
+INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be
+left out, unless it is required. The default of a sampling parameter is for models whose makers say nothing ([sampling](../use/sampling.md))."""
+
+FATES = """An object may have other fields. Those under *Taken* change nothing here, with the values in brackets. Those under *Refused* would change the
+answer, and are not supported: 400, `unknown_parameter`. All others are passed over, and the header `X-Penstock-Ignored` names them
+([what becomes of a field](../use/requests.md#what-becomes-of-a-field))."""
+
+JSON_NAMES = {"string": "text", "integer": "integer", "number": "number", "boolean": "boolean", "object": "object"}
+LARGE = 1e6  # bounds from here on are beyond any model
+
+
+def page() -> str:
+    app = FastAPI()
+    add_routes(app)
+    parts = ["# Fields of the API\n\n", HEAD, paragraph(INTRODUCTION), "\n", paragraph(FATES), "\n## Endpoints\n\n", paths_of(app)]
+    told: set[type[Body]] = set()
+    for body in BODIES:
+        for each in (body, *inner_bodies(body)):
+            if each not in told:
+                parts += section(each)
+                told.add(each)
+    return "".join(parts)
+
+
+def paths_of(app: FastAPI) -> str:
+    """Every route, with the body that it takes."""
+    rows = []
+    for path, methods in app.openapi()["paths"].items():
+        for method, said in methods.items():
+            content = said.get("requestBody", {}).get("content", {}).get("application/json", {})
+            body = content.get("schema", {}).get("$ref", "").removeprefix(REF.format(model=""))
+            rows.append([code(f"{method.upper()} {path}"), f"[{body}](#{body.lower()})" if body else ""])
+    return table(["endpoint", "body"], rows)
+
+
+def section(body: type[Body]) -> list[str]:
+    said = [f"\n## {body.__name__}\n\n"]
+    if "__doc__" in vars(body) and body.__doc__:
+        said += [paragraph(sentence(body.__doc__.strip())), "\n"]
+    said.append(table(["field", "type", "default", "bounds", "what it does"], [row(body, name) for name in body.model_fields]))
+    others = {name: each for name, each in sorted(body.neutral.items()) if name not in body.model_fields}
+    taken = [code(name) + values(each) for name, each in others.items() if each]
+    refused = [code(name) for name, each in others.items() if each is not ANYTHING]
+    said += ["\n", paragraph(f"*Taken*: {', '.join(taken)}.")] if taken else []
+    said += ["\n", paragraph(f"*Refused*, with any other value: {', '.join(refused)}.")] if refused else []
+    return said
+
+
+def row(body: type[Body], name: str) -> list[str]:
+    field = body.model_fields[name]
+    default = "required" if field.is_required() else said_default(name, field.get_default(call_default_factory=True))
+    return [code(name), said_type(body, name), default, said_bounds(name, field.metadata), sentence(field.description or "")]
+
+
+def said_default(name: str, value: Any) -> str:
+    """The schema's default; of a sampling parameter that the schema leaves open, the sampler's."""
+    if value is None:
+        value = sampling_defaults().get(name)
+    if value is None or value in ("", [], {}, ()):
+        return ""
+    if isinstance(value, tuple):
+        return ", ".join(code(repr(each)[1:-1]) for each in value)
+    return code(spelled(value))
+
+
+def spelled(value: Any) -> str:
+    """As JSON spells it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def sampling_defaults() -> dict[str, Any]:
+    found = {each.name: each.default for each in dataclass_fields(SamplingParams) if each.name != "seed"}
+    found |= {f"dry_{each.name}": each.default for each in dataclass_fields(DryParams)} | {"dry_multiplier": 0.0}
+    found |= {each.name: each.default for each in dataclass_fields(ChainParams)}
+    return {name: value for name, value in found.items() if value is not MISSING}
+
+
+def said_bounds(name: str, metadata: list[Any]) -> str:
+    if name in SHARES:
+        return "above 0, to 1"
+    if (said := bounds(metadata)) or name not in BOUNDS:
+        return said
+    low, high = BOUNDS[name]
+    return f"from {low:g} to {high:g}" if high < LARGE else f"from {low:g}"
+
+
+def said_type(body: type[Body], name: str) -> str:
+    """JSON's name of the type, or the values that there are."""
+    schema = body.model_json_schema(mode="validation")["properties"][name]
+    return ", ".join(dict.fromkeys(names_of(schema)))
+
+
+def names_of(schema: dict[str, Any]) -> list[str]:
+    if "$ref" in schema:
+        return [code(schema["$ref"].rpartition("/")[2])]
+    if "enum" in schema or "const" in schema:
+        return [code(str(each)) for each in schema.get("enum", [schema.get("const")])]
+    if arms := schema.get("anyOf") or schema.get("oneOf"):
+        return [name for arm in arms if arm.get("type") != "null" for name in names_of(arm)]
+    if schema.get("type") == "array":
+        items = names_of(schema.get("items", {}))
+        return ["list" if items == ["any"] else f"list of {' or '.join(dict.fromkeys(items))}"]
+    return [JSON_NAMES.get(schema.get("type", ""), "any")]
+
+
+def inner_bodies(body: type[Body]) -> list[type[Body]]:
+    """The objects that stand in a body's fields, and in theirs."""
+    found: list[type[Body]] = []
+    for field in body.model_fields.values():
+        for inner in bodies_in(field.annotation):
+            found += [each for each in (inner, *inner_bodies(inner)) if each not in found]
+    return found
+
+
+def bodies_in(kind: Any) -> list[type[Body]]:
+    """The bodies that a type's annotation names."""
+    if isinstance(kind, type) and issubclass(kind, Body):
+        return [kind]
+    return [each for part in getattr(kind, "__args__", ()) for each in bodies_in(part)]
+
+
+def values(allowed: tuple[Any, ...]) -> str:
+    """The values of a field that ask for nothing, in brackets; empty if all do."""
+    return "" if allowed is ANYTHING else f" ({', '.join(code(spelled(each)) for each in allowed)})"

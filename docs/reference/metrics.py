@@ -1,0 +1,39 @@
+"""The page of metrics: names, kinds, labels and help as /metrics gives them."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client import Counter, Histogram
+
+from docs.reference.markdown import HEAD, code, paragraph, sentence, table
+from services.gateway.telemetry.metrics import Metrics
+from services.gateway.telemetry.pipeline_state import PipelineState
+from services.requests.batches.figures import BatchFigures
+from shared.process.settings import StageSettings
+from shared.wire.messages import Replica
+from shared.wire.stage import Stage
+
+INTRODUCTION = """`GET /metrics` of any gateway gives all of these. How to read and to scrape them is in [observe](../operate/observe.md). A histogram has the
+series `_bucket`, `_count` and `_sum`."""
+
+OWN = "Each gateway counts these itself. Sums over gateways are right as they are."
+SHARED = """Every gateway tells the same of all replicas. With several gateways, take `max by (replica, model_name)` first. Figures of batches are in Redis,
+not in a worker; take `max` of them."""
+
+
+def page() -> str:
+    own = Metrics(Stage("gateway", StageSettings(redis_url="unix:///nowhere")))
+    counted = [row(each, next(iter(each.describe()))) for each in vars(own).values() if isinstance(each, Counter | Histogram)]
+    told = [row(family, family) for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect()]
+    head = ["name", "kind", "labels", "what it is"]
+    parts = ["# Metrics\n\n", HEAD, paragraph(INTRODUCTION)]
+    for title, text, rows in (("Counted by each gateway", OWN, counted), ("Told by every gateway, of all replicas", SHARED, told)):
+        parts += [f"\n## {title}\n\n", paragraph(text), "\n", table(head, rows)]
+    return "".join(parts)
+
+
+def row(source: Any, family: Any) -> list[str]:
+    """One metric. source: what has its labels."""
+    labels: Iterable[str] = source._labelnames
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    return [code(name), family.type, ", ".join(code(label) for label in labels), sentence(family.documentation)]
