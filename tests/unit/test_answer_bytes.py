@@ -1,5 +1,6 @@
 """One answer in the bytes of each API: a thought, a text, a call, logprobs and an end. tests/recorded/answers/ has the bytes."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ WRITERS: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("api", WRITERS)
 def test_an_answer_has_the_bytes_that_were_recorded(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lines, "now_text", lambda: "2026-01-01T00:00:00.000000Z")
-    monkeypatch.setattr(lines.time, "monotonic_ns", lambda: 1)
+    monkeypatch.setattr(time, "monotonic_ns", lambda: 1)
     assert WRITERS[api]() == (RECORDED / api).read_bytes()
 
 
