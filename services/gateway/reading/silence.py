@@ -59,10 +59,10 @@ class Silence:
         while True:
             try:
                 async with asyncio.timeout(max(0.0, looked_at + self.interval_s - time.monotonic())):
-                    await subscriptions.any_behind.wait()
+                    await subscriptions.read_logs.wait()
             except TimeoutError:
                 looked_at = time.monotonic()
-            subscriptions.any_behind.clear()
+            subscriptions.read_logs.clear()
             behind, subscriptions.behind = subscriptions.behind, set()
             try:
                 await self._catch_up(list(self._due(behind)), behind)

@@ -43,8 +43,8 @@ class Subscriptions:
         self.client = client
         self.stream = events(stage.replica_id)
         self.backoff = Backoff()
-        self.behind: set[Subscription] = set()  # of which something is missing: their logs are to be read
-        self.any_behind = asyncio.Event()
+        self.behind: set[Subscription] = set()  # those whose logs are to be read, for something is missing
+        self.read_logs = asyncio.Event()  # set: read them now
         self.recent: deque[Subscription] = deque(maxlen=MAX_RECENT)  # that are not read any more, for the live view
         self._by_request: dict[str, Subscription] = {}
         self._last_id = "0-0"
@@ -104,7 +104,7 @@ class Subscriptions:
     def catch_up(self, subscription: Subscription) -> None:
         """Have its logs read at once."""
         self.behind.add(subscription)
-        self.any_behind.set()
+        self.read_logs.set()
 
     async def run(self) -> None:
         """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the
