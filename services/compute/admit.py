@@ -48,7 +48,7 @@ class Admitter:
         self.num_claimed = 0  # requests that were taken over from replicas that died or left
 
     def handles_of(self, request_ids: tuple[str, ...]) -> list[int]:
-        """Of those that are here."""
+        """Handles of the requests among these that this replica has."""
         return [self._handle_by_request[each] for each in dict.fromkeys(request_ids) if each in self._handle_by_request]
 
     def forget(self, active: ActiveRequest) -> None:
@@ -160,7 +160,8 @@ class Admitter:
         )
 
     def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
-        """To the scheduler; what a replica died with, by way of the quarantine."""
+        """Hand requests to the scheduler; those that a replica died with, to the quarantine
+        first."""
         orphans = [(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released]
         verdicts = {}
         if orphans:
@@ -192,12 +193,12 @@ class Admitter:
             self.begin(active.sequence)
 
     def opened(self, sequence: Sequence) -> None:
-        """Its grammar is compiled: it waits like any other."""
+        """A sequence whose grammar is compiled now waits like any other."""
         self.exchange.remember(self.quarantine.told([sequence], has_run=False))
         self.scheduler.add(sequence)
 
     def begin(self, sequence: Sequence) -> None:
-        """To the scheduler; with a constraint, once its grammar is compiled."""
+        """Hand a sequence to the scheduler; with a constraint, once its grammar is compiled."""
         constraint = self.active[sequence.handle].request.constraint
         if constraint is None:
             self.scheduler.add(sequence)
@@ -209,7 +210,7 @@ class Admitter:
         return sequence.handle not in self.quarantine.suspects and sequence.handle not in self.constraints.opening
 
     def _give_up(self, delivery: Delivery) -> None:
-        """What replicas died of, each time it ran alone."""
+        """End a request of which replicas died, each time it ran alone."""
         request = delivery.message
         reason = "replica after replica died when it began this request, also alone"
         values = {MESSAGE: encode(request), REQUEST_ID: request.request_id.encode()}

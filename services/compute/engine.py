@@ -37,7 +37,7 @@ SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still fl
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a step runs on."""
+    """The objects that a step runs on."""
 
     scheduler: Scheduler
     runner: ModelRunner

@@ -23,19 +23,19 @@ class ModelShape(CacheShape, Protocol):
 
 
 class Model(Protocol):
-    """What runs a step: our own Decoder, or transformers' modules."""
+    """A model that runs a step: our own Decoder, or transformers' modules."""
 
     @property
     def config(self) -> ModelShape: ...
 
     @property
     def implementation(self) -> str:
-        """For the log."""
+        """The implementation's name, for the log."""
         ...
 
     @property
     def backend(self) -> Backend:
-        """What its parts are of, and its cache."""
+        """The backend of the model's parts and of its cache."""
         ...
 
     @property
@@ -46,16 +46,16 @@ class Model(Protocol):
 
     @property
     def longest_text(self) -> int | None:
-        """In tokens, where the model itself bounds it otherwise than config.json says."""
+        """The longest text in tokens, where the model itself bounds it otherwise than config.json
+        says."""
         ...
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
-        """What a step of so many tokens takes beside weights and cache, of which so many get
-        logits."""
+        """Bytes that a step takes beside weights and cache; num_logits of its tokens get logits."""
         ...
 
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
-        """What else depends on the batch and is the same for every layer."""
+        """Prepare what depends on the batch and is the same for every layer."""
         ...
 
     def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -63,13 +63,13 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of some of the batch's logit_rows, [R, vocab] float32, good until the next call. hidden:
-        what `forward` returned."""
+        """Logits of some of the batch's logit_rows, [R, vocab] float32, good until the next call.
+        hidden: what `forward` returned."""
         ...
 
     def states(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of some of the batch's logit_rows the last hidden states, behind the last norm, [R,
-        hidden] float32."""
+        """Hidden states of some of the batch's logit_rows, behind the last norm, [R, hidden]
+        float32."""
         ...
 
 
@@ -115,8 +115,8 @@ class ModelRunner:
         return self.model.forward(*self.prepare(batch, drawn), self.kv_cache.layers)
 
     def logits(self, batch: ScheduledBatch, hidden: torch.Tensor, handles: Container[int] | None = None) -> torch.Tensor:
-        """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until
-        the head runs again. hidden: what `run` returned; handles: of the rows that are still
+        """Logits of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good
+        until the head runs again. hidden: what `run` returned; handles: of the rows that are still
         wanted, where some are not."""
         rows = _sampled_rows(batch)
         if handles is not None:
@@ -124,8 +124,8 @@ class ModelRunner:
         return self.model.logits(hidden, self._wanted(rows))
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Of the rows that predict the batch's target_ids, in their order: slices of [at most
-        PROMPT_ROWS, vocab_size] float32, each good until the next."""
+        """Logits of the rows that predict the batch's target_ids, in their order: slices of [at
+        most PROMPT_ROWS, vocab_size] float32, each good until the next."""
         rows = _prompt_rows(batch)
         for at in range(0, len(rows), PROMPT_ROWS):
             yield self.model.logits(hidden, self._wanted(rows[at : at + PROMPT_ROWS]))

@@ -67,7 +67,7 @@ class Quarantine:
     recovering: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
 
     def judge(self, request_ids: list[str], num_logged: list[int]) -> list[Attempts | None]:
-        """For each claimed request how often it was tried without progress, None for one above
+        """Judge claimed requests: how often each was tried without progress, None for one above
         suspicion; and write down that they were claimed."""
         keys = [attempts_key(each) for each in request_ids]
         remembered: Any = self.transport.persist(lambda: self.transport.client.mget(keys))

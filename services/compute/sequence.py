@@ -70,7 +70,7 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> Array:
-        """Each once, in no particular order: [n] int64, a view."""
+        """Token ids, each once, in no particular order: [n] int64, a view."""
         return self._ids[: len(self._place)]
 
     @property
@@ -94,7 +94,7 @@ class TokenCounts:
         self.num_counted = max(0, len(token_ids) - self.first)
 
     def drop(self, token_ids: list[int], num_tokens: int) -> None:
-        """All but the first num_tokens go."""
+        """Drop all but the first num_tokens."""
         for token_id in token_ids[max(num_tokens, self.first) : self.first + self.num_counted]:
             place = self._place[token_id]
             self._times[place] -= 1
@@ -211,8 +211,8 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Its first tokens whose KV may be another's: at least its last token is left over, what is
-        only foreseen, and what logprobs are still asked of."""
+        """The number of first tokens whose KV may be another's: at least its last token is left
+        over, what is only foreseen, and what logprobs are still asked of."""
         if self.embedding is not None and self.embedding.pooling != "last":
             return 0  # the cache holds keys and values, and no hidden states
         decided = min(self.num_tokens - 1, self.num_decided_tokens)

@@ -270,7 +270,7 @@ class ComputeService:
             sequence.is_ending = False
 
     def drop_surplus(self, active: ActiveRequest, num_tokens: int, position: int) -> None:
-        """What was foreseen beyond the first num_tokens is not to be; nor are rows after that
+        """Drop the tokens that were foreseen beyond the first num_tokens, and the rows after that
         position."""
         self.num_surplus_tokens += active.sequence.num_tokens - num_tokens
         self.scheduler.truncate(active.sequence, num_tokens)
@@ -292,8 +292,8 @@ class ComputeService:
         return int(sum(max(0, depth * load.get("max_num_seqs", 0) - load.get("running", 0) - load.get("waiting", 0)) for load in others))
 
     def hand_on(self) -> None:
-        """What has not begun goes to replicas with less to do: the last in rank is released, until
-        they have as many that wait as places."""
+        """Hand sequences that have not begun to replicas with less to do: the last in rank is
+        released, until they have as many that wait as places."""
         num_surplus = min(self.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return
@@ -348,8 +348,7 @@ class ComputeService:
             self.scheduler.finish(active.sequence, is_complete=is_complete)
 
     def drop_taken_over(self) -> None:
-        """What another replica has claimed while this one was silent for too long runs there
-        now."""
+        """Give up requests that another replica claimed while this one was silent for too long."""
         active_by_entry = {active.entry_id: active for active in self.active.values()}
         for entry_id in self.exchange.prompts.taken_over(list(active_by_entry)):
             active = active_by_entry[entry_id]
@@ -370,8 +369,8 @@ class ComputeService:
                 self.cancel(active)
 
     def on_heartbeat(self, pipe: Pipeline) -> None:
-        """From the heartbeat's thread: keep the entries of what is active here, and say how much
-        that is."""
+        """Keep the entries of active requests, and say how many there are. Runs in the heartbeat's
+        thread."""
         self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         if self.stage.registry.is_watched:

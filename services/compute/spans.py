@@ -28,7 +28,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Progress:
-    """Of a traced sequence, between its spans."""
+    """The progress of a traced sequence between its spans."""
 
     active: ActiveRequest
     chunks: list[Chunk] = field(default_factory=list)

@@ -25,7 +25,7 @@ class StepMeter:
         self.began_at = self._lapped_at = time.perf_counter()
 
     def lap(self, part: Part) -> None:
-        """What has passed since the last lap was this part."""
+        """Count the time since the last lap to this part."""
         now = time.perf_counter()
         self.seconds[part] += now - self._lapped_at
         self._lapped_at = now
@@ -41,7 +41,7 @@ class StepMeter:
         return seconds
 
     def load(self) -> dict[str, float]:
-        """For the registry."""
+        """The meter's figures, for the registry."""
         parts = {f"step_{part}_s": seconds for part, seconds in self.seconds.items()}
         buckets = {f"iteration_tokens_{end}": float(count) for end, count in zip((*TOKEN_BUCKETS, "inf"), self._steps_by_bucket, strict=True)}
         return {"steps": self.num_steps, "iteration_tokens": self.num_tokens, **parts, **buckets}

@@ -32,7 +32,7 @@ def warm_up(runner: ModelRunner, search: RowSearch, max_num_seqs: int) -> None:
 
 
 def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
-    """One step of sequences of so many tokens each, and all draws from it."""
+    """Run one step of sequences of so many tokens each, and all draws from it."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
     rows = tuple(BatchRow(handle, (0,) * length, 0, table, is_sampled=True) for handle, length in enumerate(lens))
     batch = ScheduledBatch(rows, lens.count(1))
@@ -44,7 +44,7 @@ def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
 
 @contextmanager
 def first_kernels(device: torch.device) -> Iterator[None]:
-    """On a GPU raises StartupError, in one line, for whatever keeps a kernel from running: of the
+    """Raise StartupError on a GPU, in one line, for whatever keeps a kernel from running: of the
     compiler, of the driver, of the kernel itself."""
     try:
         yield

@@ -60,7 +60,7 @@ class Asked:
 
 
 def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
-    """What the ids of a line's response and answer end with."""
+    """The end of the ids of a line's response and answer."""
     return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
@@ -186,6 +186,6 @@ def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
 
 
 def count(used: Json) -> Totals:
-    """One completed line, of its usage."""
+    """Totals of one completed line, from its usage."""
     thought = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
     return Totals(1, 0, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], used["completion_tokens"], thought)

@@ -28,12 +28,12 @@ class Block:
 
     @property
     def held(self) -> dict[int, Answer]:
-        """By place, those in memory."""
+        """Answers in memory, by place."""
         return {place: answer for place, answer in enumerate(self.answers) if answer is not None and answer.line}
 
 
 class OpenBlocks:
-    """Those of a run."""
+    """The open blocks of a run."""
 
     def __init__(self, storage: Storage, batch_id: str) -> None:
         self.storage = storage

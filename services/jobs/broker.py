@@ -96,8 +96,7 @@ def refuse(transport: Transport, raw: bytes, error: Exception) -> None:
 
 
 class CarefulQoS(kombu_redis.QoS):  # type: ignore[misc]
-    """What a worker that died had taken comes back to the queue; what of it can't be read does
-    not."""
+    """Puts what a worker that died had taken back into the queue, but for what can't be read."""
 
     def restore_by_tag(self, tag: Any, client: Any = None, leftmost: bool = False) -> None:
         try:

@@ -35,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found. With errors, nothing was kept."""
+    """The outcome of a check. With errors, nothing was kept."""
 
     total: int
     model: str  # that all lines name; empty: several
@@ -43,7 +43,7 @@ class Checked:
 
 
 def folder_of(batch_id: str) -> str:
-    """Where a batch keeps what it works with, until it has ended."""
+    """The folder of a batch's working files, until it has ended."""
     return f"{FOLDERS}/{batch_id}"
 
 
@@ -129,7 +129,7 @@ def keep(storage: Storage, batch_id: str, lines: list[tuple[bytes, int]]) -> Non
 
 
 def read_index(storage: Storage, batch_id: str) -> list[int]:
-    """Where each block begins, and where the last one ends. Raises FileNotFoundError."""
+    """The offsets at which each block begins, and the last one ends. Raises FileNotFoundError."""
     index: list[int] = msgpack.unpackb(storage.read(f"{folder_of(batch_id)}/index"))
     return index
 

@@ -21,7 +21,7 @@ class LeaseLost(Exception):
 
 
 class Lease:
-    """One run's. token: names the run; no other has the same."""
+    """The lease of one run. token: names the run; no other has the same."""
 
     def __init__(self, client: "redis.asyncio.Redis", batch_id: str, token: str) -> None:
         self.client = client

@@ -88,13 +88,13 @@ def find_parts(storage: Storage, batch_id: str) -> dict[int, str]:
 
 
 def totals_of(name: str) -> Totals:
-    """What a part counts."""
+    """The totals of a part, from its name."""
     return Totals(*map(int, name.split(".")[1:]))
 
 
 def assemble(storage: Storage, batch_id: str, names: list[str], path: str, mark: bytes) -> int:
-    """One of the two files, of the parts in order. Returns its size in bytes; an empty one is not
-    kept. Raises FileNotFoundError if a part is gone."""
+    """Write one of the two files from the parts in order. Returns its size in bytes; an empty one
+    is not kept. Raises FileNotFoundError if a part is gone."""
     num_bytes = 0
     with storage.writing(path) as file:
         for name in names:

@@ -44,7 +44,8 @@ async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio
 
 
 async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[ResponseRecord, Logs]:
-    """All logs of the response as they are, and its record as it was submitted. Raises Lost."""
+    """Read all logs of the response as they are, and its record as it was submitted. Raises
+    Lost."""
 
     async def ask() -> Any:
         async with client.pipeline(transaction=False) as pipe:

@@ -113,7 +113,7 @@ class BatchRun:
             log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.num_lines - totals.completed, lines_per_s=rate)
 
     def _totals(self) -> Totals:
-        """Of the parts, and of the blocks that are being answered."""
+        """Totals of the parts, and of the blocks that are being answered."""
         return self.done + self.blocks.totals
 
     async def _watch(self) -> bool:
@@ -326,7 +326,7 @@ class BatchRun:
         await self._settle(block, place, answer or self._refused(line, LOST))
 
     async def _outcome(self, line: Line, asked: Asked) -> Answer | None:
-        """What came of a request; None if Redis has lost it."""
+        """The answer to a request; None if Redis has lost it."""
         key = key_of(self.batch_id, line.custom_id)
         try:
             await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])

@@ -112,7 +112,7 @@ async def keep_queued(office: Office, names: list[str]) -> None:
 
 
 def backlog_of(batches: list[Batch]) -> Backlog | None:
-    """What waits of those that have not ended."""
+    """The backlog of batches that have not ended; None: there are none."""
     if not batches:
         return None
     waiting = sum(batch.total - batch.totals.num_lines for batch in batches)
@@ -196,8 +196,8 @@ async def remove_files(office: Office) -> int:
 
 
 async def remove_folders(office: Office) -> int:
-    """What batches worked with that have ended. One that Redis does not know at all may be in a
-    Redis that is being restored: it stays."""
+    """Remove the folders of batches that have ended. One that Redis does not know at all may be in
+    a Redis that is being restored: it stays."""
     names = await asyncio.to_thread(office.storage.names, FOLDERS)
     running = await running_batches(office)
     ended = [name for name in names if name not in running and (await office.client.exists(batch_key(name)))]

@@ -40,11 +40,11 @@ UPKEEP: dict[str, tuple[Callable[[Office], Awaitable[None]], int]] = {
 
 
 def add_tasks(queue: Celery, office: Office) -> None:
-    """What a worker does when it is asked, and when beat asks for what."""
+    """Add a worker's tasks, and beat's schedule."""
 
     def run_batch(batch_id: str) -> None:
-        """One slice of a batch. Whatever this task leaves undone, another does: by its own message,
-        or by the sweep's."""
+        """Run one slice of a batch. Whatever this task leaves undone, another does: by its own
+        message, or by the sweep's."""
         try:
             office.call(run_slice(office, batch_id))
         except (redis.RedisError, OSError, OperationalError) as error:
@@ -139,7 +139,7 @@ def work(office: Office) -> None:
 
 
 def be_brief(record: logging.LogRecord) -> bool:
-    """Where it was that Celery met a Redis which can't serve is of no use to anybody."""
+    """Drops Celery's tracebacks of a Redis that can't serve: they help nobody."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and is_temporary(error):
         record.msg, record.args, record.exc_info = f"redis can't serve, ending the process: {reason_of(error)}", (), None
@@ -154,4 +154,4 @@ def give_up() -> None:
 
 
 def ignore(**_: Any) -> None:
-    """Nothing to do."""
+    """Do nothing."""

@@ -111,7 +111,7 @@ def draw(step: StepCandidates, states: Sequence[RequestState | None]) -> tuple[l
 
 
 def settled(state: RequestState | None, handle: int, position: int, logged: Logged) -> Decided | None:
-    """What a row comes to without a draw: its request is unknown or lost, or the log holds its
+    """The outcome of a row that needs no draw: its request is unknown or lost, or the log holds its
     position, or an end before it. None: it has to be drawn."""
     if state is None:
         return Decided(handle, position, None, code=UNKNOWN)

@@ -75,7 +75,7 @@ class TokenTable:
         self.describe = cache(self._describe)  # bounded by the vocabulary
 
     def spell(self, prompt: PromptLogprobs) -> PromptLogprobs:
-        """The same with the texts of the tokens in it."""
+        """The prompt's logprobs with the texts of the tokens in them."""
         token_ids = np.unique(np.concatenate((prompt.token_ids, prompt.top_token_ids)))
         return replace(prompt, spelled_token_ids=token_ids, texts=tuple(self.describe(token_id)[0] for token_id in token_ids.tolist()))
 

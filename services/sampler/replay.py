@@ -50,8 +50,7 @@ class Replay:
         return state
 
     def events_at(self, places: Iterable[tuple[RequestState, int]]) -> list[TokenEvent | str | None]:
-        """What the logs hold at some positions: the event, None for nothing, or why it can't be
-        read."""
+        """Read the logs at some positions: the event, None for nothing, or why it can't be read."""
         asked = list(places)
         if not asked:
             return []

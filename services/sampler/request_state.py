@@ -1,4 +1,4 @@
-"""What the sampler keeps of a request: its text so far, its stop strings, its logprobs. All of it a
+"""The sampler's state of a request: its text so far, its stop strings, its logprobs. All of it a
 function of the token log.
 
 `append` is the one way forward, for a token just decided and for one replayed from the log alike,

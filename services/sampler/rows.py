@@ -14,7 +14,7 @@ FAILED, UNKNOWN = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What one row came to: a new entry for the log, or an event that it holds already, or, with
+    """The outcome of one row: a new entry for the log, or an event that it holds already, or, with
     neither, no token: `code` says why."""
 
     handle: int
@@ -47,7 +47,7 @@ class Decided:
 
 
 def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at: float) -> tuple[Moments, ...]:
-    """When what happened to the rows' requests; decided_at: wall clock, s."""
+    """Times of what happened to the rows' requests; decided_at: wall clock, s."""
     found = [(row.state.intro, event.position) for row in rows if row.state is not None and (event := row.outcome or row.end) is not None]
     return tuple(
         Moments(each.request_id, position, each.tokenized_at, each.scheduled_at, decided_at, compute_id, sampler_id=sampler_id) for each, position in found

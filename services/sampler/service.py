@@ -272,7 +272,7 @@ class SamplerService:
             self.forget(key, "silence")
 
     def forget(self, key: tuple[str, int], outcome: str) -> None:
-        """Of a replica and its handle, if it is known. outcome: for its trace."""
+        """Forget the state of a replica's handle, if it is known. outcome: for its trace."""
         state = self.states.pop(key, None)
         if state is not None and self.stage.tracer is not None:
             trace(self.stage.tracer, state, key[0], outcome)

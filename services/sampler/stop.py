@@ -23,7 +23,7 @@ class StopMatcher:
         return released, None
 
     def flush(self) -> str:
-        """What is still held, once no more text can come."""
+        """Release what is still held, once no more text can come."""
         released, self._held = self._held, ""
         return released
 

@@ -1,5 +1,5 @@
-"""What the tokenizer answers by itself: texts to tokens and back, and what the tokenizer is. JSON,
-in the words of vLLM's API."""
+"""Answers that the tokenizer gives by itself: texts to tokens and back, and what the tokenizer is.
+JSON, in the words of vLLM's API."""
 
 import json
 from dataclasses import dataclass

@@ -73,8 +73,8 @@ class ChatTemplate:
             log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
     def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid | Slow]:
-        """Each conversation as the model was trained to read it, up to where the assistant speaks;
-        or the template's word against it.
+        """Render each conversation as the model was trained to read it, up to where the assistant
+        speaks; or the template's word against it.
 
         Whatever a template raises is about this conversation (or a broken template), and fails this
         request alone.
@@ -152,7 +152,7 @@ def to_template(message: ChatMessage) -> dict[str, Any]:
 
 
 def to_object(arguments: str) -> Any:
-    """What the text is JSON of, if that is an object; else the text: a model may have written
+    """The object that the text is JSON of, if it is one; else the text: a model may have written
     anything."""
     try:
         value = json.loads(arguments or "{}")
@@ -171,12 +171,12 @@ class _Worker:
         self._first = (template, special_tokens, COMPILE_LIMIT_S)
 
     def begin(self) -> dict[str, Any] | None:
-        """What the worker says of the template, as `ask`."""
+        """Start the worker and return what it says of the template, as `ask`."""
         return self.ask(self._first)
 
     def ask(self, value: object) -> dict[str, Any] | None:
-        """What the worker answers; None if it has ended instead. Raises TimeoutError, having ended
-        it."""
+        """Ask the worker and return its answer; None if it has ended instead. Raises TimeoutError,
+        having ended it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         answer: dict[str, Any] | None = None
         has_come = True

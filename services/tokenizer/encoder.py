@@ -28,14 +28,14 @@ LONG_TEXT = 16  # characters for each token that the model can read; four are us
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Conversation:
-    """What the chat template renders."""
+    """The input of a chat template."""
 
     messages: tuple[ChatMessage, ...]
     options: ChatOptions
 
 
 def field_of(request: GenerateRequest) -> str:
-    """Where the client wrote what is encoded."""
+    """The field in which the client wrote what is encoded."""
     return "messages" if request.messages is not None else "input" if request.embedding is not None else "prompt"
 
 
@@ -54,7 +54,8 @@ class Encoder:
         self.can_shorten = files.can_shorten
 
     def encode(self, requests: list[GenerateRequest], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
-        """For each request its tokens, or what else it asked for, or why there is neither."""
+        """Encode requests: for each its tokens, or what else it asked for, or why there is
+        neither."""
         prepared = self.prepare(requests, self.chat_template)
         for each in prepared:
             if each.is_slow:
@@ -81,7 +82,7 @@ class Encoder:
         return prepared
 
     def finish(self, prepared: list[Prepared], max_model_len: int) -> list[TokenizedRequest | Answer | Invalid]:
-        """The same as `encode`, of requests that `prepare` has returned."""
+        """Encode requests that `prepare` has returned. Returns what `encode` does."""
         for each in prepared:
             if each.error is None and each.text is not None:
                 self._bound(each, each.text, max_model_len)
@@ -141,8 +142,8 @@ class Encoder:
         prepared.error = Invalid(reason, param=field_of(request), code="context_length_exceeded")
 
     def _encode_texts(self, prepared: list[Prepared], max_model_len: int) -> None:
-        """One batched call for the templated texts, which bring their own special tokens, and one
-        for plain prompts."""
+        """Encode with one batched call for the templated texts, which bring their own special
+        tokens, and one for plain prompts."""
 
         def kind(each: Prepared) -> tuple[bool, bool]:
             """Whether it is a conversation, and whether special tokens are added."""
@@ -162,8 +163,8 @@ class Encoder:
                 self._encode_plain(plain, param, add_special_tokens=adds)
 
     def _encode_plain(self, prepared: list[Prepared], param: str, *, add_special_tokens: bool) -> None:
-        """All at once; if that fails, each alone, so that a text that can't be encoded fails by
-        itself."""
+        """Encode all at once; if that fails, each alone, so that a text that can't be encoded fails
+        by itself."""
         try:
             token_ids = self._encode_batch([str(each.text) for each in prepared], param, add_special_tokens=add_special_tokens)
             for each, ids in zip(prepared, token_ids, strict=True):
@@ -254,14 +255,14 @@ class Encoder:
         return tuple(dict.fromkeys(tuple(each.tolist()) for each in spelt))
 
     def _opening(self, request: GenerateRequest, text: str | None) -> str | None:
-        """What the template has said of the answer, as far as its reader must know it. An answer
-        that has to match from its first token on begins anew."""
+        """The part of the answer that the template has said, as far as its reader must know it. An
+        answer that has to match from its first token on begins anew."""
         if request.messages is None or text is None or (request.constraint is not None and not request.constraint.thought_end):
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None
 
     def _answer(self, request: GenerateRequest, text: str | None, token_ids: Array, max_model_len: int, opening: str | None) -> Answer:
-        """What a request other than for a generation asks. Raises Invalid."""
+        """Answer a request that asks for no generation. Raises Invalid."""
         if request.task == "render":
             return rendered_prompt((text or "").replace(MARK, ""))
         if request.task == "tokenize":
@@ -303,7 +304,7 @@ class Encoder:
             raise Invalid(f"the tokens can't be made text: {error}", param="prompt") from None
 
     def _offsets(self, request: GenerateRequest, text: str | None, token_ids: Array) -> Array:
-        """Where each token begins in the text that is echoed; None: the text is decoded. What the
+        """The offset of each token in the text that is echoed; None: the text is decoded. What the
         text lacks, as a BOS, begins where the next one does."""
         if text is None:
             return self._decoded_offsets(token_ids.tolist())
@@ -315,7 +316,7 @@ class Encoder:
         return np.array(offsets, np.int32)
 
     def _decoded_offsets(self, token_ids: list[int]) -> Array:
-        """Of the tokens in their text, special ones included."""
+        """Offsets of the tokens in their text, special ones included."""
         stream, offsets, end = DecodeStream(skip_special_tokens=False), [], 0
         for token_id in token_ids:
             offsets.append(end)

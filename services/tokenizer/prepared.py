@@ -22,7 +22,7 @@ class Prepared:
 
     @classmethod
     def of(cls, request: GenerateRequest) -> "Prepared":
-        """What the request brought."""
+        """Begin with the text or the token ids that the request brought."""
         return cls(request, request.prompt) if request.prompt_token_ids is None else cls(request, request.prompt, request.prompt_token_ids)
 
     def take(self, rendered: str | Invalid | Slow) -> None:

@@ -139,6 +139,6 @@ class TokenizerService:
         self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, said)
 
     def longest_sequence(self) -> int:
-        """What the model was made for, or less where a live compute replica has been given less."""
+        """The length that the model was made for, or less where a live compute replica has less."""
         limits = [self.max_model_len, *(replica.max_model_len for replica in self.stage.registry.of("compute", self.encoder.model))]
         return min((limit for limit in limits if limit is not None), default=UNBOUNDED)

@@ -35,7 +35,7 @@ class Running:
 
 
 class SlowTemplates:
-    """Its methods belong to the loop."""
+    """Conversations that are rendered beside the loop. The methods belong to the loop."""
 
     def __init__(self, tokenizer: Any, render: Render) -> None:
         """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its
@@ -67,7 +67,7 @@ class SlowTemplates:
         return None
 
     def done(self) -> list[tuple[Delivery, Prepared]]:
-        """What has been rendered since, or has waited for too long."""
+        """Requests that have been rendered since, or have waited for too long."""
         found: list[tuple[Delivery, Prepared]] = []
         for each in [each for each in self._running if each.rendering.done()]:
             self._running.remove(each)
@@ -108,8 +108,8 @@ class SlowTemplates:
 
 
 def tenant_of(request: GenerateRequest) -> str:
-    """Whose it is, as far as its salt tells: a gateway with keys puts the tenant before what the
-    client gave."""
+    """The request's tenant, as far as its salt tells: a gateway with keys puts the tenant before
+    what the client gave."""
     tenant, separator, _ = request.scheduling.cache_salt.partition("\0")
     return tenant if separator else ""
 

@@ -49,15 +49,15 @@ class SpecialTokens:
         return self._spelled is not None and any(self._spelled.search(text) for text in texts_of(value))
 
     def mark(self, value: T) -> T:
-        """The same with a mark in each spelling. Raises Invalid for a text that has such characters
-        itself."""
+        """Copy the value with a mark in each spelling. Raises Invalid for a text that has such
+        characters itself."""
         if any(MARK in text or ALIAS in text for text in texts_of(value)):
             raise Invalid("a text that spells special tokens can't hold U+FDD0 or U+FDD1, which are no characters")
         found: T = _changed(value, self._marked)
         return found
 
     def unmark(self, value: T) -> T:
-        """What was marked, as it was."""
+        """Copy a marked value without its marks."""
         found: T = _changed(value, lambda text: text.replace(MARK, ""))
         return found
 
@@ -132,7 +132,7 @@ def _opened(name: str, value: Any) -> Any:
 
 
 def _changed(value: Any, change: Any) -> Any:
-    """The same message with its texts changed."""
+    """Copy a message with its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

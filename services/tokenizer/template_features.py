@@ -1,4 +1,4 @@
-"""What a model's chat template says of the model: how it writes calls and thoughts, and what a
+"""Features that a model's chat template shows: how it writes calls and thoughts, and what a
 template makes use of. Read off its text; nothing is run."""
 
 import re
@@ -59,8 +59,8 @@ def knows(template: str, variable: str) -> bool:
 
 
 def opened_thought(text: str, reasoning: str, options: Any) -> str:
-    """What a rendered conversation has said of the answer already, if that is the beginning of a
-    thought: the answer is to begin with it.
+    """The part of the answer that a rendered conversation holds already, if that is the beginning
+    of a thought: the answer is to begin with it.
 
     options: ChatOptions; without a generation prompt nothing of an answer was said.
     """

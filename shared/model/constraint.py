@@ -17,7 +17,7 @@ MAX_TEXT = 256 << 10  # characters
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must match, from its first character to its last.
+    """The form that an answer must match, from its first character to its last.
 
     kind and text: json_object: a JSON object, text is empty; json_schema: a schema, as JSON; regex:
     a regular expression; choice: a JSON list of texts; lark: a grammar in Lark's syntax with

@@ -17,7 +17,7 @@ Breakers = dict[int, list[tuple[int, ...]]]
 
 
 def pack_breakers(breakers: Iterable[tuple[int, ...]]) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """Each one's length, the token and those after it."""
+    """Pack each breaker as its length, the token and those after it."""
     return np.array([each for tokens in breakers for each in (len(tokens), *tokens)], np.int32)
 
 

@@ -48,7 +48,8 @@ class ModelFiles:
     aliases: tuple[str, ...] = ()  # further names
 
     def file(self, name: str) -> Path:
-        """What the user knows the file by, for messages: of a GGUF file's metadata, that file."""
+        """The file by the name that the user knows, for messages: of a GGUF file's metadata, that
+        file."""
         return self.weights if self.weights.is_file() else self.folder / name
 
     @property
@@ -132,8 +133,8 @@ class ModelFiles:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What the model's makers say for requests that do not say it, by the names of
-        SamplingParams. Raises StartupError."""
+        """The makers' values for requests that do not say them, by the names of SamplingParams.
+        Raises StartupError."""
         given = {name: self.generation_config[name] for name in SAMPLING if self.generation_config.get(name) is not None}
         if strange := next((name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)), None):
             raise StartupError(f"{self.file('generation_config.json')}: {strange} is {repr(given[strange])[:80]}, not a number")
@@ -174,8 +175,9 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
 
 
 def _check_added_tokens(folder: Path) -> None:
-    """That they are not more than a tokenizer's library can hold in a sensible memory, some 3 KB
-    for each. Counted without reading the JSON: each has a field `content`. Raises StartupError."""
+    """Check that they are not more than a tokenizer's library can hold in a sensible memory, some 3
+    KB for each. Counted without reading the JSON: each has a field `content`. Raises
+    StartupError."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             count = (folder / name).read_bytes().count(b'"content"')
@@ -186,7 +188,7 @@ def _check_added_tokens(folder: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """That there are some; what is in them is compute's to read. Raises StartupError."""
+    """Check that there are weights; compute reads them. Raises StartupError."""
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
         return
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
@@ -195,7 +197,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_config(files: ModelFiles) -> None:
-    """What every stage's library stumbles over in words of its own. Raises StartupError."""
+    """Check what every stage's library would fail at in words of its own. Raises StartupError."""
     for name in COUNTS:
         value = files.config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -213,8 +215,8 @@ def _check_config(files: ModelFiles) -> None:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a model that takes images too, what its text part has to say beside what is said of the
-    whole, all on one level."""
+    """The configuration of a model's text part, if it takes images too: what it has to say beside
+    what is said of the whole, all on one level."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
@@ -223,7 +225,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find(model: str, weights: bool) -> tuple[Path, str]:
-    """Where the model is, a folder or a file, and what it is called."""
+    """The model's place, a folder or a file, and its name."""
     path = Path(model).expanduser()
     if model == "demo":
         return DEMO_MODEL, "penstock-demo"
@@ -259,7 +261,7 @@ def _download(model: str, weights: bool) -> Path:
 
 
 def download_error(error: Exception) -> str:
-    """What went wrong with the hub, in one line."""
+    """The hub's error, in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

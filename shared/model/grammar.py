@@ -69,8 +69,8 @@ def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
 
 
 def limits_of(constraint: Constraint) -> LLParserLimits:
-    """What the library may spend on the grammar. A mask takes at most a tenth of a second, most a
-    hundredth of a millisecond."""
+    """The limits of what the library may spend on the grammar. A mask takes at most a tenth of a
+    second, most a hundredth of a millisecond."""
     return LLParserLimits(
         max_items_in_row=4000,  # a thousand optional properties of one object
         initial_lexer_fuel=INITIAL_FUEL + FUEL_PER_CHARACTER * len(constraint.text),
@@ -142,7 +142,8 @@ def _reason_of(matcher: LLMatcher) -> str:
 
 
 def _grammar(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:
-    """In the library's own form. special_tokens: None where no vocabulary is known."""
+    """The constraint in the library's own form. special_tokens: None where no vocabulary is
+    known."""
     try:
         grammar = _MAKERS[constraint.kind](constraint, special_tokens)
         return _after_thought(grammar, constraint, special_tokens or NO_SPECIAL_TOKENS) if constraint.thought_end else grammar

@@ -1,5 +1,4 @@
-"""What can go wrong, in three kinds. The `except` clauses of a service loop are its whole failure
-policy.
+"""Errors, in three kinds. The `except` clauses of a service loop are its whole failure policy.
 
 PenstockError ├── Rejected      come again: the server is full or a stage is missing (429, 503, with
 Retry-After) ├── Invalid       never valid: the request or the message is wrong (400, or the
@@ -24,7 +23,7 @@ class Rejected(PenstockError):
 
 
 class Invalid(PenstockError):
-    """What was sent can't be right, however often it is sent. `param` names the field of the API at
+    """Input that can't be right, however often it is sent. `param` names the field of the API at
     fault."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
@@ -35,7 +34,7 @@ class Invalid(PenstockError):
 
 
 class Recoverable(PenstockError):
-    """The same call may succeed later."""
+    """A failure after which the same call may succeed later."""
 
 
 class Lost(PenstockError):

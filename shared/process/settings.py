@@ -34,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 class StageSettings(BaseSettings):
-    """What every stage takes."""
+    """Settings of every stage."""
 
     command: ClassVar[str] = "penstock"  # that takes these settings as flags
     examples: ClassVar[str] = ""  # lines of it, for --help
@@ -48,14 +48,14 @@ class StageSettings(BaseSettings):
 
 
 class ModelSettings(StageSettings):
-    """What the stages that read the model's files take."""
+    """Settings of the stages that read the model's files."""
 
     model: str = Field("demo", description="a Hugging Face checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo")
     served_model_name: str = Field("", description="the name clients use, or several joined by commas; the folder's name by default")
 
 
 class RequestSettings(StageSettings):
-    """What those take that make requests of bodies: gateways, and the workers of batch jobs. Give
+    """Settings of those that make requests of bodies: gateways, and the workers of batch jobs. Give
     all of them the same."""
 
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
@@ -110,7 +110,7 @@ class GatewaySettings(RequestSettings):
     @field_validator("allow_origin", mode="before")
     @classmethod
     def split_origins(cls, value: Any) -> Any:
-        """From the environment, joined by commas."""
+        """Split a value from the environment, joined by commas."""
         return split_list(value)
 
     @field_validator("allow_origin")
@@ -248,7 +248,7 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings
     @field_validator("model", "served_model_name", mode="before")
     @classmethod
     def split(cls, value: Any) -> Any:
-        """From the environment, names joined by commas."""
+        """Split names from the environment, joined by commas."""
         return split_list(value)
 
     @model_validator(mode="after")

@@ -43,7 +43,8 @@ def first_of(names: tuple[str, ...]) -> str:
 
 
 def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
-    """What sends the replica's spans; None where nobody wants them. Raises StartupError."""
+    """The tracer that sends the replica's spans; None where nobody wants them. Raises
+    StartupError."""
     endpoint = first_of(ENDPOINTS)
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
     if not endpoint or is_disabled:
@@ -59,8 +60,8 @@ def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
 
 
 class Complaints(logging.Handler):
-    """What OpenTelemetry's own loggers say, as events of ours: each thing once a minute, where it
-    would say it of every span that it drops."""
+    """Messages of OpenTelemetry's own loggers, as events of ours: each thing once a minute, where
+    it would say it of every span that it drops."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -159,7 +160,7 @@ class Tracer:
         return get_current_span(self._propagator.extract({"traceparent": traceparent})).get_span_context()
 
     def traceparent(self, span: "Span") -> str:
-        """What joins others to the span's trace; empty for one that is not sampled."""
+        """The header that joins others to the span's trace; empty for one that is not sampled."""
         context = span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-01" if context.trace_flags.sampled else ""
 

@@ -41,7 +41,7 @@ def converted(converter: _Converter, values: Any, name: str) -> Any:
 
 @cache
 def packer(cls: Any) -> Callable[[Any], list[Any]]:
-    """What makes a list of a message of this class."""
+    """The function that makes a list of a message of this class."""
     hints = typing.get_type_hints(cls, include_extras=True)
     getters = [(f.name, _field_packer(hints[f.name])) for f in fields(cls)]
 
@@ -69,8 +69,8 @@ def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
 
 @cache
 def unpacker(cls: Any) -> _Converter:
-    """What makes a message of this class of a list. It raises Wrong for a value that does not
-    fit."""
+    """The function that makes a message of this class of a list. It raises Wrong for a value that
+    does not fit."""
     hints = typing.get_type_hints(cls, include_extras=True)
     plan = [(f.name, _field_unpacker(hints[f.name], unpacker)) for f in fields(cls)]
     required = len(_required(cls))
@@ -92,7 +92,7 @@ def unpacker(cls: Any) -> _Converter:
 
 @cache
 def map_unpacker(cls: Any) -> _Converter:
-    """As `unpacker`, of a map: what `asdict` makes of a record."""
+    """The same as `unpacker`, of a map: what `asdict` makes of a record."""
     hints = typing.get_type_hints(cls, include_extras=True)
     plan = {f.name: _field_unpacker(hints[f.name], map_unpacker) for f in fields(cls)}
     required = _required(cls)

@@ -110,14 +110,14 @@ class Line:
 
 
 def reason_of(error: BaseException) -> str:
-    """What Redis said, without the command that redis-py puts before it: its arguments may be a
+    """Redis's reason, without the command that redis-py puts before it: its arguments may be a
     message, with what somebody asked."""
     _, mark, reason = str(error).rpartition(" of pipeline caused error: ")
     return reason.strip("(),'\"") if mark else reason
 
 
 def without_command(error: BaseException) -> BaseException:
-    """The same error, without the command from now on: also a traceback shows no more than its
+    """The error, without the command from now on: also a traceback shows no more than its
     reason."""
     if isinstance(error, redis.RedisError):
         error.args = (reason_of(error),)

@@ -53,7 +53,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat template is given beside the messages. Empty: nothing."""
+    """Inputs of a chat template beside the messages. Empty: nothing."""
 
     tools: str = ""  # JSON, a list in OpenAI's form
     documents: str = ""  # JSON, a list of objects
@@ -76,7 +76,7 @@ class SchedulingParams:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingParams:
-    """What makes one vector of a prompt's hidden states."""
+    """Parameters by which a prompt's hidden states become one vector."""
 
     # of all tokens, of the last, of the first; empty: as the model was made for
     pooling: Literal["", "mean", "last", "cls"] = ""
@@ -163,7 +163,8 @@ class TokenizedRequest:
 
 @dataclass(frozen=True, slots=True)
 class SequenceIntro:
-    """What a sampler must know of a sequence; sent with its first candidates to that sampler."""
+    """The facts about a sequence that a sampler needs; sent with its first candidates to that
+    sampler."""
 
     handle: int  # the sequence's number at its compute replica
     request_id: str
@@ -269,9 +270,9 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """When what happened to a request, and where: s on the wall clocks of those who did it, 0 for
-    what did not happen. They go with a request's first and last event, and no log has them: it says
-    what was decided, the same bytes whenever that was."""
+    """Times and places of what happened to a request: s on the wall clocks of those who did it, 0
+    for what did not happen. They go with a request's first and last event, and no log has them: it
+    says what was decided, the same bytes whenever that was."""
 
     request_id: str
     position: int  # of the event; up to 1 it is the first
@@ -292,8 +293,8 @@ class StepEvents:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """To every replica: cancel requests, send a response's events elsewhere, or look at the
-    registry again."""
+    """An order to every replica: cancel requests, send a response's events elsewhere, or look at
+    the registry again."""
 
     action: Literal["cancel", "attach", "refresh"]
     request_ids: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""Who is alive: replicas announce themselves in Redis, renew every second, and are dead once their
+"""The registry: replicas announce themselves in Redis, renew every second, and are dead once their
 lease has run out.
 
 Expiry is Redis's own, so the replicas' clocks need not agree. A sequence's sampler is chosen by
@@ -64,7 +64,7 @@ class Registry:
 
 
 def follow(before: Registry, found: Registry, now: float) -> Registry:
-    """What is known after a look that was begun at `now`. After a gap, whoever was alive before it
+    """The registry after a look that was begun at `now`. After a gap, whoever was alive before it
     has a lease's time to come back."""
     is_gap = now - before.looked_at > BLIND_AFTER_S and before.looked_at > -math.inf
     seen_since = now if is_gap else before.seen_since
@@ -119,7 +119,7 @@ def announce(pipe: Pipeline, replica: Replica) -> None:
 
 
 def show(pipe: Pipeline, view: ComputeView) -> None:
-    """To those who watch, for as long as the replica's lease."""
+    """Show a view to those who watch, for as long as the replica's lease."""
     pipe.set(view_key(view.replica_id), encode(view), px=int(LEASE_S * 1000))
 
 
@@ -207,7 +207,7 @@ class Heartbeat(threading.Thread):
         os._exit(1)
 
     def beat(self) -> None:
-        """One renewal and one look."""
+        """Renew once and look once."""
         replica = self.describe()
         # what it could not see does not count
         stuck_s = time.monotonic() - max(self.idle_since(), self.transport.backoff.failed_at)

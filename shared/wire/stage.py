@@ -1,4 +1,4 @@
-"""What every process of the pipeline does: settings to objects, logging, signals, the registry,
+"""Code of every process of the pipeline: settings to objects, logging, signals, the registry,
 draining. A library: it calls no stage.
 
 A stage's `__main__` is its composition root:
@@ -77,7 +77,7 @@ class Stage:
 
     @property
     def registry(self) -> Registry:
-        """Who is alive, as of the last second."""
+        """The live replicas, as of the last second."""
         return self._heartbeat.registry
 
     @property
@@ -97,7 +97,7 @@ class Stage:
 
     @property
     def problem(self) -> str:
-        """What keeps the loop or the heartbeat from Redis at the moment; empty: nothing."""
+        """The error that keeps the loop or the heartbeat from Redis at the moment; empty: none."""
         return self.transport.problem or self._heartbeat.transport.problem
 
     def describe(self) -> Replica:

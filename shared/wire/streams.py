@@ -83,26 +83,27 @@ def log_key(request_id: str) -> str:
 
 
 def response_key(response_id: str) -> str:
-    """What a gateway needs to stream a response again: gateway → any gateway."""
+    """The record with which a gateway streams a response again: gateway → any gateway."""
     return f"response:{response_id}"
 
 
 def stored_key(response_id: str) -> str:
-    """What a stored response was asked, its conversation included: gateway → any gateway. It lives
+    """The request of a stored response, its conversation included: gateway → any gateway. It lives
     as long as the response's log."""
     return f"stored:{response_id}"
 
 
 def open_key(response_id: str) -> str:
-    """Of a response that runs, a hash: `left`, its sequences that have not ended; `account` and
+    """Key of a response that runs, a hash: `left`, its sequences that have not ended; `account` and
     `size`, who is charged for what it holds in Redis, and for how much; `keeps`, how long what is
     stored may be to stay should it be refused. Gateway → whoever ends a request."""
     return f"open:{response_id}"
 
 
 def held_key(tenant_id: str) -> str:
-    """What a tenant's requests and stored responses hold: a sorted set of "<bytes>/<response>" by
-    when they are forgotten (s, Redis' clock). Gateways, and whoever ends a request."""
+    """Bytes that a tenant's requests and stored responses hold: a sorted set of
+    "<bytes>/<response>" by when they are forgotten (s, Redis' clock). Gateways, and whoever ends a
+    request."""
     return f"held:{tenant_id}"
 
 
@@ -118,8 +119,8 @@ def tombstone_key(request_id: str) -> str:
 
 
 def reader_key(response_id: str) -> str:
-    """Who reads a resumed response: a hash of its `generation` and its `gateway`; gateway → whoever
-    sends it events. Not there: who submitted it."""
+    """The reader of a resumed response: a hash of its `generation` and its `gateway`; gateway →
+    whoever sends it events. Not there: who submitted it."""
     return f"reader:{response_id}"
 
 
@@ -129,14 +130,14 @@ def response_of(request_id: str) -> str:
 
 
 def inflight_key(model: str) -> str:
-    """What was admitted and has not ended: a hash of tokens by request id, and their sum under "".
-    Gateways add, whoever ends a request removes."""
+    """Requests that were admitted and have not ended: a hash of tokens by request id, and their sum
+    under "". Gateways add, whoever ends a request removes."""
     return f"inflight:{model}"
 
 
 def quota_key(tenant_id: str) -> str:
-    """What a tenant may still ask in this minute: a hash of its `requests` and `tokens`, and the
-    moment `at` which they are from. Gateways."""
+    """The allowance that a tenant has left in this minute: a hash of its `requests` and `tokens`,
+    and the moment `at` which they are from. Gateways."""
     return f"quota:{tenant_id}"
 
 
@@ -158,7 +159,7 @@ def replica_key(stage: str, replica_id: str) -> str:
 
 
 def file_key(file_id: str) -> str:
-    """What a file is called, and whose it is: gateway, jobs → any gateway. Gone when the file has
+    """The name and the owner of a file: gateway, jobs → any gateway. Gone when the file has
     expired."""
     return f"file:{file_id}"
 
@@ -202,6 +203,6 @@ def upkeep_key(name: str) -> str:
 
 
 def view_key(replica_id: str) -> str:
-    """What a replica shows while it is watched: compute → gateways. It expires with the replica's
+    """The view of a replica while it is watched: compute → gateways. It expires with the replica's
     lease."""
     return f"view:{replica_id}"

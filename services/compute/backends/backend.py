@@ -34,15 +34,15 @@ class Linear(Protocol):
         ...
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """The same in float32: the last layer, or a router. The result is good until the next
-        call."""
+        """Compute the same in float32, for the last layer or a router. The result is good until the
+        next call."""
         ...
 
 
 class Mlp(Protocol):
     @property
     def linears(self) -> dict[str, Linear]:
-        """Its layers, by the names that a packed checkpoint has for them."""
+        """The MLP's layers, by the names that a packed checkpoint has for them."""
         ...
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
@@ -53,7 +53,7 @@ class Mlp(Protocol):
 
 class Attention(Protocol):
     def plan(self, inputs: AttentionInputs, block_size: int) -> Any:
-        """What the layers' calls need to know of a step. Good until the next plan."""
+        """Prepare the layers' calls for a step. Good until the next plan."""
         ...
 
     def __call__(
@@ -104,7 +104,7 @@ class Wiring:
 
 class Stack(Protocol):
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any) -> Tensor:
-        """All layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
+        """Run all layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
         returned. plan: attention's, of this step."""
         ...
 
@@ -114,7 +114,7 @@ class Stack(Protocol):
 
 
 class RowMath(Protocol):
-    """What is done to rows between layers, where a layer can't do it itself."""
+    """The work on rows between layers that a layer can't do itself."""
 
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm, for what several layers read. Returns [T, k]."""
@@ -132,7 +132,7 @@ class RowMath(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MassRequest:
-    """Of some rows, the sum of exp((logit - the largest) / temperature)."""
+    """Rows of which the sum of exp((logit - the largest) / temperature) is wanted."""
 
     rows: Array  # [n] int64, rising
     temperatures: Array  # [n] float32
@@ -140,8 +140,8 @@ class MassRequest:
 
 @dataclass(frozen=True, slots=True)
 class SearchRequest:
-    """What rows of logits [R, vocab], edited already, are searched for, and what else decides the
-    draw from each."""
+    """The values wanted of rows of logits [R, vocab], which are edited already, and the rest of
+    what decides the draw from each."""
 
     params: Sequence[SamplingParams]  # [R]: of the draws
     u: Array  # [R] float64: the uniform numbers that decide them
@@ -152,7 +152,8 @@ class SearchRequest:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    """As find_largest and total_masses have it. What is beyond a row's num_listed means nothing."""
+    """The results of find_largest and total_masses. Values beyond a row's num_listed mean
+    nothing."""
 
     values: Array  # [R, max(num_listed)] float32
     token_ids: Array  # [R, max(num_listed)] int64
@@ -197,14 +198,14 @@ class RowSearch(Protocol):
         ...
 
     def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
-        """Of each of some rows [n] int64 the sum of exp((logit - largest) / temperature), float32
-        [n] both. Returns [n] float64."""
+        """Sum exp((logit - largest) / temperature) over each of some rows [n] int64; largest,
+        temperatures: float32 [n]. Returns [n] float64."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LargestStep:
-    """What working memory follows from."""
+    """Inputs for sizing the workspace."""
 
     linears: list[Linear]  # that get all of its tokens
     mlps: list[Mlp]  # which they are parts of, in part
@@ -219,7 +220,7 @@ class LargestStep:
 class Backend(Protocol):
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         ...
 
     @property
@@ -271,12 +272,12 @@ class Backend(Protocol):
         ...
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> Stack | None:
-        """These layers as one call; None: they have to be called one by one. attention: of
+        """Make one call of these layers; None: they have to be called one by one. attention: of
         make_attention."""
         ...
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
-        """What a token's keys and values take of a layer's cache; group: dimensions that share a
+        """Bytes of a token's keys and values in a layer's cache; group: dimensions that share a
         scale in a cache of int8, 0: a cache of dtype."""
         ...
 
@@ -285,5 +286,5 @@ class Backend(Protocol):
         ...
 
     def workspace_bytes(self, step: LargestStep) -> int:
-        """What the largest step takes beside weights and KV cache."""
+        """Bytes that the largest step takes beside weights and KV cache."""
         ...

@@ -49,7 +49,7 @@ class Buffers:
         return self.take(name, (len(values),), torch.int64).copy_(torch.as_tensor(values, dtype=torch.int64))
 
     def upload(self) -> None:
-        """What has been filled is there from now on. Here it is as soon as it is filled."""
+        """Copy what has been filled to the device. Here it is as soon as it is filled."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,5 +1,5 @@
-"""What a weight matrix [n, k] is before a backend packs it: dense, in int8 by output column, in
-groups of inputs, or in FP8.
+"""A weight matrix [n, k] before a backend packs it: dense, in int8 by output column, in groups of
+inputs, or in FP8.
 
 It is the form in which a file holds it. A backend packs that form as it is where it can; else the
 matrix is dequantized, and perhaps quantized anew.
@@ -37,7 +37,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What has codes in the place of weights."""
+    """A matrix that holds codes in the place of weights."""
 
     codes: Tensor  # [n, k]
 
@@ -152,7 +152,7 @@ class Float8(Coded):
         return out
 
     def by_output(self) -> "Float8":
-        """The same with a scale for each output."""
+        """The matrix with a scale for each output."""
         scales = self.scales.repeat_interleave(self.height, 0)[: self.shape[0]]
         return Float8(self.codes, scales, self.group)
 
@@ -177,8 +177,8 @@ def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8:
-    """Of the same dtype and groups. A block that would reach from one matrix into the next gets a
-    scale for each output."""
+    """Join matrices of the same dtype and groups. A block that would reach from one matrix into the
+    next gets a scale for each output."""
     height = parts[0].height
     if any(each.height != height for each in parts) or any(each.shape[0] % height for each in parts[:-1]):
         parts = [each.by_output() for each in parts]

@@ -136,7 +136,8 @@ class BlockManager:
         return copies
 
     def _hash(self, sequence: Sequence, number: int) -> bytes:
-        """Of the sequence's number-th block: its tokens, all before them, and the salt."""
+        """The hash of the sequence's number-th block: of its tokens, all before them, and the
+        salt."""
         hashes = sequence.block_hashes
         while len(hashes) <= number:
             start = len(hashes) * self.block_size
@@ -146,7 +147,8 @@ class BlockManager:
         return hashes[number]
 
     def _shared_tail(self, sequence: Sequence) -> int | None:
-        """Where in its table the block is that the sequence would write next, if it must not."""
+        """The place in the table of the block that the sequence would write next, if it must
+        not."""
         number = sequence.num_computed_tokens // self.block_size
         if number >= len(sequence.block_table):
             return None

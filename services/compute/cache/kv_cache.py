@@ -16,7 +16,7 @@ CUDA_SHARE, CPU_SHARE = 0.9, 0.25  # of the free memory: a GPU is the server's o
 
 
 class CacheShape(Protocol):
-    """What a model's configuration says of its cache."""
+    """The part of a model's configuration that sizes its cache."""
 
     @property
     def num_layers(self) -> int: ...
@@ -41,8 +41,8 @@ class KVCache:
         self.layers = [backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group) for _ in range(config.num_layers)]
 
     def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
-        """From, to. All are read before any is written: a block that is copied from may be copied
-        to as well."""
+        """Copy blocks, (from, to). All are read before any is written: a block that is copied from
+        may be copied to as well."""
         sources, targets = to_device(np.array(block_copies, np.int64), self.layers[0].device).unbind(1)
         for layer in self.layers:
             layer[:, targets] = layer[:, sources]

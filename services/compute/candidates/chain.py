@@ -23,8 +23,8 @@ NOT_FINITE = "the model's numbers for this request's next token are not finite"
 
 
 def truncate(row: Array, params: SamplingParams, chain: ChainParams, position: int) -> tuple[Array, float]:
-    """What the chain takes away of a row of logits [vocab] float32, as booleans [vocab], and the
-    temperature of the draw among the others.
+    """The tokens that the chain takes away from a row of logits [vocab] float32, as booleans
+    [vocab], and the temperature of the draw among the others.
 
     position: of the token to be decided. Raises ArithmeticError for a row with a NaN or without a
     finite largest logit.
@@ -50,7 +50,7 @@ def truncate(row: Array, params: SamplingParams, chain: ChainParams, position: i
 
 
 def probabilities(values: Array) -> Array:
-    """At temperature 1, of falling logits [n] float64."""
+    """Probabilities at temperature 1 of falling logits [n] float64."""
     weights = np.exp(values - values[0])
     found: Array = weights / weights.sum()
     return found
@@ -94,7 +94,7 @@ def temperature(values: Array, base: float, chain: ChainParams) -> float:
 
 
 def dropped(row: Array, values: Array, begin: int, end: int) -> Array:
-    """Which tokens of the row are not at the places [begin, end) of its sorted values."""
+    """Tokens of the row that are not at the places [begin, end) of its sorted values."""
     first, last = np.float32(values[begin]), np.float32(values[end - 1])
     outside: Array = ~((row <= first) & (row >= last))
     for value in {float(first), float(last)}:

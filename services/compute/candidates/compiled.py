@@ -45,7 +45,7 @@ class Grammar:
 
 
 class GrammarCache:
-    """Its methods belong to the loop; grammars are compiled in threads."""
+    """Compiled grammars. The methods belong to the loop; grammars are compiled in threads."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         """load: called once, in a thread, when the first grammar comes."""
@@ -107,8 +107,8 @@ class GrammarCache:
             self._free(grammar)
 
     def _free(self, grammar: Grammar) -> None:
-        """Its memory goes back to the allocator with the last reference, and to the system by
-        `tidy`."""
+        """Drop the grammar. The memory goes back to the allocator with the last reference, and to
+        the system by `tidy`."""
         self._num_freed_bytes += grammar.size_bytes
 
     def tidy(self) -> None:

@@ -27,7 +27,7 @@ REPLAY_SLICE_S = 0.05  # of processor time; those who need more take turns
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What the grammars of one step's sequences allow."""
+    """Masks of the tokens that the grammars of one step's sequences allow."""
 
     by_handle: dict[int, Array] = field(default_factory=dict)  # [num_bytes(vocab_size)] uint8 each
     # whose grammars can't say it, and why
@@ -71,7 +71,8 @@ class Masking:
 
 
 class Constraints:
-    """Its methods belong to the loop; what they start runs in threads."""
+    """The grammars of this replica's sequences. The methods belong to the loop; what they start
+    runs in threads."""
 
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
         """load: called once, in a thread, when the first constraint comes."""
@@ -127,7 +128,7 @@ class Constraints:
         return Masking(matchers, filling, frozenset(stale))
 
     def hold_back(self, handles: Iterable[int]) -> None:
-        """These rows were late: they sit out until their masks are there."""
+        """Hold back rows whose masks were late: they sit out until their masks are there."""
         self.late.update({handle: self.matchers[handle] for handle in handles})
 
     def sitting_out(self) -> frozenset[int]:

@@ -19,7 +19,7 @@ NO_TAIL = -1, 0.0  # of a row whose draw falls on its list: a token id and a log
 
 
 def draw(logits: torch.Tensor, wanted: SearchRequest, values: Array, counts: Array, is_whole: Array, whole_masses: Array) -> tuple[Array, Array, Array]:
-    """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool,
+    """Compute the kept mass and the tail of the rows that are drawn at random. is_whole: [R] bool,
     whether no token is beyond the list; whole_masses: as found.
 
     Returns kept_mass, tail_token_ids, tail_logits, each [R].

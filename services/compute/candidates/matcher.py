@@ -81,7 +81,7 @@ class Turn:
         return not self.num_taken_back and not self.new_token_ids and self.matcher.filling is not None
 
     def take(self, filling: "Filling") -> None:
-        """From now on the matcher is the filling's."""
+        """Give the matcher to the filling."""
         matcher, sequence = self.matcher, self.sequence
         del matcher.token_ids[len(matcher.token_ids) - self.num_taken_back :]
         matcher.token_ids.extend(self.new_token_ids)
@@ -105,7 +105,7 @@ class Filling:
             turn.take(self)
 
     def run(self) -> None:
-        """In a thread."""
+        """Fill a mask, in a thread."""
         for turn, row in zip(self._turns, self._rows, strict=True):
             if not self._fill(turn, row):
                 self._slow_lane.submit(self._refill, turn, row)
@@ -128,7 +128,7 @@ class Filling:
         return True
 
     def _refill(self, turn: Turn, row: Array) -> None:
-        """In a thread of the slow lane."""
+        """Catch up and fill a mask, in a thread of the slow lane."""
         began = time.thread_time()
         try:
             self._judge(turn.matcher, row, began)

@@ -82,8 +82,8 @@ def join_scored(parts: list[ScoredTokens]) -> ScoredTokens:
 
 
 def prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:
-    """What the sampler is told of the sequence's prompt, all of which is scored; None, if nothing
-    was asked or its first token's entry holds it already."""
+    """The logprobs of the sequence's prompt, all of which is scored; None, if nothing was asked or
+    its first token's entry holds it already."""
     if sequence.params.prompt_logprobs is None or sequence.num_decided_tokens > sequence.num_prompt_tokens:
         return None
     whole = join_scored(sequence.scored)

@@ -137,7 +137,7 @@ def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: Row
 
 
 def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestError | None:
-    """What goes wrong, if anything does. Raises where that is the device."""
+    """The error of an attempt, if there is one. Raises where it is the device's."""
     try:
         attempt()
     except torch.OutOfMemoryError:
@@ -149,7 +149,7 @@ def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestErro
 
 
 def is_finite(rows: CandidateRows) -> Array:
-    """Of each row, whether its numbers are. [R] bool."""
+    """Whether each row's numbers are finite. [R] bool."""
     finite: Array = np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
     return finite
 
@@ -161,7 +161,8 @@ def check(rows: CandidateRows) -> None:
 
 
 def wanted_of(edited: list[EditedRow], vocab_size: int) -> SearchRequest:
-    """What decides the draws of these rows. It follows from their requests and positions alone."""
+    """The search that decides the draws of these rows. It follows from their requests and positions
+    alone."""
     params = [each.params for each in edited]
     u = np.zeros(len(edited))
     drawn = [row for row, each in enumerate(params) if not each.is_greedy]

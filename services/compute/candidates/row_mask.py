@@ -1,4 +1,4 @@
-"""Which tokens a request allows next, as a bit for each token of the vocabulary, and a row of
+"""The tokens that a request allows next, as a bit for each token of the vocabulary, and a row of
 logits without the others.
 
 A grammar's mask is what its matcher says, with these rules about ends. An end token (of the model,
@@ -21,7 +21,7 @@ TERMS = np.where(_IS_SET, np.float32(0), np.float32(-np.inf))
 
 
 def num_bytes(vocab_size: int) -> int:
-    """Of a mask: whole words of 32 bits, as the grammars' library fills them."""
+    """Bytes of a mask: whole words of 32 bits, as the grammars' library fills them."""
     return (vocab_size + 31) // 32 * 4
 
 
@@ -56,8 +56,8 @@ def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: i
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """What may not come next, without a grammar: ends before min_tokens, and the last tokens of bad
-    words."""
+    """The tokens that may not come next, without a grammar: ends before min_tokens, and the last
+    tokens of bad words."""
     is_early = sequence.next_position <= sequence.params.min_tokens
     return [*sequence.eos_token_ids, *sequence.params.stop_token_ids, *bad_tokens(sequence)] if is_early else bad_tokens(sequence)
 
@@ -91,6 +91,6 @@ def apply_mask(row: torch.Tensor, mask: Array) -> None:
 
 
 def apply_on_device(row: torch.Tensor, mask: Array) -> None:
-    """The same where the row is not the host's: the mask's bits cross, not its terms."""
+    """Add the mask to a row that is not the host's: the mask's bits cross, not its terms."""
     terms = to_device(TERMS, row.device)
     row += terms[to_device(mask, row.device).long()].view(-1)[: len(row)]

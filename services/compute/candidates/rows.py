@@ -34,7 +34,7 @@ class CandidateRows:
     failures: dict[int, RequestError] = field(default_factory=dict)
 
     def only(self, rows: list[int]) -> "CandidateRows":
-        """Some of them, without failures."""
+        """Some of the rows, without failures."""
         return CandidateRows(**{each.name: getattr(self, each.name)[rows] for each in fields(self) if each.name != "failures"})
 
     def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
@@ -61,7 +61,7 @@ class CandidateRows:
 
 
 def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
-    """Some rows of some steps as one: those of each sequence in the order of their positions."""
+    """Join some rows of some steps: those of each sequence in the order of their positions."""
     first, indices = chosen[0]
     if len(chosen) == 1 and len(indices) == len(first.handles):
         return first

@@ -42,7 +42,7 @@ class SortedHead:
 
 
 def sort_until(row: torch.Tensor, temperature: float, is_enough: Callable[[SortedHead], bool]) -> SortedHead:
-    """As long a head of the row as it takes, or the whole row."""
+    """Sort as long a head of the row as it takes, or the whole row."""
     numbers = row.cpu().numpy()
     for reach in REACHES:
         head = SortedHead(numbers, temperature, reach)

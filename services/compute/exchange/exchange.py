@@ -36,7 +36,7 @@ UNKNOWN = -2  # a decision's token id: the sampler must be told about the sequen
 
 @dataclass(slots=True)
 class Received:
-    """What has come."""
+    """Messages and prompts that have come."""
 
     prompts: list[Delivery] = field(default_factory=list)
     dead: list[DeadLetter] = field(default_factory=list)
@@ -91,8 +91,8 @@ class Exchange:
             self._flush()
 
     def collect(self, num_prompts: int, *, wait_s: float = 0.0) -> Received:
-        """What has come: decisions, control, and up to num_prompts prompts; if nothing has, waits
-        up to wait_s for what is awaited."""
+        """Collect what has come: decisions, control, and up to num_prompts prompts; if nothing has,
+        waits up to wait_s for what is awaited."""
         received = Received()
         if self.outbox.num_held and (wait_s or self.outbox.is_overdue()):
             self._publish()
@@ -176,18 +176,18 @@ class Exchange:
         return self.undecided.settle(message.step, [each for each in found if each.token_id != UNKNOWN])
 
     def _follow_samplers(self) -> None:
-        """When samplers come or go, what is undecided of the sequences that move goes to their new
-        ones."""
+        """Look at the samplers that live: undecided rows of sequences that move go to their new
+        samplers."""
         moved = self.samplers.follow(self.stage.registry.ids("sampler", self.stage.model))
         self._send_again(moved)
 
     def _send_again(self, handles: list[int]) -> None:
-        """All that is undecided of some sequences, with their introductions."""
+        """Send all undecided rows of some sequences again, with introductions."""
         self.samplers.reintroduce(handles)
         self._address(self.undecided.of(handles))
 
     def _publish(self) -> None:
-        """What was held back goes out with the next write."""
+        """Queue what was held back for the next write."""
         self._follow_samplers()
         self._address(self.undecided.unsent())
         self.outbox.rows_are_queued()

@@ -18,7 +18,7 @@ from shared.wire.transport import DirectReader, Pipeline, append
 
 @dataclass(slots=True)
 class Write:
-    """What one write holds."""
+    """The commands of one write."""
 
     messages: list[tuple[str, StepCandidates]] = field(default_factory=list)  # by sampler
     # entries to acknowledge, and their requests
@@ -65,7 +65,7 @@ class Outbox:
         self.next.messages += messages
 
     def rows_are_queued(self) -> None:
-        """Nothing is held back any more."""
+        """Note that nothing is held back any more."""
         self.num_held, self._published_at = 0, time.monotonic()
 
     def flush(self) -> None:

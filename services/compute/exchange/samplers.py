@@ -1,5 +1,5 @@
-"""Who knows whom: which sampler decides for which sequence, what it has been told of it, and what
-it may forget."""
+"""Samplers and sequences: which sampler decides for which sequence, what it has been told of it,
+and what it may forget."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -41,8 +41,8 @@ class Samplers:
         return [handle for handle, active in self.active.items() if active.sampler_id is None]
 
     def address(self, rows: CandidateRows, step: int) -> list[tuple[str, StepCandidates]]:
-        """One message per sampler with its rows. While none is alive, none: `follow` tells when
-        that ends."""
+        """Make one message per sampler with its rows. While none is alive, none: `follow` tells
+        when that ends."""
         by_sampler: dict[str, list[int]] = defaultdict(list)
         intros: dict[str, list[SequenceIntro]] = defaultdict(list)
         for index, handle in enumerate(rows.handles.tolist()):
@@ -59,7 +59,7 @@ class Samplers:
         ]
 
     def reintroduce(self, handles: Iterable[int]) -> None:
-        """Their samplers may have forgotten them, or never heard."""
+        """Introduce sequences again: their samplers may have forgotten them, or never heard."""
         for handle in handles:
             self.active[handle].sampler_id = None
 
@@ -70,7 +70,7 @@ class Samplers:
 
 
 def introduction(active: ActiveRequest) -> SequenceIntro:
-    """What a sampler must know of a sequence."""
+    """The introduction of a sequence to a sampler."""
     sequence, request = active.sequence, active.request
     scored = prompt_logprobs(sequence)
     wants_ids = sequence.params.returns_prompt_token_ids and sequence.num_decided_tokens == sequence.num_prompt_tokens

@@ -21,7 +21,7 @@ MAX_SILENCES = 8
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What the log holds at a position of a sequence."""
+    """The log's token at a position of a sequence."""
 
     handle: int
     position: int
@@ -43,7 +43,7 @@ class Row:
 
 @dataclass(slots=True)
 class Patience:
-    """With one sampler."""
+    """Patience with one sampler."""
 
     heard_at: float = 0.0
     seconds: float = FIRST_PATIENCE_S

@@ -144,8 +144,8 @@ def _packed(quantized: Config) -> Packed:
 
 
 def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
-    """What all families have in common, and nothing else. rotary_share: of a head's dimensions, how
-    many are rotated."""
+    """The configuration that all families share, and nothing else. rotary_share: of a head's
+    dimensions, how many are rotated."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise StartupError(f"hidden_act {activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
@@ -200,7 +200,7 @@ def _qwen3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen_windows(config: Config) -> tuple[int | None, ...]:
-    """By layer_types, or the layers from max_window_layers on; when switched on."""
+    """Windows by layer_types, or for the layers from max_window_layers on; when switched on."""
     first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
     kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return _windows(config, kinds) if config.get("use_sliding_window", False) else (None,) * num_layers
@@ -223,8 +223,8 @@ def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
-    """Of the layers before max_window_layers, every other has a window, the first among them; when
-    switched on."""
+    """Qwen 2 MoE: of the layers before max_window_layers, every other has a window, the first among
+    them; when switched on."""
     first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
     kinds = config.get("layer_types") or [SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)]
     moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
@@ -268,7 +268,7 @@ def _as_longrope(rope: Config) -> Config:
 
 
 def _gemma(config: Config, max_model_len: int) -> ModelConfig:
-    """Its first checkpoints say gelu and mean the tanh form."""
+    """Gemma. The first checkpoints say gelu and mean the tanh form."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     read = _llama(config | {"hidden_activation": activation}, max_model_len)
@@ -315,7 +315,7 @@ def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
-    """Where some layers have a window, the others do not rotate."""
+    """EXAONE 4: where some layers have a window, the others do not rotate."""
     read = _llama(config, max_model_len)
     has_windows = config.get("sliding_window") is not None
     pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
@@ -362,7 +362,7 @@ def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _layer_types(config: Config, *, pattern: int) -> list[str]:
-    """Of each layer: as config.json says, or each pattern-th sees all."""
+    """The kind of each layer: as config.json says, or each pattern-th sees all."""
     return config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(config["num_hidden_layers"])]
 
 

@@ -72,8 +72,8 @@ class Decoder:
 
     @torch.inference_mode()
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
-        """What attention needs to know of the batch, the same for every layer. Good until the
-        backend's next plan."""
+        """Prepare attention for the batch, the same for every layer. Good until the backend's next
+        plan."""
         ropes = self._take_rotary_tables(len(batch.positions))
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
         plan = self.attention.plan(inputs, block_size)
@@ -82,7 +82,7 @@ class Decoder:
         return plan
 
     def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any) -> Tensor:
-        """One layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
+        """Run one layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
         eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
         qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
         h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)
@@ -105,8 +105,7 @@ class Decoder:
         return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
-        """What a step of so many tokens takes beside weights and cache, of which so many get
-        logits."""
+        """Bytes that a step takes beside weights and cache; num_logits of its tokens get logits."""
         self._take_rotary_tables(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
         linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]

@@ -22,8 +22,8 @@ from shared.process.errors import StartupError
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """What scheduler and cache need of a model: the cache holds nothing, and is as small as it can
-    be."""
+    """The configuration that scheduler and cache need: the cache holds nothing, and is as small as
+    it can be."""
 
     vocab_size: int
     num_layers: int = 1
@@ -44,7 +44,8 @@ class EncoderModel:
 
     @property
     def longest_text(self) -> int | None:
-        """As its positions go: some models leave out those up to the padding token's id."""
+        """The number of the model's positions: some models leave out those up to the padding
+        token's id."""
         config = self.model.config
         length = getattr(config, "max_position_embeddings", None)
         embeddings = getattr(self.model.base_model, "embeddings", None)
@@ -53,7 +54,7 @@ class EncoderModel:
         return None if length is None else int(length) - offset
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
-        """What the library's modules take is their own affair."""
+        """Nothing is reserved: what the library's modules take is their own affair."""
         return 0
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[int]:  # noqa: ARG002
@@ -66,11 +67,11 @@ class EncoderModel:
         return torch.cat([self.model(input_ids=text[None]).last_hidden_state[0] for text in torch.split(batch.input_ids, plan)])
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """None, for nothing is sampled: [0, vocab] float32."""
+        """No logits, for nothing is sampled: zeros [R, vocab] float32."""
         return hidden.new_zeros((len(rows), self.config.vocab_size), dtype=torch.float32)
 
     def states(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """As Decoder.states."""
+        """The same as Decoder.states."""
         return hidden[rows].float()
 
 

@@ -18,7 +18,7 @@ from services.compute.models.sizes import LARGEST, LARGEST_MIXTURE, check_size
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """What makes a decoder's MLPs mixtures."""
+    """The configuration of a decoder whose MLPs are mixtures."""
 
     num_experts: int
     num_active: int  # experts of a token
@@ -121,6 +121,6 @@ def choose_experts(logits: Tensor, num_active: int, *, has_normalized_weights: b
 
 
 def sigmoid(scores: Tensor) -> Tensor:
-    """Of [T, 1], as the softmax of each score and 0: torch's own takes other instructions for the
-    last few of many than for the others."""
+    """The sigmoid of [T, 1], as the softmax of each score and 0: torch's own takes other
+    instructions for the last few of many than for the others."""
     return torch.cat([scores, torch.zeros_like(scores)], dim=1).softmax(-1)[:, :1]

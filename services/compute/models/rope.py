@@ -21,7 +21,7 @@ class Rope:
 
 
 def no_rope(head_dim: int) -> Rope:
-    """Of a layer that does not know positions."""
+    """RoPE of a layer that does not know positions."""
     return Rope(torch.zeros(head_dim // 2))
 
 

@@ -1,5 +1,5 @@
-"""What stands behind transformers' modules instead of its caches: attention over the paged cache of
-a step, and the caches themselves.
+"""Attention behind transformers' modules instead of its caches: attention over the paged cache of a
+step, and the caches themselves.
 
 Two ways, of which a model takes the first that it can:
 
@@ -33,8 +33,8 @@ class Unsupported(Exception):
 
 
 class MaskRule:
-    """Who sees whom in some layers of a forward pass: the library's own function of positions,
-    before any mask is made of it."""
+    """The mask of some layers of a forward pass: the library's own function of positions, before
+    any mask is made of it."""
 
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         self.function = function
@@ -54,7 +54,7 @@ class MaskRule:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer hands to the cache, for each token."""
+    """The keys and values that a layer hands to the cache, for each token."""
 
     num_kv_heads: int
     k_dim: int
@@ -87,8 +87,8 @@ def register() -> None:
 
 
 def make_rule(*, mask_function: Callable[..., Tensor], **_: object) -> MaskRule:
-    """What stands for a mask. The rest of what the library says is about one sequence with a cache
-    of its own."""
+    """Make the rule that stands for a mask. The rest of what the library says is about one sequence
+    with a cache of its own."""
     return MaskRule(mask_function)
 
 
@@ -205,8 +205,8 @@ class Probe:
 
 
 class PassingCache(Cache):  # type: ignore[misc]
-    """For the ragged way: K and V are written when a layer attends. A model that asks for any other
-    state finds none."""
+    """The cache of the ragged way: K and V are written when a layer attends. A model that asks for
+    any other state finds none."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -232,7 +232,8 @@ class PassingCache(Cache):  # type: ignore[misc]
 
 
 class SequenceCache(PassingCache):
-    """For one by one: the blocks of one sequence, which holds `length` tokens before the pass."""
+    """The cache of the one-by-one way: the blocks of one sequence, which holds `length` tokens
+    before the pass."""
 
     def __init__(self, layers: dict[int, PagedLayer], block_table: Tensor, slot_mapping: Tensor, length: int) -> None:
         """block_table: [blocks] int64; slot_mapping: [tokens] int64 of the pass's tokens."""

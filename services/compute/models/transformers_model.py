@@ -41,7 +41,7 @@ LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
-    """What scheduler and cache need of a model."""
+    """The configuration that scheduler and cache need."""
 
     vocab_size: int
     num_layers: int  # that have K and V
@@ -78,8 +78,8 @@ class TransformersModel:
         )
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
-        """Of logits, in the model's dtype and in float32: what the library's modules take besides
-        is their own affair."""
+        """Bytes of logits, in the model's dtype and in float32: what the library's modules take
+        besides is their own affair."""
         return num_logits * self.config.vocab_size * (self.backend.dtype.itemsize + 4)
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[Group]:
@@ -102,11 +102,11 @@ class TransformersModel:
             current_step.reset(token)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """As Decoder.logits."""
+        """The same as Decoder.logits."""
         return hidden[torch.searchsorted(self._logit_rows, rows)]
 
     def states(self, hidden: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG002
-        """As Decoder.states."""
+        """The same as Decoder.states."""
         return torch.cat(self._head_inputs)[torch.searchsorted(self._logit_rows, rows)].float()
 
     def _run_alone(self, batch: ForwardBatch, group: Group, layers: dict[int, PagedLayer]) -> Tensor:
@@ -234,5 +234,5 @@ def run_probe(model: Any, token_ids: list[int], step: Probe, cache: PassingCache
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, short enough for one line."""
+    """The error, short enough for one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

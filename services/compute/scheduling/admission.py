@@ -1,4 +1,4 @@
-"""Who may begin: three strategies behind one interface, so that they can be compared on the same
+"""Admission: three strategies behind one interface, so that they can be compared on the same
 memory.
 
 `reserve` holds a sequence's longest possible length from the start, as servers did before paging.
@@ -41,14 +41,14 @@ class Admission(Protocol):
         with another."""
 
     def num_tokens_held(self, sequence: Sequence, num_tokens: int) -> int:
-        """For how many tokens a sequence that begins takes blocks, when its first chunk ends at
+        """The tokens for which a sequence that begins takes blocks, when its first chunk ends at
         num_tokens."""
 
     def ended(self, sequence: Sequence, *, is_complete: bool) -> None:
         """A sequence has ended; is_complete: with its answer, not cancelled."""
 
     def metrics(self) -> dict[str, float]:
-        """What the strategy has to say of itself, totals."""
+        """The strategy's metrics, totals."""
 
 
 class Reserve:
@@ -76,8 +76,8 @@ class Reserve:
 
 
 class Paged:
-    """What the sequence has now, and one spare block for each that runs, so that who begins is not
-    preempted at the next border."""
+    """Admits by the tokens that a sequence has now, with one spare block for each that runs, so
+    that who begins is not preempted at the next border."""
 
     preempts = True
 
@@ -226,7 +226,7 @@ STRATEGIES = ("predicted", "paged", "reserve")
 
 
 def make_admission(strategy: str, block_manager: BlockManager, *, confidence: float = CONFIDENCE) -> Admission:
-    """One of STRATEGIES. confidence: of `predicted`."""
+    """Make one of STRATEGIES. confidence: of `predicted`."""
     if strategy == "predicted":
         return Predicted(block_manager, confidence=confidence)
     return Paged(block_manager) if strategy == "paged" else Reserve(block_manager)

@@ -202,8 +202,8 @@ class Scheduler:
         return row
 
     def _targets(self, sequence: Sequence, num_computed: int) -> tuple[int, tuple[int, ...]]:
-        """Where the first token of its prompt stands that has no logprobs yet, and that and those
-        after it that follow one of its first num_computed tokens.
+        """The place of the first token of its prompt that has no logprobs yet, and that token and
+        those after it that follow one of its first num_computed tokens.
 
         From here on they count as scored.
         """
@@ -213,7 +213,7 @@ class Scheduler:
         return first_target, target_ids
 
     def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
-        """All that are one token behind. Returns the others, which are further behind."""
+        """Schedule all that are one token behind. Returns the others, which are further behind."""
         block_size = self.block_manager.block_size
         behind = []
         for sequence in list(self.running.values()):
@@ -292,7 +292,7 @@ class Scheduler:
         return Wait(0)
 
     def _next_waiting(self) -> Sequence | None:
-        """Whose turn it is to begin."""
+        """The head of the queue."""
         if self._is_apart:
             return self.waiting.head_of(self.apart)
         return self.waiting.head(lambda tenant_id: self.aging_s * self._num_running[tenant_id], self.apart)

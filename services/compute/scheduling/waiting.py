@@ -21,7 +21,7 @@ class WaitingQueue:
         return len(self._by_handle)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no particular order."""
+        """Iterate in no particular order."""
         return iter(self._by_handle.values())
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -56,7 +56,7 @@ class WaitingQueue:
             heapq.heappop(heap)
 
     def expired(self, now: float) -> list[Sequence]:
-        """Those that have not begun, and whose deadline is over."""
+        """Sequences that have not begun, and whose deadline is over."""
         if not self._num_with_deadline:
             return []
         return [sequence for sequence in self if sequence.deadline is not None and sequence.deadline <= now and not sequence.has_begun]

@@ -22,7 +22,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a step's bytes and operations follow from. 16-bit weights and KV."""
+    """A model's shape, from which a step's bytes and operations follow. 16-bit weights and KV."""
 
     num_parameters: float
     num_layers: int

@@ -1,4 +1,4 @@
-"""What is wrong with a file that somebody brings, in words."""
+"""Errors in files that somebody brings, in words."""
 
 
 def reason(error: Exception) -> str:

@@ -21,7 +21,7 @@ VOCABULARY = 1000
 
 @dataclass(slots=True)
 class Timeline:
-    """What became of one request; times in s on the simulated clock."""
+    """The outcome of one request; times in s on the simulated clock."""
 
     request: TraceRequest
     first_at: float = 0.0
@@ -38,7 +38,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class Replay:
-    """What came out."""
+    """Results of a replay."""
 
     timelines: list[Timeline]
     seconds: float = 0.0  # on the simulated clock, until the last token
@@ -56,7 +56,7 @@ class Replay:
         return len(self.timelines) / self.seconds
 
     def itl(self, percentile: float) -> float:
-        """Of the time between tokens, over all tokens."""
+        """Percentiles of the time between tokens, over all tokens."""
         gaps = np.array([*self.gaps, *(seconds for seconds, _ in self.steps)])
         weights = np.array([1] * len(self.gaps) + [count for _, count in self.steps])
         if not weights.sum():
@@ -141,5 +141,5 @@ def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | No
 
 
 def percentiles(values: Iterable[float]) -> list[float]:
-    """Of PERCENTILES."""
+    """The values at PERCENTILES."""
     return [float(value) for value in np.percentile(np.array(list(values)), PERCENTILES)]

@@ -1,4 +1,4 @@
-"""What is asked: lengths and arrival times of requests, from a file or made up."""
+"""Traces: lengths and arrival times of requests, from a file or made up."""
 
 import json
 import math
@@ -78,6 +78,6 @@ def read_lines(path: Path) -> Iterator[TraceRequest]:
 
 
 def with_rate(requests: list[TraceRequest], rate: float, *, seed: int = 0) -> list[TraceRequest]:
-    """The same requests, arriving at random (a Poisson process) with `rate` requests/s."""
+    """Requests of a trace, arriving at random (a Poisson process) with `rate` requests/s."""
     times = np.random.default_rng(seed + 1).exponential(1.0 / rate, len(requests)).cumsum()
     return [replace(request, arrived_at=float(at)) for request, at in zip(requests, times, strict=True)]

@@ -33,7 +33,7 @@ BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a checkpoint: before and after."""
+    """The size of a checkpoint before and after."""
 
     num_bytes: tuple[int, int]  # of its weights' files
     # of text that calibration did not see; None without calibration
@@ -74,7 +74,7 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
 
 
 def _num_bytes(weights: Path) -> int:
-    """Of a GGUF file, or of a folder's weights."""
+    """Bytes of a GGUF file, or of a folder's weights."""
     files = [weights] if weights.is_file() else weights.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
 

@@ -80,7 +80,7 @@ class GgufSource:
         return f"GGUF, {kept[0][0]}" if kept else ""
 
     def report(self) -> None:
-        """One line of log: which types the file has, and how each is kept. Raises StartupError for
+        """Log in one line which types the file has, and how each is kept. Raises StartupError for
         layers' tensors that nobody has read."""
         left = [name for name in self._kinds if name.startswith("blk.") and name not in self._read and UNNEEDED.fullmatch(name) is None]
         if left:
@@ -170,7 +170,7 @@ class GgufSource:
         self._map.madvise(mmap.MADV_DONTNEED, begin, offset + size - begin)
 
     def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
-        """In the model's dtype, a slice of rows at a time."""
+        """Widen to the model's dtype, a slice of rows at a time."""
         result = torch.empty(rows.shape[0], shape[-1], dtype=self.dtype)
         step = max(1, SLICE // shape[-1])
         for begin in range(0, rows.shape[0], step):
@@ -183,6 +183,6 @@ class GgufSource:
 
 
 def _unpermuted(num_rows: int, num_heads: int) -> Tensor:
-    """Where each row of q or k is in the file: there, a head's two halves, which RoPE turns
+    """The place of each row of q or k in the file: there, a head's two halves, which RoPE turns
     together, alternate row by row."""
     return torch.arange(num_rows).reshape(num_heads, -1, 2).transpose(1, 2).reshape(-1)

@@ -51,8 +51,8 @@ def load_weights(
     attention_output: bool = False,
     lm_head: bool = False,
 ) -> ModelWeights:
-    """All of the model's weights, of a folder or a GGUF file: quantized layer by layer as they are
-    read, or packed as `penstock quantize` left them.
+    """Load all of the model's weights, of a folder or a GGUF file: quantized layer by layer as they
+    are read, or packed as `penstock quantize` left them.
 
     Raises StartupError, naming the tensor that is missing or wrong.
     """
@@ -140,8 +140,8 @@ class Loader:
         return self.backend.make_mlp(gate_up, self.linear(prefix + "down.", [prefix + "mlp.down_proj."], [(hidden, inter)], has_bias))
 
     def mixture(self, prefix: str, moe: MoeConfig) -> MoeMlp:
-        """Of Mixtral's names or of Qwen's; their experts each a tensor of its own, or all in one,
-        as transformers 5 has them in memory."""
+        """Load experts by Mixtral's names or by Qwen's; their experts each a tensor of its own, or
+        all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
         router = self.linear(prefix + "router.", [block + "gate."], [(moe.num_experts, hidden)], False, quantization="none")
@@ -167,7 +167,7 @@ class Loader:
         return Expert(gate_up, self.linear(name + "down.", sources[2:], [(hidden, inter)], False))
 
     def fused_experts(self, block: str, moe: MoeConfig) -> list[Expert]:
-        """From [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
+        """Load experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
         intermediate]."""
         hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
         make, activation = self.backend.make_linear, self.config.activation
@@ -182,7 +182,7 @@ class Loader:
         ]
 
     def norm(self, name: str, size: int) -> Tensor:
-        """What a norm multiplies by. A packed checkpoint has it with the offset."""
+        """The weight of a norm. A packed checkpoint has it with the offset."""
         weight = self.source.dense(name, (size,))
         return weight if self.config.packed is not None else (weight.float() + self.config.norm_offset).to(weight.dtype)
 

@@ -23,7 +23,7 @@ class Progress:
         self._bar = tqdm(total=num_tensors, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
 
     def update(self) -> None:
-        """One more tensor was read."""
+        """Count one more tensor that was read."""
         self._num_read += 1
         self._bar.update()
         if self._bar.disable and time.monotonic() - self._told_at > LINE_EVERY_S:

@@ -112,7 +112,7 @@ class SafetensorsSource:
         return tensor
 
     def stored_dtype(self, name: str) -> str:
-        """As the file's header has it: BF16, I8, F8_E4M3. Raises StartupError."""
+        """The dtype as the file's header has it: BF16, I8, F8_E4M3. Raises StartupError."""
         file = self._file(name)
         try:
             return str(file.get_slice(self._name_in_file[name]).get_dtype())

@@ -17,7 +17,7 @@ class WeightSource(Protocol):
 
     @property
     def quantized_as(self) -> str:
-        """What the checkpoint is quantized as, if its layers are to keep that form; else empty."""
+        """The checkpoint's quantization, if its layers are to keep that form; else empty."""
         ...
 
     def report(self) -> None:

@@ -23,7 +23,7 @@ END_TOKENS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a GGUF architecture is called in a config.json, and what only this family has."""
+    """The name of a GGUF architecture in a config.json, and what only this family has."""
 
     architecture: str
     model_type: str
@@ -177,8 +177,8 @@ def _phi3(head: GgufHead, prefix: str) -> dict[str, Any]:
 
 
 def _gemma(head: GgufHead, prefix: str, *, every: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 share; each `every`-th layer attends to everything. Their largest models
-    scale queries by hidden / heads, not by head_dim."""
+    """The configuration that Gemma 2 and 3 share; each `every`-th layer attends to everything.
+    Their largest models scale queries by hidden / heads, not by head_dim."""
     num_layers = head.number(prefix + "block_count")
     hidden, num_heads = head.number(prefix + "embedding_length"), head.number(prefix + "attention.head_count")
     is_largest = num_layers == (46 if every == 2 else 62)

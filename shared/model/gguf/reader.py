@@ -147,8 +147,8 @@ class _Cursor:
         return GgufHead(self.path, metadata, tensors)
 
     def _check_places(self, tensors: list[TensorInfo], alignment: int) -> None:
-        """That each tensor, in the order of the file, is in the file, begins where one may begin,
-        and has its bytes for itself."""
+        """Check that each tensor, in the order of the file, is in the file, begins where one may
+        begin, and has its bytes for itself."""
         for info, following in zip_longest(tensors, tensors[1:]):
             if info.offset > self.size:
                 raise StartupError(f"{self.path}: {_short(info.name)} lies beyond the end of the file: is it complete?")
@@ -224,7 +224,7 @@ class _Cursor:
         return items
 
     def tensor(self) -> TensorInfo:
-        """Its offset counts from the beginning of the data still."""
+        """Read a tensor's entry. The offset still counts from the beginning of the data."""
         name = self.string()
         (num_dims,) = self.unpack("<I")
         if not 1 <= num_dims <= MAX_DIMS:
@@ -237,6 +237,6 @@ class _Cursor:
 
 
 def _short(value: object) -> str:
-    """For a message: what is in a file may be megabytes."""
+    """Shorten text for a message: what is in a file may be megabytes."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

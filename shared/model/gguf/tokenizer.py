@@ -156,7 +156,7 @@ def _assemble(
 
 
 def _template(head: GgufHead, tokens: list[str], adds_bos: bool) -> dict[str, Any] | None:
-    """What is put around a text: the BOS and EOS tokens that the file asks for."""
+    """The tokens around a text: the BOS and EOS tokens that the file asks for."""
     around: dict[str, str] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
         number = head.metadata.get(f"tokenizer.ggml.{name}_token_id")

@@ -27,8 +27,8 @@ class NativePlan:
 
 
 class NativeAttention:
-    """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its
-    own (cache.inc), in blocks of a multiple of 16."""
+    """TorchAttention in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own
+    (cache.inc), in blocks of a multiple of 16."""
 
     def __init__(self, context: Context, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
         assert heads.are_supported

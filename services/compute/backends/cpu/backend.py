@@ -19,7 +19,8 @@ from services.compute.backends.torch.backend import TorchBackend
 
 
 class CpuBackend:
-    """One thread at a time may run its parts: they share a context's workspaces."""
+    """The backend for CPUs. One thread at a time may run its parts: they share a context's
+    workspaces."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -79,7 +80,7 @@ class CpuBackend:
         return self.context.workspace_bytes() + self.buffers.num_bytes + logits
 
     def _reserve_attention(self, attention: NativeAttention, num_tokens: int, max_model_len: int) -> None:
-        """For any sequences of at most max_model_len tokens."""
+        """Reserve attention's memory for sequences of at most max_model_len tokens."""
         longest = max(max_model_len, num_tokens)
         inputs = AttentionInputs([num_tokens], [longest], [(0,)], torch.zeros(num_tokens, dtype=torch.int64), ())
         plan = attention.plan(inputs, block_size=longest)

@@ -29,8 +29,8 @@ COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-tra
 
 
 def source_id() -> str:
-    """Of the C++ as it stands here. A library that was built from another does not fit the
-    structures of library.py."""
+    """The hash of the C++ sources as they stand here. A library that was built from another does
+    not fit the structures of library.py."""
     sources = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".inc", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 

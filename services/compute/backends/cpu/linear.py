@@ -180,8 +180,8 @@ class NativeLinear:
         return out
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """The same in float32, as the sampler wants it, in memory that the next call writes again:
-        fresh pages would take the system longer than the kernel takes to fill them."""
+        """Compute the same in float32, as the sampler wants it, in memory that the next call writes
+        again: fresh pages would take the system longer than the kernel takes to fill them."""
         rows = x.shape[0]
         if rows > len(self.rows):
             self.rows = mapped_zeros(rows * self.num_outputs * 4).view(torch.float32).view(rows, self.num_outputs)

@@ -12,7 +12,7 @@ from shared.model.arrays import Array
 
 
 class NativeRowSearch:
-    """As TorchRowSearch, on a CPU."""
+    """TorchRowSearch in native code, on a CPU."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -51,7 +51,7 @@ class CudaPlan:
 
 
 class CudaAttention:
-    """As TorchAttention, over make_kv_layer's caches."""
+    """TorchAttention over make_kv_layer's caches."""
 
     def __init__(self, buffers: Buffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
         """Raises StartupError for heads that the kernels' tiles don't hold."""
@@ -69,7 +69,7 @@ class CudaAttention:
 
     @property
     def queries(self) -> int:
-        """Of a chunk's tile."""
+        """Queries of a chunk's tile."""
         return ROWS // self.sharing
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:

@@ -80,8 +80,8 @@ class CudaBackend:
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
-        """None for mixtures of experts: how many tokens an expert gets is known on the host only,
-        so their steps can't be recorded."""
+        """Make one call of the layers, but for mixtures of experts: how many tokens an expert gets
+        is known on the host only, so their steps can't be recorded."""
         assert isinstance(attention, CudaAttention)
         if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
             return None
@@ -119,8 +119,8 @@ class CudaBackend:
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:
-        """Each shape of layer and of MLP with all tokens and with one, attention, the head and the
-        search."""
+        """Run each shape of layer and of MLP with all tokens and with one, attention, the head and
+        the search."""
         shapes = {}
         for linear in step.linears:
             assert isinstance(linear, CudaLinear)

@@ -36,7 +36,8 @@ class CudaBuffers(Buffers):
         return self._held_there[first:last]
 
     def upload(self) -> None:
-        """One copy, of all from the first to the last of what was filled since the one before."""
+        """Make one copy, of all from the first to the last of what was filled since the one
+        before."""
         if not self._last:
             return
         self._held_there[self._first : self._last].copy_(self._host[self._first : self._last], non_blocking=True)

@@ -17,7 +17,7 @@ INTERPRETED = (9, 0)  # what Triton's interpreter computes as
 
 
 def why_unusable() -> str | None:
-    """None: it can be used."""
+    """Why the GPU can't be used; None: it can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install the build from PyPI (docs/gpu.md)"
     if not torch.cuda.is_available():
@@ -38,7 +38,7 @@ def why_unusable() -> str | None:
 
 
 def python_header() -> Path:
-    """What Triton includes: of Debian's own scheme it takes the other."""
+    """The header that Triton includes: of Debian's own scheme it takes the other."""
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)) / "Python.h"
 
@@ -53,7 +53,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def _why_unavailable() -> str:
-    """What the driver says, in a line."""
+    """Why torch finds no CUDA device, in a line."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:

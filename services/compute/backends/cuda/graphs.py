@@ -53,7 +53,8 @@ def cuda_recorder() -> Record:
 
 
 def run_again(forward: Forward) -> Forward:
-    """Where nothing records: the same call on the same memory, as a recording would do it."""
+    """Run the call where nothing records: the same call on the same memory, as a recording would do
+    it."""
     return forward
 
 

@@ -32,8 +32,8 @@ class Form(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes at a time, and with how many threads of 32; stages: tiles on their
-    way from memory at once."""
+    """The tile that one program computes at a time, and its warps; stages: tiles on their way from
+    memory at once."""
 
     rows: int
     columns: int
@@ -116,7 +116,7 @@ class CudaLinear:
 
     @property
     def num_bytes(self) -> int:
-        """Of all that a call reads beside x."""
+        """Bytes of all that a call reads beside x."""
         return sum(each.nbytes for each in (self.weight, self.bias, self.scales, self.zeros, self.minima) if each is not None)
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
@@ -153,7 +153,7 @@ class CudaLinear:
         return out
 
     def multiply_by_vendor(self, rows: Tensor | QuantizedRows, residual: Tensor | None) -> Tensor:
-        """The same in self.dtype: the product by the vendor's library, whose sums may be divided as
+        """Compute the product in self.dtype by the vendor's library, whose sums may be divided as
         the number of rows makes it fast, and the rest in a pass of its own."""
         scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if not isinstance(rows, QuantizedRows):

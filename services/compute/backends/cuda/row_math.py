@@ -51,12 +51,12 @@ def quantize(h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None =
 
 
 def warps_of(block: int) -> int:
-    """Of a program that holds a row of so many numbers: some 32 a thread."""
+    """Warps of a program that holds a row of so many numbers: some 32 a thread."""
     return min(max(block // 1024, 1), 16)
 
 
 class CudaRowMath:
-    """As TorchRowMath; a sum is rounded once."""
+    """TorchRowMath on a GPU; a sum is rounded once."""
 
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
         return prepare(x, norm=weight, eps=eps)

@@ -47,11 +47,10 @@ class CudaSearch:
 
 
 class CudaRowSearch:
-    """As TorchRowSearch, on the device. What a row gets does not depend on the others."""
+    """TorchRowSearch on the device. A row's result does not depend on the others."""
 
     def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
-        """All is launched, the draws as well: they read what the searches before them have
-        found."""
+        """Launch the search and the draws: they read what the searches before them have found."""
         num_rows = len(wanted.params)
         rows = to_device(np.concatenate([wanted.scored.rows, wanted.whole.rows]), logits.device)
         temperatures = to_device(np.concatenate([wanted.scored.temperatures, wanted.whole.temperatures]), logits.device)
@@ -99,8 +98,8 @@ def largest_keys(logits: Tensor, k: int) -> Tensor:
 
 
 def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """As total_masses: a sum for each part of the vocabulary, of which there are as many as it is
-    long. Returns [n, parts] float32."""
+    """The masses of total_masses: a sum for each part of the vocabulary, of which there are as many
+    as it is long. Returns [n, parts] float32."""
     num_parts = triton.cdiv(logits.shape[1], PART)
     out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
     if len(rows):
@@ -117,7 +116,7 @@ def sum_parts(masses: Array) -> Array:
 
 
 def draws_of(wanted: SearchRequest) -> Array:
-    """What draw_tokens takes: [R, 7] float64."""
+    """The argument of draw_tokens: [R, 7] float64."""
     masses_rows = np.full(len(wanted.params), -1.0)
     masses_rows[wanted.whole.rows] = len(wanted.scored.rows) + np.arange(len(wanted.whole.rows))
     asked = [(0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params]

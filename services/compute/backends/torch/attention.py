@@ -25,14 +25,14 @@ class Heads:
 
     @property
     def are_supported(self) -> bool:
-        """By native code."""
+        """Whether native code runs heads of this form."""
         is_in_lanes = self.head_dim % 32 == 0 and (self.rotary_dim or self.head_dim) % 32 == 0
         return is_in_lanes and self.head_dim <= MAX_NATIVE_HEAD_DIM and self.num_heads // self.num_kv_heads <= MAX_NATIVE_GROUP
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What happens to q . k before the softmax."""
+    """The changes to q . k before the softmax."""
 
     scale: float  # multiplies it
     cap: float = 0.0  # it becomes cap * tanh(it / cap); 0: no cap
@@ -66,7 +66,7 @@ class DecodeGroup:
     masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, block_size: int) -> Tensor:
-        """Which cached positions each sequence's token sees; made once a step, shared by the
+        """The cached positions that each sequence's token sees; made once a step, shared by the
         layers."""
         if window not in self.masks:
             positions = torch.arange(self.block_tables.shape[1] * block_size, device=self.context_lens.device)

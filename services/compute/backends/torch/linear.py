@@ -9,7 +9,7 @@ from services.compute.backends.torch.reference import gated, linear, quantize_fl
 
 
 class TorchLinear:
-    """In the weight's dtype, on its device."""
+    """A linear layer in the weight's dtype, on its device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
         self.weight = weight

@@ -27,8 +27,8 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The same for each group of a row's inputs; the last may be a part of one. x: [T, k]. Returns
-    [T, k] int8, and [T, ceil(k / group)] float32 scales."""
+    """Quantize each group of a row's inputs by itself; the last may be a part of one. x: [T, k].
+    Returns [T, k] int8, and [T, ceil(k / group)] float32 scales."""
     codes, scales = quantize_rows(F.pad(x, (0, -x.shape[-1] % group)).view(len(x), -1, group))
     return codes.flatten(1)[:, : x.shape[-1]], scales
 
@@ -38,8 +38,8 @@ FLOAT8_LARGEST = 448.0
 
 
 def quantize_float8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """To e4m3 by the largest magnitude of each row's groups of inputs. x: [T, k]. Returns [T, k]
-    float8_e4m3fn, and [T, ceil(k / group)] float32 scales."""
+    """Quantize to e4m3 by the largest magnitude of each row's groups of inputs. x: [T, k]. Returns
+    [T, k] float8_e4m3fn, and [T, ceil(k / group)] float32 scales."""
     groups = F.pad(x, (0, -x.shape[-1] % group)).view(len(x), -1, group).float()
     largest = groups.abs().amax(-1)
     factor = torch.where(largest > 0, torch.full_like(largest, FLOAT8_LARGEST) / largest, 0.0).clamp(max=torch.finfo(torch.float32).max)

@@ -1,4 +1,4 @@
-"""What is done to rows between layers, in plain torch."""
+"""The work on rows between layers, in plain torch."""
 
 from torch import Tensor
 

@@ -15,8 +15,8 @@ CHUNK = 64  # logits that share a maximum in the search for the largest
 
 @dataclass(frozen=True, slots=True)
 class HostSearch:
-    """Where the host computes: all is done when it is read. Rows of one candidate apart from those
-    with lists, whose search takes longer."""
+    """A search that the host computes: all is done when it is read. Rows of one candidate apart
+    from those with lists, whose search takes longer."""
 
     search: RowSearch
     logits: torch.Tensor
@@ -71,7 +71,8 @@ class TorchRowSearch:
         return largest_on_device(logits, k, num_chunks)
 
     def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
-        """In float32. The order of numpy's summation does not depend on the number of threads."""
+        """Sum in float32. The order of numpy's summation does not depend on the number of
+        threads."""
         masses = np.empty(len(rows))
         for at, row in enumerate(rows.tolist()):
             weights = (logits[row] - float(largest[at])).div_(float(temperatures[at])).exp_()
@@ -96,7 +97,7 @@ def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
 
 
 def largest_on_device(logits: torch.Tensor, k: int, num_chunks: int) -> tuple[Array, Array]:
-    """The same for all rows at once, with the k best chunks of each; ties at the border, which
+    """Find the largest of all rows at once, in the k best chunks of each; ties at the border, which
     might lie beyond them, are looked for."""
     num_rows, vocab_size = logits.shape
     maxima, chunks = logits[:, : num_chunks * CHUNK].view(num_rows, CHUNK, num_chunks).amax(dim=1).topk(min(k + 1, num_chunks), dim=-1)

@@ -1,4 +1,4 @@
-"""What a model says of a text: the probabilities of its next tokens, and its perplexity."""
+"""A model's view of a text: the probabilities of its next tokens, and its perplexity."""
 
 import math
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def blocks_of(windows: Tensor) -> int:
 
 
 def next_token_logs(model: Decoder, windows: Tensor, *, kv_group: int = 0) -> Iterator[Tensor]:
-    """For each window [length], its log probabilities after each token but the last: [length - 1,
+    """The log probabilities of each window [length] after each token but the last: [length - 1,
     vocab] float32.
 
     kv_group: dimensions that share a scale in a cache of int8; 0: a cache of the model's dtype.
@@ -47,8 +47,8 @@ def next_token_logs(model: Decoder, windows: Tensor, *, kv_group: int = 0) -> It
 
 
 def perplexity(model: Decoder, windows: Tensor) -> float:
-    """Of each window's tokens but the first, given those before it in the window. windows: [n,
-    length] int64."""
+    """Perplexity of each window's tokens but the first, given those before it in the window.
+    windows: [n, length] int64."""
     total = 0.0
     for window, logs in zip(windows, next_token_logs(model, windows), strict=True):
         total -= float(logs.gather(-1, window[1:, None]).sum())

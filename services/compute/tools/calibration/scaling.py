@@ -18,8 +18,8 @@ MEASURED_OUTPUTS = 4096  # of a layer, at least, on which scales are compared
 
 
 def find_scales(inputs: Tensor, weight: Tensor, form: Form) -> Tensor:
-    """What to divide the inputs by. inputs: [T, k] float32, of the calibration; weight: [n, k]
-    float32. Returns [k] float32; ones where that is best."""
+    """Scales by which the inputs are to be divided. inputs: [T, k] float32, of the calibration;
+    weight: [n, k] float32. Returns [k] float32; ones where that is best."""
     largest = weight.abs().amax(0)
     weight = weight[:: max(len(weight) // MEASURED_OUTPUTS, 1)]
     exact = inputs @ weight.T

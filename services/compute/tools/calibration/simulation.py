@@ -1,4 +1,4 @@
-"""What a quantized layer computes, in float32 and fast enough to calibrate with; and a layer that
+"""The products of a quantized layer, in float32 and fast enough to calibrate with; and a layer that
 keeps statistics of its inputs."""
 
 from dataclasses import dataclass
@@ -62,8 +62,7 @@ class ObservedLinear(TorchLinear):
         return super().multiply(x)
 
     def scale(self, scales: Tensor) -> None:
-        """From now on the inputs will be divided by scales [k]; so the weights are multiplied by
-        them, in place."""
+        """Multiply the weights by scales [k], in place, for the inputs will be divided by them."""
         self.weight *= scales
         self.gram /= scales[:, None] * scales
         self.scales = self.scales * scales

@@ -20,8 +20,8 @@ CHARACTERS_A_TOKEN = 10  # more than any tokenizer makes of one, on average
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What calibration sees, and what it does not see. Each [n, length] int64, a window beginning
-    as the tokenizer begins a text."""
+    """The windows that calibration sees, and those that it does not see. Each [n, length] int64, a
+    window beginning as the tokenizer begins a text."""
 
     calibration: torch.Tensor
     held_out: torch.Tensor

@@ -156,7 +156,7 @@ def read_compressed(options: Options) -> Format:
 
 
 def _read_scheme(options: Options) -> Scheme | None:
-    """None where a group quantizes activations only."""
+    """The weights' scheme; None where a group quantizes activations only."""
     weights = options.section("weights")
     if weights is None:
         return None

@@ -61,7 +61,7 @@ class Options:
         return tuple(value)
 
     def integers(self, name: str, count: int) -> tuple[int, ...] | None:
-        """That many positive integers, or None where there is no such field."""
+        """A field of that many positive integers, or None where there is no such field."""
         value = self.values.get(name)
         if value is None:
             return None

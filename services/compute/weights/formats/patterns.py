@@ -20,8 +20,8 @@ def check_pattern(text: str) -> None:
 
 
 def _paths(node: Any) -> int:
-    """In how many ways, at most, a matcher may go through a name. node: of re's own parse tree;
-    what is no repeat and no choice is gone through in one."""
+    """The number of ways, at most, in which a matcher may go through a name. node: of re's own
+    parse tree; what is no repeat and no choice is gone through in one."""
     if isinstance(node, re._parser.SubPattern):  # type: ignore[attr-defined]
         node = list(node)
     if isinstance(node, tuple) and len(node) == 2 and str(node[0]).endswith("_REPEAT"):

@@ -1,4 +1,4 @@
-"""Which format a checkpoint's quantization_config means."""
+"""The format that a checkpoint's quantization_config means."""
 
 from collections.abc import Callable, Mapping
 from typing import Any

@@ -1,5 +1,5 @@
-"""What all formats share: a layer's tensors, checked as they are read, and the forms in which its
-weight is kept."""
+"""Parts that all formats share: a layer's tensors, checked as they are read, and the forms in which
+its weight is kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Reader(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
     def stored_dtype(self, name: str) -> str:
-        """As a safetensors header has it: BF16, I8, F8_E4M3."""
+        """The dtype as a safetensors header has it: BF16, I8, F8_E4M3."""
         ...
 
 
@@ -148,7 +148,7 @@ def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor
     fitting = next((each for each in PACKED_GROUPS if size % each == 0), 32 if size == layer.k else size)
 
     def divide(each: Tensor) -> Tensor:
-        """The same for groups that the kernels read: a larger one is several with the same
+        """The matrix in groups that the kernels read: a larger one is several with the same
         scale."""
         repeats = -(-size // fitting)
         return (each.repeat_interleave(repeats, 1) if repeats > 1 else each)[:, : num_groups(layer.k, fitting)].contiguous()

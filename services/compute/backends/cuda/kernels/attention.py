@@ -22,8 +22,8 @@ from services.compute.backends.cuda.kernels.common import dot, largest_magnitude
 
 @triton.jit
 def normed_and_weighted(x, weight, inverse_norm):
-    """As reference.rms_norm rounds. x, weight: [HEADS, DIM] in their dtype; inverse_norm: [HEADS].
-    Returns float32."""
+    """RMSNorm, rounded as reference.rms_norm rounds. x, weight: [HEADS, DIM] in their dtype;
+    inverse_norm: [HEADS]. Returns float32."""
     return widened(rounded(widened(rounded(widened(x) * inverse_norm[:, None], x.dtype)) * widened(weight), x.dtype))
 
 
@@ -224,7 +224,7 @@ def merge_ranges(
     tiles_ptr, contexts_ptr, parts_ptr, stats_ptr, out_ptr, num_tiles, max_ranges, window,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """What `attend` wrote by range for tiles of one query, in order: a program a tile and KV
+    """Merge what `attend` wrote by range for tiles of one query, in order: a program a tile and KV
     head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     if tl.load(tiles_ptr + num_tiles + tile) > 0:

@@ -1,4 +1,5 @@
-"""What several kernels need: products of tiles, rounding, functions that the language lacks."""
+"""Functions that several kernels need: products of tiles, rounding, functions that the language
+lacks."""
 
 import triton
 import triton.language as tl

@@ -189,7 +189,7 @@ def finish_product(
     product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What multiply does after the sums, to sums from elsewhere: product [num_rows, n], or
+    """Finish sums from elsewhere as `multiply` finishes its own: product [num_rows, n], or
     [num_rows, 2 n] with a gate, int32 or float; a scale for each row and column, or none."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -202,8 +202,8 @@ def finish_product(
 
 @triton.jit
 def read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, end, num_rows, n, HALVES: tl.constexpr):
-    """Some columns, before `end`, of a product [num_rows, HALVES * n], scaled, with the bias.
-    Returns float32."""
+    """Finish some columns, before `end`, of a product [num_rows, HALVES * n], scaled, with the
+    bias. Returns float32."""
     is_row, is_column = rows < num_rows, columns < end
     product = tl.load(product_ptr + rows[:, None].to(tl.int64) * (HALVES * n) + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0)
     total = widened(product)

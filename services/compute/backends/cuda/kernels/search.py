@@ -25,7 +25,7 @@ def largest_logits(logits_ptr, keys_ptr, vocab_size, num_chunks, CHUNK: tl.const
 
 @triton.jit
 def largest_keys(keys_ptr, out_ptr, num_keys, num_chunks, CHUNK: tl.constexpr, KEPT: tl.constexpr):
-    """The same of keys: [R, num_keys] to out [R, num_chunks * KEPT]."""
+    """Keep the largest keys: [R, num_keys] to out [R, num_chunks * KEPT]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     keys = tl.load(keys_ptr + row * num_keys + at, mask=at < num_keys, other=-9223372036854775808)
@@ -34,7 +34,7 @@ def largest_keys(keys_ptr, out_ptr, num_keys, num_chunks, CHUNK: tl.constexpr, K
 
 @triton.jit
 def sum_masses(logits_ptr, rows_ptr, largest_ptr, temperatures_ptr, out_ptr, vocab_size, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each of some rows [n] and each part of the vocabulary the sum of exp((logit - largest) /
+    """Sum, for each of some rows [n] and each part of the vocabulary, exp((logit - largest) /
     temperature). out: [n, num_parts] float32."""
     number, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + number)
