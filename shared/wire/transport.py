@@ -1,14 +1,11 @@
-"""Moving messages over Redis Streams: append, read, claim, acknowledge, trim, and waiting for Redis
-to come back.
+"""Moving messages over Redis Streams: append, read, claim, acknowledge, trim, and waiting for Redis to come back.
 
-Knows streams and bytes; what a message means is its reader's business. Synchronous, for the stages
-whose loop is a thread; the gateway, which is asyncio, has its own reader in
-services/gateway/subscriptions.py.
+Knows streams and bytes; what a message means is its reader's business. Synchronous, for the stages whose loop is a thread; the
+gateway, which is asyncio, has its own reader in services/gateway/subscriptions.py.
 
-Every error of Redis has its owner here. `is_temporary` says which ones pass (Redis is away, is
-loading, may not write at the moment, has come back empty): they are waited out, however long it
-takes, and shown as `Transport.problem`. Any other is a mistake of ours or of the operator's; it
-ends the process, loudly.
+Every error of Redis has its owner here. `is_temporary` says which ones pass (Redis is away, is loading, may not write at the moment, has come
+back empty): they are waited out, however long it takes, and shown as `Transport.problem`. Any other is a mistake of ours or of the
+operator's; it ends the process, loudly.
 """
 
 import random
@@ -57,8 +54,7 @@ def is_temporary(error: BaseException) -> bool:
 
 
 def connect(url: str, timeout_s: float = REPLY_TIMEOUT_S) -> "redis.Redis":
-    """A client with hiredis underneath. timeout_s: for a reply; then the connection is closed.
-    Retrying is `Transport.persist`'s: that can be interrupted."""
+    """A client with hiredis underneath. timeout_s: for a reply; then the connection is closed. Retrying is `Transport.persist`'s: that can be interrupted."""
     try:
         return redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_connect_timeout=min(5.0, timeout_s), socket_timeout=timeout_s)
     except ValueError as error:
@@ -77,8 +73,7 @@ class Delivery:
 
 @dataclass(frozen=True, slots=True)
 class DeadLetter:
-    """A message that no one could handle, and whom to tell. Still pending until
-    `GroupReader.finish`."""
+    """A message that no one could handle, and whom to tell. Still pending until `GroupReader.finish`."""
 
     entry_id: bytes
     request_id: str
@@ -87,8 +82,7 @@ class DeadLetter:
 
 
 class Backoff:
-    """Growing pauses while Redis can't serve, a line in the log now and then, and what the problem
-    is."""
+    """Growing pauses while Redis can't serve, a line in the log now and then, and what the problem is."""
 
     def __init__(self) -> None:
         self.problem = ""  # the error that is being waited out; empty: none
@@ -114,8 +108,7 @@ class Transport:
     """One connection to Redis, and the patience to get it back."""
 
     def __init__(self, url: str, stopping: threading.Event, timeout_s: float = REPLY_TIMEOUT_S) -> None:
-        """timeout_s: for a reply, beside what a read may block. What is sent again may have been
-        done: every write here is safe to repeat."""
+        """timeout_s: for a reply, beside what a read may block. What is sent again may have been done: every write here is safe to repeat."""
         self.client = connect(url, timeout_s)
         self._line = Line(self.client)
         self.stopping = stopping
@@ -127,8 +120,7 @@ class Transport:
         return self.backoff.problem
 
     def persist(self, operation: Callable[[], T]) -> T:
-        """operation(), again and again with growing pauses while Redis can't serve. Raises
-        Recoverable if told to stop meanwhile."""
+        """operation(), again and again with growing pauses while Redis can't serve. Raises Recoverable if told to stop meanwhile."""
         while True:
             try:
                 result = operation()
@@ -139,8 +131,7 @@ class Transport:
             return result
 
     def wait_out(self, error: Exception) -> None:
-        """Pause after a temporary error, and mend what Redis has lost. Raises the error if it is
-        not temporary, Recoverable if told to stop."""
+        """Pause after a temporary error, and mend what Redis has lost. Raises the error if it is not temporary, Recoverable if told to stop."""
         if not is_temporary(error):
             raise error
         if self.stopping.wait(self.backoff.failed(error)):
@@ -154,8 +145,7 @@ class Transport:
                         raise
 
     def run(self, fill: Callable[[Pipeline], None], *, atomic: bool = False) -> list[Any]:
-        """The replies to the commands that `fill` queues, in one round trip. On a temporary error
-        all of them are sent again."""
+        """The replies to the commands that `fill` queues, in one round trip. On a temporary error all of them are sent again."""
 
         def attempt() -> list[Any]:
             try:
@@ -194,8 +184,7 @@ class Transport:
 
 
 def append(pipe: Pipeline, stream: DirectStream, message: Any) -> None:
-    """Queue the message for the stream's one reader. The stream lives on for a while only, should
-    that reader have died."""
+    """Queue the message for the stream's one reader. The stream lives on for a while only, should that reader have died."""
     pipe.xadd(stream.key, {MESSAGE: encode(message)})
     pipe.expire(stream.key, REPLICA_STREAM_TTL_S)
 
@@ -220,8 +209,7 @@ class DirectReader:
         self.last_id = latest[0][0].decode() if latest else "0-0"
 
     def take(self, reply: Any) -> list[Any]:
-        """The stream's messages in an XREAD reply. What does not decode goes to the dead-letter
-        stream."""
+        """The stream's messages in an XREAD reply. What does not decode goes to the dead-letter stream."""
         messages: list[Any] = []
         for entry_id, values in entries_of(reply).get(self.stream.key.encode(), []):
             self.last_id = entry_id.decode()
@@ -232,8 +220,7 @@ class DirectReader:
         return messages
 
     def trim_now_and_then(self, pipe: Pipeline) -> None:
-        """Once in a while, drop what has been taken: doing it with every read would cost a command
-        a step."""
+        """Once in a while, drop what has been taken: doing it with every read would cost a command a step."""
         if time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
             self._trimmed_at = time.monotonic()
             pipe.xtrim(self.stream.key, minid=next_id(self.last_id), approximate=False)
@@ -260,8 +247,7 @@ class GroupReader:
                 raise
 
     def queue_read(self, pipe: Pipeline, *, count: int, block_ms: int | None = None) -> None:
-        """Ask, within a pipeline, for up to count entries that nobody has yet; `take` reads the
-        reply."""
+        """Ask, within a pipeline, for up to count entries that nobody has yet; `take` reads the reply."""
         pipe.xreadgroup(self.stream.group, self.consumer, {self.stream.key: ">"}, count=count, block=block_ms)
 
     def read(self, *, count: int, block_ms: int) -> tuple[list[Delivery], list[DeadLetter]]:
@@ -274,8 +260,7 @@ class GroupReader:
         return self._open(entries, dict.fromkeys((entry_id for entry_id, _ in entries), 1), was_claimed=False)
 
     def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None) -> tuple[list[Delivery], list[DeadLetter]]:
-        """Take over up to count entries whose consumer has not renewed them for idle_ms, those
-        first that were delivered least often.
+        """Take over up to count entries whose consumer has not renewed them for idle_ms, those first that were delivered least often.
 
         What was delivered more than max_deliveries times becomes a dead letter.
         """
@@ -298,22 +283,19 @@ class GroupReader:
         )
 
     def renew(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
-        """Say that these entries are still being worked on, as far as they are still this
-        consumer's."""
+        """Say that these entries are still being worked on, as far as they are still this consumer's."""
         if entry_ids:
             pipe.eval(RENEW, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids)
 
     def taken_over(self, entry_ids: list[bytes]) -> list[bytes]:
-        """The entries among these that another consumer has claimed: this one was silent for too
-        long."""
+        """The entries among these that another consumer has claimed: this one was silent for too long."""
         if not entry_ids:
             return []
         taken: Any = self.transport.persist(lambda: self.transport.client.eval(TAKEN_OVER, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids))
         return list(taken)
 
     def release(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
-        """Let another consumer claim these entries at once, as if they had not been delivered
-        before."""
+        """Let another consumer claim these entries at once, as if they had not been delivered before."""
         if entry_ids:
             pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, idle=RELEASED_MS, retrycount=0, justid=True)
 
@@ -339,8 +321,7 @@ class GroupReader:
             pipe.xdel(self.stream.key, *entry_ids)
 
     def leave(self, pipe: Pipeline) -> None:
-        """Remove this consumer's name from the group. Only with nothing pending: Redis forgets a
-        deleted consumer's entries."""
+        """Remove this consumer's name from the group. Only with nothing pending: Redis forgets a deleted consumer's entries."""
         pipe.xgroup_delconsumer(self.stream.key, self.stream.group, self.consumer)
 
     def _open(
@@ -405,8 +386,7 @@ def write_dead_letter(stream_key: str, values: dict[bytes, bytes], error: Except
 
 
 def entries_of(reply: Any) -> dict[bytes, list[tuple[bytes, dict[bytes, bytes]]]]:
-    """An XREAD or XREADGROUP reply as entries by stream; redis-py gives a list under RESP2, a dict
-    under RESP3, None for nothing."""
+    """An XREAD or XREADGROUP reply as entries by stream; redis-py gives a list under RESP2, a dict under RESP3, None for nothing."""
     if not reply:
         return {}
     if isinstance(reply, dict):
