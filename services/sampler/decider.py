@@ -61,11 +61,11 @@ class StepDecider:
                     astray.add(handle)
                     continue
                 found = self._append(step, row, state, token_ids[row], logits[row])
-            elif found.event is not None:
-                token_before[handle] = found.event.token_id
             decided.append(found)
-            if found.is_over:
+            if found.is_over or found.outcome is None:
                 over.add(handle)
+            else:
+                token_before[handle] = found.outcome.token_id
         return decided
 
     def _append(self, step: StepCandidates, row: int, state: RequestState, token_id: int, logit: float) -> Decided:

@@ -292,3 +292,11 @@ def test_a_takeover_of_many_long_logs_keeps_computes_patience(server: tuple[str,
     monkeypatch.setattr(service_module, "ANSWER_EVERY_S", 0.0)
     found = measure(server[0], service_module.REBUILD_AT_ONCE, 300)
     assert found.answers == service_module.REBUILD_AT_ONCE, "one for each, as soon as it is ready"
+
+
+def test_rows_that_run_ahead_of_a_logged_one_are_decided_with_it(bench: Bench) -> None:
+    """Asked again after a takeover: the log holds the first row, and the others follow from it."""
+    bench.fill(1, 300)
+    told = bench.answer((1, 1, 300, -1), (1, 2, 500, 300), (1, 3, 501, 500), intros=(intro(1),))
+    assert told == {(1, 1): (300, 0), (1, 2): (500, 0), (1, 3): (501, 0)}
+    assert [event.token_id for event in bench.log(1)] == [300, 500, 501]
