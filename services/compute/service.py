@@ -260,7 +260,7 @@ class ComputeService:
         if at < sequence.num_tokens and sequence.token_ids[at] == decision.token_id:
             self.scheduler.confirm(sequence)
         else:
-            log.warning("decided otherwise than foreseen", request_id=sequence.request_id, position=decision.position)
+            log.warning("decided token differs from the predicted one", request_id=sequence.request_id, position=decision.position)
             self.drop_surplus(active, at, decision.position)
             self.scheduler.append(sequence, decision.token_id)
         if decision.is_finished:

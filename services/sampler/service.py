@@ -244,7 +244,7 @@ class SamplerService:
             # by a try that seemed to fail, or by a replica that decided the same
             row.state.last_event = logged
             return replace(row, entry=None, event=logged)
-        log.info("decided elsewhere", request_id=request_id, position=row.position)
+        log.info("another replica decided this position", request_id=request_id, position=row.position)
         # the request has ended: cancelled, or failed
         if logged.token_id is None or logged.position != row.position:
             return replace(row, entry=None, state=None)

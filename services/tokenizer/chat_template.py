@@ -118,7 +118,7 @@ class ChatTemplate:
             try:
                 rendered = worker.ask(conversation)
             except TimeoutError:
-                log.warning("a chat template was stopped, for it did not answer", timeout_s=ANSWER_TIMEOUT_S)
+                log.warning("chat template timed out", timeout_s=ANSWER_TIMEOUT_S)
                 return _away(f"does not answer within {ANSWER_TIMEOUT_S:g} s")
             if rendered is not None:
                 self._worker = worker
@@ -126,7 +126,7 @@ class ChatTemplate:
             if has_run_out and self._is_quick:
                 return SLOW
             if has_run_out:
-                log.warning("a chat template takes too long and was stopped", limit_s=RENDER_LIMIT_S)
+                log.warning("chat template took too long and was stopped", limit_s=RENDER_LIMIT_S)
                 return _refused(name, f"it takes more than {RENDER_LIMIT_S:g} s", "chat_template" if options.chat_template else "messages")
             if rendered is not None:
                 return str(rendered["text"]) if "text" in rendered else _refused(name, rendered["error"], rendered.get("param", "messages"))

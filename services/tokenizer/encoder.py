@@ -256,7 +256,7 @@ class Encoder:
 
     def _opening(self, request: GenerateRequest, text: str | None) -> str | None:
         """The part of the answer that the template has said, as far as its reader must know it. An
-        answer that has to match from its first token on begins anew."""
+        answer that has to match from its first token on starts over."""
         if request.messages is None or text is None or (request.constraint is not None and not request.constraint.thought_end):
             return None
         return opened_thought(text, self.parsers.get("reasoning", ""), request.chat) or None

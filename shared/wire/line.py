@@ -30,7 +30,7 @@ BLOCKING = ("XREAD", "XREADGROUP")
 
 class Line:
     """One connection of its own. Every method raises what redis-py raises; after that, `close` and
-    begin anew."""
+    start over."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Any = client

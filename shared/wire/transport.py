@@ -164,7 +164,7 @@ class Transport:
         return self.persist(attempt_all_or_nothing if atomic else attempt)
 
     def close(self) -> None:
-        """Hang up. What is used again connects anew."""
+        """Hang up. What is used again connects again."""
         self._line.close()
         self.client.close()
 

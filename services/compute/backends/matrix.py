@@ -2,7 +2,7 @@
 inputs, or in FP8.
 
 It is the form in which a file holds it. A backend packs that form as it is where it can; else the
-matrix is dequantized, and perhaps quantized anew.
+matrix is dequantized, and perhaps quantized again.
 """
 
 from collections.abc import Sequence

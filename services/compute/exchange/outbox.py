@@ -84,7 +84,7 @@ class Outbox:
 
     def start_over(self) -> None:
         """Nobody knows what arrived: the next write repeats what is not answered, but for messages
-        to samplers, which are made anew."""
+        to samplers, which are made again."""
         self.line.close()
         self.next = Write([], self.unanswered.ended | self.next.ended, self.unanswered.records + self.next.records)
         self.unanswered = Write()

@@ -372,7 +372,7 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence, draft: Draft) -> None:
-        """Give its blocks back; it waits, and is computed anew, with the tokens it has."""
+        """Give its blocks back; it waits, and is computed again, with the tokens it has."""
         if sequence in draft.decodes:
             draft.decodes.remove(sequence)
         draft.chunks = [chunk for chunk in draft.chunks if chunk[0] is not sequence]

@@ -75,7 +75,7 @@ class GgufSource:
     @property
     def quantized_as(self) -> str:
         """The type of most of the tensors that keep their form; what is dequantized anyway may be
-        quantized anew."""
+        quantized again."""
         kept = Counter(kind.name for kind in self._kinds.values() if self._is_kept(kind)).most_common(1)
         return f"GGUF, {kept[0][0]}" if kept else ""
 

@@ -20,7 +20,7 @@ ROWS = 64  # of a tile: queries times the query heads that share a KV head
 RANGE = 512  # positions whose results are merged in order: a multiple of the keys of a block
 SPLITS = 16  # programs among which a token's ranges are divided, at most
 MAX_HEAD_DIM = 256
-NARROWEST = 16  # blocks of the tables: each further power of two is recorded anew
+NARROWEST = 16  # blocks of the tables: each further power of two is recorded by itself
 EVERYTHING = 1 << 40  # the window of a layer without one
 
 

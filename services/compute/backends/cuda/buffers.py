@@ -66,7 +66,7 @@ class CudaBuffers(Buffers):
         return self._places[name][0]
 
     def _hold(self, size: int) -> None:
-        """Places anew, in more memory."""
+        """Give out the places again, in more memory."""
         with torch.inference_mode(False):
             self._host = torch.zeros(size, dtype=torch.int64, pin_memory=self._is_pinned)
             self._held_there = torch.zeros(size, dtype=torch.int64, device=self.device)
