@@ -75,8 +75,8 @@ class OpenBlocks:
             for block in list(self._blocks.values()):
                 if not (held := block.held) or len(block.found) == len(block.answers):
                     continue
-                laid_by = await asyncio.to_thread(output.lay_by, self.storage, self.batch_id, list(held.values()))
-                for place, answer in zip(held, laid_by, strict=True):
+                spooled = await asyncio.to_thread(output.spool, self.storage, self.batch_id, list(held.values()))
+                for place, answer in zip(held, spooled, strict=True):
                     block.answers[place] = answer
                 if block.number in self._num_bytes:
                     self._num_bytes[block.number] -= sum(len(answer.line) for answer in held.values())

@@ -28,7 +28,7 @@ class Answer:
 
     line: bytes  # empty: it is laid by
     totals: Totals
-    laid_by: tuple[str, int, int] | None = None  # path, and from which byte to which
+    spooled: tuple[str, int, int] | None = None  # path, and from which byte to which
 
     @property
     def is_completed(self) -> bool:
@@ -54,17 +54,17 @@ def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals)
     return Answer(line, totals)
 
 
-def laid_by_folder(batch_id: str) -> str:
+def spool_folder(batch_id: str) -> str:
     return f"{folder_of(batch_id)}/laid-by"
 
 
-def lay_by(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer]:
+def spool(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer]:
     """Write what a block has so far into a file that is for this run only. Returns the same
     answers, without their lines."""
-    path = f"{laid_by_folder(batch_id)}/{uuid.uuid4().hex}"
+    path = f"{spool_folder(batch_id)}/{uuid.uuid4().hex}"
     storage.write(path, b"".join(answer.line for answer in answers))
     ends = itertools.accumulate(len(answer.line) for answer in answers)
-    return [replace(answer, line=b"", laid_by=(path, end - len(answer.line), end)) for answer, end in zip(answers, ends, strict=True)]
+    return [replace(answer, line=b"", spooled=(path, end - len(answer.line), end)) for answer, end in zip(answers, ends, strict=True)]
 
 
 def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answer]) -> Totals:
@@ -74,9 +74,9 @@ def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answe
     name = ".".join(map(str, (f"{number:06}", *astuple(totals))))
     with storage.writing(f"{folder_of(batch_id)}/parts/{name}") as file:
         for answer in answers:
-            line = storage.read(*answer.laid_by) if answer.laid_by is not None else answer.line
+            line = storage.read(*answer.spooled) if answer.spooled is not None else answer.line
             file.writelines((COMPLETED if answer.is_completed else FAILED, line, b"\n"))
-    for path in {answer.laid_by[0] for answer in answers if answer.laid_by is not None}:
+    for path in {answer.spooled[0] for answer in answers if answer.spooled is not None}:
         storage.remove(path)
     return totals
 

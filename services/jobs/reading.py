@@ -11,7 +11,7 @@ from services.gateway.record import ResponseRecord, read_response
 from services.gateway.responses.stored import DELETED_LOG_TTL_S
 from services.gateway.silence import GONE
 from services.jobs.asking import Asked, Logs
-from services.jobs.patience import persist
+from services.jobs.retry import persist
 from shared.process.errors import Lost
 from shared.wire.messages import Control
 from shared.wire.registry import broadcast

@@ -16,10 +16,10 @@ import redis
 from services.gateway.batches.figures import Backlog, queue_backlog
 from services.gateway.batches.store import Batch, read_batch
 from services.gateway.files.store import CONTENTS
-from services.jobs.closing import close_soon
+from services.jobs.ending import end_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.lease import LEASE_S, RENEW
-from services.jobs.office import Office
+from services.jobs.runtime import JobsRuntime
 from shared.process.telemetry import get_logger
 from shared.wire.job_queue import QUEUED_S
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
@@ -50,25 +50,25 @@ UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end i
 UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that nobody serves go
 
 
-async def claim(office: Office, name: str, every_s: int) -> bool:
+async def claim(runtime: JobsRuntime, name: str, every_s: int) -> bool:
     """Whether this worker is to do this part now. A full Redis can't note who does: then it is
     every worker."""
     try:
         # from before Redis' clock went back: it would hold for as long as that was
-        if await office.client.pttl(upkeep_key(name)) > 1000 * every_s:
-            await office.client.delete(upkeep_key(name))
-        return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
+        if await runtime.client.pttl(upkeep_key(name)) > 1000 * every_s:
+            await runtime.client.delete(upkeep_key(name))
+        return bool(await runtime.client.set(upkeep_key(name), runtime.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
     except redis.OutOfMemoryError:
         return True
 
 
-async def sweep(office: Office) -> None:
+async def sweep(runtime: JobsRuntime) -> None:
     """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those
     that are to end do not wait for their turn. And say what waits of all."""
-    if not await claim(office, "sweep", SWEEP_EVERY_S):
+    if not await claim(runtime, "sweep", SWEEP_EVERY_S):
         return
-    names = await running_batches(office)
-    async with office.client.pipeline(transaction=False) as pipe:
+    names = await running_batches(runtime)
+    async with runtime.client.pipeline(transaction=False) as pipe:
         pipe.llen(JOB_QUEUE)
         for name in names:
             pipe.get(batch_lease_key(name))
@@ -79,33 +79,33 @@ async def sweep(office: Office) -> None:
     queued = {name: left_ms for name, left_ms in zip(names, replies[3::4], strict=True) if left_ms > 0}
     # none is lost: those that wait for long are not to be sent again and again
     if len(queued) <= num_tasks:
-        await keep_queued(office, list(queued))
+        await keep_queued(runtime, list(queued))
     elif not num_tasks and (lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]):
         # a worker took them and died before it began
-        await office.client.delete(*map(batch_queued_key, lost))
-    alive, running = office.stage.registry.ids("jobs"), []
+        await runtime.client.delete(*map(batch_queued_key, lost))
+    alive, running = runtime.stage.registry.ids("jobs"), []
     for name, lease, left_ms, values in zip(names, replies[::4], replies[1::4], replies[2::4], strict=True):
         batch = read_batch(name, values)
         holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
-            await office.client.srem(BATCHES_RUNNING, name)
+            await runtime.client.srem(BATCHES_RUNNING, name)
             continue
         running.append(batch)
         # so long: not renewed since Redis' clock went back, when its holder's lease became as long
         if holder not in alive or left_ms > 1000 * LEASE_S:
-            await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
+            await runtime.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
             if batch.closes(time.time()):
-                close_soon(office, name)
+                end_soon(runtime, name)
             else:
-                await office.send(name)
-    async with office.client.pipeline(transaction=False) as pipe:
+                await runtime.send(name)
+    async with runtime.client.pipeline(transaction=False) as pipe:
         queue_backlog(pipe, backlog_of(running))
         await pipe.execute()
 
 
-async def keep_queued(office: Office, names: list[str]) -> None:
+async def keep_queued(runtime: JobsRuntime, names: list[str]) -> None:
     """The tasks of these batches are still in the queue."""
-    async with office.client.pipeline(transaction=False) as pipe:
+    async with runtime.client.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.expire(batch_queued_key(name), QUEUED_S)
         await pipe.execute()
@@ -119,36 +119,36 @@ def backlog_of(batches: list[Batch]) -> Backlog | None:
     return Backlog(waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches))
 
 
-async def running_batches(office: Office) -> list[str]:
-    members: Any = await office.client.smembers(BATCHES_RUNNING)
+async def running_batches(runtime: JobsRuntime) -> list[str]:
+    members: Any = await runtime.client.smembers(BATCHES_RUNNING)
     return [name.decode(errors="replace") for name in members]
 
 
-async def check_memory(office: Office) -> None:
+async def check_memory(runtime: JobsRuntime) -> None:
     """Redis near its limit: logs of ended requests go sooner than they would, with what is stored
     of them, and batches add nothing until there is room."""
-    if not await claim(office, "memory", MEMORY_EVERY_S):
+    if not await claim(runtime, "memory", MEMORY_EVERY_S):
         return
-    info: dict[str, Any] = await office.client.info("memory")
+    info: dict[str, Any] = await runtime.client.info("memory")
     memory = memory_of(info)
     if memory.share < CROWDED:
         return
-    num_logs = await shorten_logs(office)
+    num_logs = await shorten_logs(runtime)
     log.warning("Redis is nearly full: token logs of ended requests are dropped early", used_share=memory.share, num_logs=num_logs, max_memory=memory.limit)
     if memory.share >= BATCHES_PAUSE:
         with suppress(redis.OutOfMemoryError):  # then batches can add nothing anyway
-            await office.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
+            await runtime.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
 
 
-async def shorten_logs(office: Office) -> int:
+async def shorten_logs(runtime: JobsRuntime) -> int:
     """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how
     many."""
     cursor, num_scanned, num_shortened = 0, 0, 0
     while num_scanned < MAX_SCANNED:
-        found: Any = await office.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
+        found: Any = await runtime.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
         cursor, keys = found
         num_scanned += SCAN_COUNT
-        async with office.client.pipeline(transaction=False) as pipe:
+        async with runtime.client.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.ttl(key)
             ttls = await pipe.execute()
@@ -172,49 +172,49 @@ async def shorten_logs(office: Office) -> int:
 SHORTEN = "if redis.call('TTL', ARGV[1]) <= tonumber(ARGV[3]) then redis.call('EXPIRE', ARGV[1], ARGV[2]) end"
 
 
-async def tidy(office: Office) -> None:
+async def tidy(runtime: JobsRuntime) -> None:
     """Remove what nobody needs any more: files that have expired or were never finished, and
     streams of models that are not served."""
-    if not await claim(office, "tidy", TIDY_EVERY_S):
+    if not await claim(runtime, "tidy", TIDY_EVERY_S):
         return
-    num_files = await remove_files(office)
-    num_folders = await remove_folders(office)
-    num_streams = await remove_streams(office)
+    num_files = await remove_files(runtime)
+    num_folders = await remove_folders(runtime)
+    num_streams = await remove_streams(runtime)
     if num_files + num_folders + num_streams:
         log.info("tidied up", num_files=num_files, num_folders=num_folders, num_streams=num_streams)
 
 
-async def remove_files(office: Office) -> int:
+async def remove_files(runtime: JobsRuntime) -> int:
     """The contents of files whose time, which is in their names, has come; and what was not written
     to its end."""
-    names = await asyncio.to_thread(office.storage.names, CONTENTS)
+    names = await asyncio.to_thread(runtime.storage.names, CONTENTS)
     old = [name for name in names if (ends := name.rpartition(".")[2]).isdecimal() and int(ends) < time.time()]
-    old += await asyncio.to_thread(office.storage.abandoned, CONTENTS, UNFINISHED_S)
+    old += await asyncio.to_thread(runtime.storage.abandoned, CONTENTS, UNFINISHED_S)
     for name in old:
-        await asyncio.to_thread(office.storage.remove, f"{CONTENTS}/{name}")
+        await asyncio.to_thread(runtime.storage.remove, f"{CONTENTS}/{name}")
     return len(old)
 
 
-async def remove_folders(office: Office) -> int:
+async def remove_folders(runtime: JobsRuntime) -> int:
     """Remove the folders of batches that have ended. One that Redis does not know at all may be in
     a Redis that is being restored: it stays."""
-    names = await asyncio.to_thread(office.storage.names, FOLDERS)
-    running = await running_batches(office)
-    ended = [name for name in names if name not in running and (await office.client.exists(batch_key(name)))]
+    names = await asyncio.to_thread(runtime.storage.names, FOLDERS)
+    running = await running_batches(runtime)
+    ended = [name for name in names if name not in running and (await runtime.client.exists(batch_key(name)))]
     for name in ended:
-        await asyncio.to_thread(office.storage.remove, folder_of(name))
+        await asyncio.to_thread(runtime.storage.remove, folder_of(name))
     return len(ended)
 
 
-async def remove_streams(office: Office) -> int:
+async def remove_streams(runtime: JobsRuntime) -> int:
     """The empty streams of models of which no stage has been alive for a day."""
-    served = {replica.model for replica in look(office.stage.transport.client).replicas}
+    served = {replica.model for replica in look(runtime.stage.transport.client).replicas}
     num_removed = 0
     for make in (requests, prompts):
         prefix = make("").key
-        for key in [key.decode() async for key in office.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
+        for key in [key.decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
             if key.removeprefix(prefix) not in served:
-                num_removed += int(await office.client.eval(REMOVE_UNUSED, 0, key, UNUSED_MS) or 0)
+                num_removed += int(await runtime.client.eval(REMOVE_UNUSED, 0, key, UNUSED_MS) or 0)
     return num_removed
 
 

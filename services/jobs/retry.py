@@ -1,4 +1,4 @@
-"""Patience: what Redis can't do at the moment is done later."""
+"""Retries: what Redis can't do at the moment is done later."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

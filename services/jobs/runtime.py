@@ -1,5 +1,5 @@
-"""Office: what all batches of a worker have in common. An event loop in a thread of its own, the
-way into the pipeline, the files, the places.
+"""JobsRuntime: what all batches of a worker have in common. An event loop in a thread of its own,
+the way into the pipeline, the files, the places.
 
 Celery's tasks are calls from its threads into this loop: they wait there, the work is done here.
 """
@@ -36,7 +36,7 @@ BEAT_S = 0.5
 MAX_READING = 4  # answers at once: the tokens that one is made of take many times its memory
 
 
-class Office:
+class JobsRuntime:
     """Made and used in its own loop, but for `call` and `stop`."""
 
     def __init__(self, settings: JobsSettings, stage: Stage) -> None:
@@ -59,11 +59,11 @@ class Office:
         self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
         self.reading = asyncio.Semaphore(MAX_READING)
         # batches that are ended beside Celery's queue
-        self.closing: dict[str, asyncio.Task[None]] = {}
+        self.ending: dict[str, asyncio.Task[None]] = {}
         self.num_running = 0  # batches
         self._loop = asyncio.new_event_loop()
         self._endless: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
-        self._thread = threading.Thread(target=self._serve, name="office", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="runtime", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -74,7 +74,7 @@ class Office:
 
     def begin(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
         """Have work done in the loop that ends when it is cancelled; from another thread."""
-        return asyncio.run_coroutine_threadsafe(or_end(work), self._loop)
+        return asyncio.run_coroutine_threadsafe(exit_on_failure(work), self._loop)
 
     def ask_to_stop(self) -> None:
         """Have every batch left as it is, soon."""
@@ -94,7 +94,7 @@ class Office:
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
         for each in (self.places.look(), self._beat()):
-            self._endless.add(self._loop.create_task(or_end(each)))
+            self._endless.add(self._loop.create_task(exit_on_failure(each)))
         self._loop.run_forever()
         tasks = asyncio.all_tasks(self._loop)
         for task in tasks:
@@ -117,7 +117,7 @@ class Office:
         return int(sum(each.load.get("sequences", 0) for each in others))
 
 
-async def or_end(work: Coroutine[Any, Any, None]) -> None:
+async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
     """A worker without this would wait for ever: whoever watches the process starts another."""
     try:
         await work
