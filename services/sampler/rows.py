@@ -1,5 +1,6 @@
 """A step's rows: what one came to, and some of a step."""
 
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -63,3 +64,16 @@ def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
         if len(getattr(step, name))
     }
     return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
+
+
+def to_decide_again(decided: list[Decided], settled: list[Decided], refused: Container[tuple[int, int]]) -> list[Decided]:
+    """The rows that follow refused ones in their logs. refused: by handle and position.
+
+    Not those of sequences that have ended, or whose logs hold other tokens than were refused: these
+    rows were computed upon the refused ones.
+    """
+    asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
+    over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)}
+    cut = {row.handle for row in decided if row.key in refused} - over
+    done = {row.key for row in settled}
+    return [row for row in decided if row.handle in cut and row.key not in done]

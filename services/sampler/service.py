@@ -17,9 +17,9 @@ from services.sampler.decider import Logged, StepDecider
 from services.sampler.detokenizer import TokenTable
 from services.sampler.replay import Replay, is_last
 from services.sampler.request_state import LOST_LOG, RequestState, catch_up
-from services.sampler.rows import Decided, select
+from services.sampler.rows import Decided, select, to_decide_again
 from services.sampler.spans import trace
-from services.sampler.writer import AFTER_REFUSED, Refused, StepWriter
+from services.sampler.writer import AFTER_REFUSED, StepWriter
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
 from shared.process.telemetry import get_logger
@@ -201,21 +201,15 @@ class SamplerService:
             if ends:
                 self.writer.tell(part, ends)
             told += tokens + ends
-            part = self.remainder(part, decided, tokens, refused) if refused else None
+            part = self.remainder(part, to_decide_again(decided, tokens, refused)) if refused else None
         return told
 
-    def remainder(self, step: StepCandidates, decided: list[Decided], settled: list[Decided], refused: Refused) -> StepCandidates | None:
-        """The rows to decide again after others of their sequences were refused and settled: not
-        those computed upon a token that the log does not hold."""
-        asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
-        over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)}
-        again = {row.key: row for row in decided if row.handle in {handle for handle, _ in refused} - over}
-        for row in settled:
-            again.pop(row.key, None)
-        for state in {id(row.state): row.state for row in again.values() if row.state is not None}.values():
+    def remainder(self, step: StepCandidates, again: list[Decided]) -> StepCandidates | None:
+        """The rows to decide again, upon what their logs hold now; None: there are none."""
+        for state in {id(row.state): row.state for row in again if row.state is not None}.values():
             self.renew(state)
-        keys = zip(step.handles.tolist(), step.positions.tolist(), strict=True)
-        rows = [index for index, key in enumerate(keys) if key in again]
+        keys = {row.key for row in again}
+        rows = [index for index, key in enumerate(zip(step.handles.tolist(), step.positions.tolist(), strict=True)) if key in keys]
         return select(step, rows) if rows else None
 
     def look_up(self, step: StepCandidates) -> tuple[list[RequestState | None], Logged]:
