@@ -9,7 +9,7 @@ from services.compute.candidates.constraints import Constraints
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
-from services.compute.quarantine import Quarantine
+from services.compute.quarantine import Attempts, Quarantine
 from services.compute.sequence import Sequence
 from shared.model.dry_breakers import unpack_breakers
 from shared.process.errors import Lost
@@ -115,27 +115,31 @@ class Admitter:
     def _open(self, delivery: Delivery, log_entries: Any, gateway_id: str | None) -> ActiveRequest | None:
         """A request with the tokens its log already holds; None if it has ended, or ends here."""
         request: TokenizedRequest = delivery.message
-        num_tokens = len(request.prompt_token_ids) + (request.params.max_tokens or 0)
-        longest = min(self.stage.max_model_len or num_tokens, self.scheduler.block_manager.num_blocks * self.scheduler.block_manager.block_size)
         try:
             logged = parse_log(log_entries)
-        except Lost as error:
-            self._refuse(delivery, RequestError(str(error)))
+        except Lost as lost:
+            self._refuse(delivery, RequestError(str(lost)))
             return None
         if logged and logged[-1].finish_reason is not None:
             self.exchange.acknowledge(delivery.entry_id, request.request_id)
             return None
-        if num_tokens > longest:
-            self._refuse(delivery, RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"))
-            return None
-        if self.engine.is_encoder and request.embedding is None:
-            self._refuse(delivery, RequestError("this model makes embeddings, and no text", 400, "model", "model_not_supported"))
-            return None
-        if (name := strange_ids(request, self.vocab_size)) is not None:
-            self._refuse(delivery, RequestError(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, name))
+        if (error := self._mistake(request)) is not None:
+            self._refuse(delivery, error)
             return None
         sequence = self._sequence(request, logged)
         return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
+
+    def _mistake(self, request: TokenizedRequest) -> RequestError | None:
+        """Why this model can't run the request; None: it can."""
+        num_tokens, blocks = len(request.prompt_token_ids) + (request.params.max_tokens or 0), self.scheduler.block_manager
+        longest = min(self.stage.max_model_len or num_tokens, blocks.num_blocks * blocks.block_size)
+        if num_tokens > longest:
+            return RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens")
+        if self.engine.is_encoder and request.embedding is None:
+            return RequestError("this model makes embeddings, and no text", 400, "model", "model_not_supported")
+        if (name := field_with_unknown_token(request, self.vocab_size)) is not None:
+            return RequestError(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, name)
+        return None
 
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
         prompt = request.prompt_token_ids.tolist()
@@ -162,14 +166,7 @@ class Admitter:
     def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
         """Hand requests to the scheduler; those that a replica died with, to the quarantine
         first."""
-        orphans = [(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released]
-        verdicts = {}
-        if orphans:
-            logged = [active.sequence.num_output_tokens for _, active in orphans]
-            found = self.quarantine.judge([active.request.request_id for _, active in orphans], logged)
-            verdicts = dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
-            num_suspects = sum(each is not None for each in found)
-            log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
+        verdicts = self._judge([(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released])
         begun = []
         for delivery, active in admitted:
             sequence, attempts = active.sequence, verdicts.get(delivery.entry_id)
@@ -191,6 +188,16 @@ class Admitter:
             self.exchange.publish_held()
         for active in begun:
             self.begin(active.sequence)
+
+    def _judge(self, orphans: list[tuple[Delivery, ActiveRequest]]) -> dict[bytes, Attempts | None]:
+        """The quarantine's verdicts on requests that dead replicas left, by entry."""
+        if not orphans:
+            return {}
+        logged = [active.sequence.num_output_tokens for _, active in orphans]
+        found = self.quarantine.judge([active.request.request_id for _, active in orphans], logged)
+        num_suspects = sum(each is not None for each in found)
+        log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
+        return dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
 
     def opened(self, sequence: Sequence) -> None:
         """A sequence whose grammar is compiled now waits like any other."""
@@ -226,8 +233,8 @@ class Admitter:
         self.exchange.acknowledge(entry_id, request_id)
 
 
-def strange_ids(request: TokenizedRequest, vocab_size: int) -> str | None:
-    """Which field names a token that this model has not. A GPU that is given such an index is lost,
+def field_with_unknown_token(request: TokenizedRequest, vocab_size: int) -> str | None:
+    """The field that names a token that this model has not. A GPU that is given such an index is lost,
     with all that it computes."""
     # of which none is negative: see TokenizedRequest
     params, prompt = request.params, request.prompt_token_ids
