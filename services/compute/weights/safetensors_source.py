@@ -10,8 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.weights.formats.registry import read_format
-from services.compute.weights.formats.stored import Format, StoredLayer
+from services.compute.weights.formats import Format, StoredLayer, read_format
 from services.compute.weights.progress import Progress
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
