@@ -59,7 +59,7 @@ def main() -> None:
                 rng = np.random.default_rng(0)
                 times: list[float] = []
                 writes: list[float] = []
-                write = service.write
+                write = service.writer.write
 
                 def timed(step, decided, write=write, writes=writes):  # type: ignore[no-untyped-def]
                     at = time.perf_counter()
@@ -67,7 +67,7 @@ def main() -> None:
                     writes.append(time.perf_counter() - at)
                     return answered
 
-                service.write = timed  # type: ignore[method-assign]
+                service.writer.write = timed  # type: ignore[method-assign]
                 for step in range(1, args.steps + 1):
                     packed = make_step(args.batch, step, count, params, rng)
                     at = time.perf_counter()

@@ -20,12 +20,13 @@ from typing import Any
 import numpy as np
 import redis
 
-from services.compute.candidates.reduction import REQUESTS_OWN, CandidateRows
-from services.compute.exchange.exchange import TEND_EVERY_S
+from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.exchange.exchange import RESEND_EVERY_S
 from services.compute.exchange.undecided import Decision, Undecided
 from services.operator.redis_server import socket_path, start_server
 from services.sampler.detokenizer import load_tokenizer
 from services.sampler.service import SamplerService
+from shared.model.arrays import Array
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
@@ -47,7 +48,7 @@ class Takeover:
     us_per_token: float
 
 
-def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> np.ndarray[Any, Any]:
+def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> Array:
     """Returns the token ids [sequences, tokens]."""
     token_ids = np.random.default_rng(0).integers(260, 2048, (sequences, tokens))
     for row in range(sequences):
@@ -58,7 +59,7 @@ def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> np.ndarray[
     return token_ids
 
 
-def rows_at(position: int, previous: np.ndarray[Any, Any]) -> CandidateRows:
+def rows_at(position: int, previous: Array) -> CandidateRows:
     """A greedy row for each sequence, computed upon its log's last token."""
     count = len(previous)
     zeros, ones = np.zeros(count, np.int32), np.ones(count, np.int32)
@@ -77,13 +78,13 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
     begun.wait()
     began = time.monotonic()
     undecided.add(rows, 1)
-    undecided.unsent()
+    undecided.unsent(1)
     while undecided.rows:
-        reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(TEND_EVERY_S * 1000))
+        reply: Any = client.xread({decisions(COMPUTE).key: last_id}, block=int(RESEND_EVERY_S * 1000))
         for _, entries in reply.items() if isinstance(reply, dict) else reply or []:
             for entry_id, values in [each for group in entries for each in group] if isinstance(reply, dict) else entries:
                 last_id, message = entry_id, decode(StepDecisions, values[MESSAGE])
-                undecided.heard(message.sampler_id)
+                undecided.record_reply(message.sampler_id, message.step)
                 columns = (message.handles, message.positions, message.token_ids, message.is_finished)
                 decided = [Decision(*each) for each in zip(*(column.tolist() for column in columns), strict=True)]
                 if undecided.settle(message.step, decided):
@@ -91,7 +92,7 @@ def watch(client: "redis.Redis", rows: CandidateRows, begun: threading.Event) ->
                     answers += 1
         if late := undecided.silent(dict.fromkeys(undecided.rows, "sampler-bench")):
             sent_again += 1
-            undecided.of(late)
+            undecided.of(late, 1)
     return first_s, time.monotonic() - began, sent_again, answers
 
 

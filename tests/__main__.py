@@ -1,7 +1,7 @@
-"""`python -m tests`: all that pytest runs here, in two parts. `--once-more` is for CI: whatever failed runs again.
+"""`python -m tests`: all that pytest runs here, a file at a time, in a process more than there are cores.
 
-The first part computes, and takes a process a core. The second starts processes of its own and
-waits for them: it takes three, a file at a time, the folders with the longest files first.
+The files that start processes and wait for them come first, those that compute fill the gaps.
+`--once-more` is for CI: whatever failed runs again.
 """
 
 import argparse
@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COMPUTING = ["architecture", "grammars", "kernels", "unit", "wire"]
-LONGEST = ["pipeline", "stages"]
+FIRST = ["pipeline", "stages", "kernels"]  # which have the longest files
+LAST = ["wire", "unit"]
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 TESTS_FAILED = 1  # pytest's exit code; those above say that pytest itself did not work
 MAX_ONCE_MORE = 10  # more failures than these are no accident of a busy machine
@@ -24,26 +24,20 @@ def main() -> int:
     parser.add_argument("--once-more", action="store_true", help="run each test that failed again, alone, and list those that then pass")
     options = parser.parse_args()
     LAST_FAILED.unlink(missing_ok=True)
-    codes = [computing(), serving()]
-    if codes == [0, 0]:
-        return 0
-    if max(codes) > TESTS_FAILED or not options.once_more:
-        return max(codes)
+    code = pytest("--numprocesses", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder", *rooms())
+    if code != TESTS_FAILED or not options.once_more:
+        return code
     return once_more(sorted(json.loads(LAST_FAILED.read_text())))
 
 
-def pytest(*arguments: str, **environment: str) -> int:
-    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, env=os.environ | environment).returncode
+def pytest(*arguments: str) -> int:
+    return subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}).returncode
 
 
-def computing() -> int:
-    return pytest("--numprocesses", "auto", *(f"tests/{room}" for room in COMPUTING), OMP_NUM_THREADS="1")
-
-
-def serving() -> int:
-    others = {file.parent.name for file in ROOT.glob("tests/*/test_*.py")} - {*COMPUTING, *LONGEST}
-    rooms = [f"tests/{room}" for room in (*LONGEST, *sorted(others))]
-    return pytest("--numprocesses", "3", "--dist", "loadfile", "--no-loadscope-reorder", *rooms)
+def rooms() -> list[str]:
+    """The folders of tests, in the order in which they are to begin."""
+    others = {file.parent.name for file in ROOT.glob("tests/*/test_*.py")} - {*FIRST, *LAST}
+    return [f"tests/{room}" for room in (*FIRST, *sorted(others), *LAST)]
 
 
 def once_more(failed: list[str]) -> int:

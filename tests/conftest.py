@@ -16,16 +16,17 @@ from hypothesis.database import DirectoryBasedExampleDatabase
 from services.operator.redis_server import socket_path, start_server
 from shared.wire.streams import CELERY_PREFIX
 from tests.deployment import Deployment
+from tests.examples import DEFAULT
 from tests.waiting import wait_until
 
 # Keys that may live for ever; every other must have a TTL once its work is done.
 PERMANENT = {"replicas", "dead-letter"}
 
 # `make test` draws the same examples on every machine, with CI in the environment or without.
-# `make explore` draws new ones, and keeps what failed.
+# `make verify SUITE=explore` draws new ones, four times as many, and keeps what failed.
 # No property is about time: on a busy machine any example may take seconds.
 ANY_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-settings.register_profile("fixed", settings.get_profile("default"), derandomize=True, database=None, **ANY_MACHINE)
+settings.register_profile("fixed", settings.get_profile("default"), max_examples=DEFAULT // 4, derandomize=True, database=None, **ANY_MACHINE)
 settings.register_profile(
     "explore", settings.get_profile("default"), derandomize=False, database=DirectoryBasedExampleDatabase(".hypothesis/examples"), **ANY_MACHINE
 )

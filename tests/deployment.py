@@ -4,7 +4,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ import openai
 import redis
 
 from shared.wire.registry import Registry, look
+from tests import forge
 from tests.waiting import wait_until
 
 MODEL = "penstock-demo"
@@ -42,7 +42,7 @@ class Deployment:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     programs: dict[str, str] = field(default_factory=dict)  # by stage: a test's own in place of the stage's
-    processes: dict[str, "subprocess.Popen[bytes]"] = field(default_factory=dict)
+    processes: dict[str, forge.ForkedProcess] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
     clients: "list[openai.OpenAI | redis.Redis]" = field(default_factory=list)
 
@@ -64,8 +64,7 @@ class Deployment:
             **own,
         }
         program = self.programs.get(stage, f"services.{stage}")
-        with (self.folder / f"{replica_id}.log").open("ab") as log:
-            self.processes[replica_id] = subprocess.Popen([sys.executable, "-m", program], env=environment, stdout=log, stderr=log)
+        self.processes[replica_id] = forge.start(program, environment, self.folder / f"{replica_id}.log")
         return replica_id
 
     def start_all(self, *, tokenizers: int = 1, samplers: int = 1, computes: int = 1, gateways: int = 1, **settings: Any) -> "Deployment":

@@ -1,4 +1,4 @@
-"""`make explore`: every property test with examples that nobody has drawn before, for as long as it is told.
+"""`make verify SUITE=explore`: every property test with examples that nobody has drawn before, for as long as it is told.
 
 `make test` draws the same examples every time. This program runs the files with property tests one
 after another, again and again, until the time is up. What fails is kept in `.hypothesis/`, and comes

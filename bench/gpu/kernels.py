@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.cuda.attention import RANGE, SPLITS
 from services.compute.backends.cuda.backend import CudaBackend
@@ -26,11 +27,11 @@ from services.compute.backends.torch.reference import (
 )
 from services.compute.backends.torch.reference import write_kv as write_reference
 from services.compute.backends.torch.row_math import TorchRowMath
-from services.compute.candidates.reduction import CandidateRows, begin_reduction
-from services.compute.sequence import Array, Sequence
+from services.compute.candidates.reduction import begin_reduction
+from services.compute.candidates.rows import CandidateRows
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
-
-Tensor = torch.Tensor
 
 EPS = 1e-6
 BLOCK_SIZE = 16

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from bench.gpu.steps import Steps
 from services.compute.backends.backend import Backend
@@ -23,8 +24,6 @@ from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
 from shared.model.files import text_config
 from shared.model.sampling_params import SamplingParams
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,8 +30,6 @@ from services.compute.simulation.trace import TraceRequest
 from services.compute.tools.make_model import SHAPES, Shape, config_json
 from shared.model.sampling_params import SamplingParams
 
-Tensor = torch.Tensor
-
 VENDORS_LEAST = {"none": 1, "w8a8": 17, "fp8": 1}  # rows: torch._int_mm takes no fewer
 BLOCK_SIZE = 16
 CONTEXT = 1024  # tokens that each sequence has when it decodes

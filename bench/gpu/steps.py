@@ -2,7 +2,7 @@
 
 from services.compute.backends.backend import RowSearch
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.flight import Flight, Landing, land, standing, take_off
+from services.compute.flight import Collected, Flight, collect, launch, rows_still_valid
 from services.compute.model_runner import ModelRunner
 from services.compute.scheduling.scheduler import Scheduler
 
@@ -17,27 +17,27 @@ class Steps:
         self.flight: Flight | None = None
         self.num_surplus = 0
 
-    def step(self) -> Landing | None:
+    def step(self) -> Collected | None:
         """Run a step, or what is left in flight. Returns what landed, if anything did."""
         batch = self.scheduler.schedule()
         if batch is None:
-            return self.land()
+            return self.collect()
         hidden = self.runner.run(batch, None if self.flight is None else self.flight.drawn)
-        landing = self.land()
-        sequences = standing(batch, self.scheduler)
+        collected = self.collect()
+        sequences = rows_still_valid(batch, self.scheduler)
         logits = self.runner.logits(batch, hidden, sequences)
-        self.flight = take_off(batch, begin_reduction(logits, list(sequences.values()), self.search), self.scheduler)
-        return landing if self.is_ahead else self.land()
+        self.flight = launch(batch, begin_reduction(logits, list(sequences.values()), self.search), self.scheduler)
+        return collected if self.is_ahead else self.collect()
 
-    def land(self) -> Landing | None:
+    def collect(self) -> Collected | None:
         if self.flight is None:
             return None
         flight, self.flight = self.flight, None
-        landing = land(flight, self.scheduler)
-        self.num_surplus += landing.num_surplus
-        for handle in landing.rows.handles.tolist():
+        collected = collect(flight, self.scheduler)
+        self.num_surplus += collected.num_surplus
+        for handle in collected.rows.handles.tolist():
             sequence = flight.sequences[handle]
             self.scheduler.confirm(sequence)
             if sequence.is_ending:
                 self.scheduler.finish(sequence, is_complete=True)
-        return landing
+        return collected

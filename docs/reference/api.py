@@ -9,10 +9,9 @@ from fastapi import FastAPI
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from docs.reference.settings import bounds
 from services.gateway.app import add_routes
-from services.gateway.openai.body import Body
-from services.gateway.openai.docs import REF
-from services.gateway.openai.neutral import ANYTHING
-from services.gateway.openai.parse import BODIES
+from services.gateway.bodies import BODIES
+from services.gateway.http.docs import REF
+from services.requests.bodies.body import ANYTHING, Body
 from shared.model.sampling_params import BOUNDS, SHARES, ChainParams, DryParams, SamplingParams
 
 INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be
@@ -31,7 +30,7 @@ def page() -> str:
     add_routes(app)
     parts = ["# Fields of the API\n\n", HEAD, paragraph(INTRODUCTION), "\n", paragraph(FATES), "\n## Endpoints\n\n", paths_of(app)]
     told: set[type[Body]] = set()
-    for body in BODIES.values():
+    for body in BODIES:
         for each in (body, *inner_bodies(body)):
             if each not in told:
                 parts += section(each)

@@ -6,9 +6,9 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
-from services.gateway.batches.figures import BatchFigures
-from services.gateway.metrics import Metrics
-from services.gateway.pipeline_state import PipelineState
+from services.gateway.telemetry.metrics import Metrics
+from services.gateway.telemetry.pipeline_state import PipelineState
+from services.requests.batches.figures import BatchFigures
 from shared.process.settings import StageSettings
 from shared.wire.messages import Replica
 from shared.wire.stage import Stage

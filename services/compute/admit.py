@@ -1,4 +1,5 @@
-"""Admitting prompts: a claimed message becomes a sequence, or is refused, or is a second copy of one that is here."""
+"""Admitting prompts: a claimed message becomes a sequence, or is refused, or is a second copy of
+one that is here."""
 
 import itertools
 from dataclasses import replace
@@ -8,7 +9,7 @@ from services.compute.candidates.constraints import Constraints
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
-from services.compute.quarantine import Quarantine
+from services.compute.quarantine import Attempts, Quarantine
 from services.compute.sequence import Sequence
 from shared.model.dry_breakers import unpack_breakers
 from shared.process.errors import Lost
@@ -27,7 +28,8 @@ FORGET_CONSUMERS_EVERY = 30  # claims
 
 
 class Admitter:
-    """Fills `active`. Every prompt that was delivered ends up there, or its entry is acknowledged."""
+    """Fills `active`. Every prompt that was delivered ends up there, or its entry is
+    acknowledged."""
 
     def __init__(self, stage: Stage, engine: Engine, exchange: Exchange, constraints: Constraints, active: dict[int, ActiveRequest]) -> None:
         assert stage.model is not None
@@ -46,7 +48,7 @@ class Admitter:
         self.num_claimed = 0  # requests that were taken over from replicas that died or left
 
     def handles_of(self, request_ids: tuple[str, ...]) -> list[int]:
-        """Of those that are here."""
+        """Handles of the requests among these that this replica has."""
         return [self._handle_by_request[each] for each in dict.fromkeys(request_ids) if each in self._handle_by_request]
 
     def forget(self, active: ActiveRequest) -> None:
@@ -55,16 +57,17 @@ class Admitter:
         self.constraints.forget(active.sequence.handle)
         del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
 
-    def claim(self, room: int) -> None:
+    def claim(self, num_wanted: int) -> None:
         """Take over what dead replicas left, and forget their names."""
-        if room > 0:
-            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(room, MAX_CLAIMED)))
+        if num_wanted > 0:
+            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(num_wanted, MAX_CLAIMED)))
         self._num_claims += 1
         if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
             self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))
 
     def admit(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
-        """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or are here already."""
+        """New prompts become waiting sequences, unless they were cancelled meanwhile, don't fit, or
+        are here already."""
         for letter in dead:
             self._end(letter.request_id, letter.gateway_id, letter.entry_id, RequestError(f"this request could not be handled: {letter.reason}"))
         fresh: dict[str, Delivery] = {}
@@ -81,7 +84,8 @@ class Admitter:
             self._admit_fresh(list(fresh.values()))
 
     def _admit_fresh(self, deliveries: list[Delivery]) -> None:
-        """One round trip for what Redis knows of them: whether they were cancelled, who reads them, and the logs of those that were claimed."""
+        """One round trip for what Redis knows of them: whether they were cancelled, who reads them,
+        and the logs of those that were claimed."""
         claimed = [each for each in deliveries if each.was_claimed]
 
         def ask(pipe: Pipeline) -> None:
@@ -111,31 +115,36 @@ class Admitter:
     def _open(self, delivery: Delivery, log_entries: Any, gateway_id: str | None) -> ActiveRequest | None:
         """A request with the tokens its log already holds; None if it has ended, or ends here."""
         request: TokenizedRequest = delivery.message
-        num_tokens = len(request.prompt_token_ids) + (request.params.max_tokens or 0)
-        longest = min(self.stage.max_model_len or num_tokens, self.scheduler.block_manager.num_blocks * self.scheduler.block_manager.block_size)
         try:
             logged = parse_log(log_entries)
-        except Lost as error:
-            self._refuse(delivery, RequestError(str(error)))
+        except Lost as lost:
+            self._refuse(delivery, RequestError(str(lost)))
             return None
         if logged and logged[-1].finish_reason is not None:
             self.exchange.acknowledge(delivery.entry_id, request.request_id)
             return None
-        if num_tokens > longest:
-            self._refuse(delivery, RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens"))
-            return None
-        if self.engine.is_encoder and request.embedding is None:
-            self._refuse(delivery, RequestError("this model makes embeddings, and no text", 400, "model", "model_not_supported"))
-            return None
-        if (name := strange_ids(request, self.vocab_size)) is not None:
-            self._refuse(delivery, RequestError(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, name))
+        if (error := self._mistake(request)) is not None:
+            self._refuse(delivery, error)
             return None
         sequence = self._sequence(request, logged)
         return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
 
+    def _mistake(self, request: TokenizedRequest) -> RequestError | None:
+        """Why this model can't run the request; None: it can."""
+        num_tokens, blocks = len(request.prompt_token_ids) + (request.params.max_tokens or 0), self.scheduler.block_manager
+        longest = min(self.stage.max_model_len or num_tokens, blocks.num_blocks * blocks.block_size)
+        if num_tokens > longest:
+            return RequestError(f"the request takes up to {num_tokens} tokens, this replica {longest}", 400, "max_tokens")
+        if self.engine.is_encoder and request.embedding is None:
+            return RequestError("this model makes embeddings, and no text", 400, "model", "model_not_supported")
+        if (name := field_with_unknown_token(request, self.vocab_size)) is not None:
+            return RequestError(f"{name} holds token ids outside the vocabulary, [0, {self.vocab_size})", 400, name)
+        return None
+
     def _sequence(self, request: TokenizedRequest, logged: list[TokenEvent]) -> Sequence:
         prompt = request.prompt_token_ids.tolist()
-        params = replace(request.params, prompt_logprobs=None) if logged else request.params  # the first token's entry holds them
+        # the first token's entry holds them
+        params = replace(request.params, prompt_logprobs=None) if logged else request.params
         scheduling = request.scheduling
         return Sequence(
             next(self._handles),
@@ -155,20 +164,14 @@ class Admitter:
         )
 
     def _begin(self, admitted: list[tuple[Delivery, ActiveRequest]]) -> None:
-        """To the scheduler; what a replica died with, by way of the quarantine."""
-        orphans = [(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released]
-        verdicts = {}
-        if orphans:
-            logged = [active.sequence.num_output_tokens for _, active in orphans]
-            found = self.quarantine.judge([active.request.request_id for _, active in orphans], logged)
-            verdicts = dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
-            num_suspects = sum(each is not None for each in found)
-            log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
+        """Hand requests to the scheduler; those that a replica died with, to the quarantine
+        first."""
+        verdicts = self._judge([(delivery, active) for delivery, active in admitted if delivery.was_claimed and not delivery.was_released])
         begun = []
         for delivery, active in admitted:
             sequence, attempts = active.sequence, verdicts.get(delivery.entry_id)
             if attempts is not None and attempts.is_poison:
-                self._bury(delivery)
+                self._give_up(delivery)
                 continue
             self.active[sequence.handle] = active
             self.num_claimed += delivery.was_claimed
@@ -180,18 +183,29 @@ class Admitter:
                 self.quarantine.watch(sequence)
             begun.append(active)
         if constrained := [active.sequence for active in begun if active.request.constraint is not None]:
-            self.exchange.remember(self.quarantine.told(constrained, has_run=True))  # a grammar may kill while it is compiled
+            # a grammar may kill while it is compiled
+            self.exchange.remember(self.quarantine.told(constrained, has_run=True))
             self.exchange.publish_held()
         for active in begun:
             self.begin(active.sequence)
 
+    def _judge(self, orphans: list[tuple[Delivery, ActiveRequest]]) -> dict[bytes, Attempts | None]:
+        """The quarantine's verdicts on requests that dead replicas left, by entry."""
+        if not orphans:
+            return {}
+        logged = [active.sequence.num_output_tokens for _, active in orphans]
+        found = self.quarantine.judge([active.request.request_id for _, active in orphans], logged)
+        num_suspects = sum(each is not None for each in found)
+        log.info("requests claimed", num_requests=len(orphans), num_logged_tokens=sum(logged), num_suspects=num_suspects)
+        return dict(zip((delivery.entry_id for delivery, _ in orphans), found, strict=True))
+
     def opened(self, sequence: Sequence) -> None:
-        """Its grammar is compiled: it waits like any other."""
+        """A sequence whose grammar is compiled now waits like any other."""
         self.exchange.remember(self.quarantine.told([sequence], has_run=False))
         self.scheduler.add(sequence)
 
     def begin(self, sequence: Sequence) -> None:
-        """To the scheduler; with a constraint, once its grammar is compiled."""
+        """Hand a sequence to the scheduler; with a constraint, once its grammar is compiled."""
         constraint = self.active[sequence.handle].request.constraint
         if constraint is None:
             self.scheduler.add(sequence)
@@ -202,8 +216,8 @@ class Admitter:
         """Whether the scheduler has it, among those that wait or those that run."""
         return sequence.handle not in self.quarantine.suspects and sequence.handle not in self.constraints.opening
 
-    def _bury(self, delivery: Delivery) -> None:
-        """What replicas died of, each time it ran alone."""
+    def _give_up(self, delivery: Delivery) -> None:
+        """End a request of which replicas died, each time it ran alone."""
         request = delivery.message
         reason = "replica after replica died when it began this request, also alone"
         values = {MESSAGE: encode(request), REQUEST_ID: request.request_id.encode()}
@@ -219,9 +233,11 @@ class Admitter:
         self.exchange.acknowledge(entry_id, request_id)
 
 
-def strange_ids(request: TokenizedRequest, vocab_size: int) -> str | None:
-    """Which field names a token that this model has not. A GPU that is given such an index is lost, with all that it computes."""
-    params, prompt = request.params, request.prompt_token_ids  # of which none is negative: see TokenizedRequest
+def field_with_unknown_token(request: TokenizedRequest, vocab_size: int) -> str | None:
+    """The field that names a token that this model has not. A GPU that is given such an index is lost,
+    with all that it computes."""
+    # of which none is negative: see TokenizedRequest
+    params, prompt = request.params, request.prompt_token_ids
     named = {
         "prompt": (int(prompt.max()),), "logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids, "bad_words": itertools.chain.from_iterable(params.bad_words_token_ids),

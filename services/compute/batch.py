@@ -1,4 +1,5 @@
-"""ScheduledBatch: the scheduler's decision for one step. Plain values that nothing changes afterwards."""
+"""ScheduledBatch: the scheduler's decision for one step. Plain values that nothing changes
+afterwards."""
 
 from dataclasses import dataclass
 
@@ -9,12 +10,17 @@ class BatchRow:
 
     handle: int
     token_ids: tuple[int, ...]  # the last may be PENDING: the step in flight has drawn it
-    num_computed_tokens: int  # of the sequence, before the step: where the first of token_ids stands
+    # of the sequence, before the step: where the first of token_ids stands
+    num_computed_tokens: int
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
-    is_sampled: bool  # the last of token_ids is the sequence's last: its logits decide the next token
+    # the last of token_ids is the sequence's last: its logits decide the next token
+    is_sampled: bool
     first_target: int = 0  # where the first of target_ids stands in the sequence
-    target_ids: tuple[int, ...] = ()  # tokens of its prompt whose logprobs the step computes, each from the row of the token before it
-    pooled: range = range(0)  # of token_ids, those whose hidden states go into the sequence's embedding
+    # tokens of its prompt whose logprobs the step computes, each from the row of the token before
+    # it
+    target_ids: tuple[int, ...] = ()
+    # of token_ids, those whose hidden states go into the sequence's embedding
+    pooled: range = range(0)
 
     @property
     def num_tokens(self) -> int:
@@ -28,11 +34,13 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step: single tokens of sequences that are one token behind ("decodes"), then chunks of others, in one ragged batch."""
+    """One step: single tokens of sequences that are one token behind ("decodes"), then chunks of
+    others, in one ragged batch."""
 
     rows: tuple[BatchRow, ...]
     num_decodes: int  # of the rows, the first ones
-    block_copies: tuple[tuple[int, int], ...] = ()  # (from, to), before the step: all are read before any is written
+    # (from, to), before the step: all are read before any is written
+    block_copies: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -55,5 +63,6 @@ class ScheduledBatch:
 
     @property
     def sampled(self) -> list[int]:
-        """The handles of the sequences that get a token from this step, in the order of their rows of logits."""
+        """The handles of the sequences that get a token from this step, in the order of their rows
+        of logits."""
         return [row.handle for row in self.rows if row.is_sampled]

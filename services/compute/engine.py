@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
@@ -19,7 +19,7 @@ from services.compute.models.config import ARCHITECTURES, architecture_of, read_
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.warm_up import first_kernels, warm_up
+from services.compute.warm_up import check_numbers, first_kernels, warm_up
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
 from shared.model.grammar import Vocabulary, load_vocabulary
@@ -29,13 +29,15 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0  # beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow cores
+# beyond any step: a kernel's compilation among them, or 512 tokens of a large model on a few slow
+# cores
+CUDA_STEP_S, CPU_STEP_S = 300.0, 3600.0
 SHARED_CORES_INTERVAL_S = 0.05  # text that grows twenty times a second still flows
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a step runs on."""
+    """The objects that a step runs on."""
 
     scheduler: Scheduler
     runner: ModelRunner
@@ -49,16 +51,23 @@ class Engine:
 
 
 def choose_dtype(name: str, files: ModelFiles) -> torch.dtype:
-    """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes bfloat16)."""
+    """The dtype asked for, or the checkpoint's (float16, which the CPU computes slowly, becomes
+    bfloat16)."""
     wanted = name if name != "auto" else str(files.config.get("dtype") or files.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     return torch.float32 if wanted == "float32" else torch.bfloat16
 
 
 def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> float:
-    """Seconds. Where the other stages run on the model's own cores, what they do between two steps is time that the model loses."""
+    """Seconds. Where the other stages run on the model's own cores, what they do between two steps
+    is time that the model loses."""
     if settings.publish_interval_ms is not None:
         return settings.publish_interval_ms / 1000
     return SHARED_CORES_INTERVAL_S if device.type == "cpu" and torch.get_num_threads() >= (os.cpu_count() or 1) else 0.0
+
+
+def choose_step_timeout(settings: ComputeSettings, device: torch.device) -> float:
+    """Seconds after which a step counts as hung."""
+    return settings.step_timeout_s or (CUDA_STEP_S if device.type == "cuda" else CPU_STEP_S)
 
 
 def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
@@ -69,7 +78,8 @@ def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
 
 
 def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, max_model_len: int | None) -> Model:
-    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens; None: what the cache holds. Raises StartupError."""
+    """The model as the settings want it run. max_model_len: of the sequences to come, in tokens;
+    None: what the cache holds. Raises StartupError."""
     if is_native_model(settings, files):
         config = read_config(files.config, max_model_len)
         weights = load_weights(
@@ -83,7 +93,8 @@ def load_model(settings: ComputeSettings, files: ModelFiles, backend: Backend, m
     if files.weights.is_file():
         raise StartupError(f"{files.weights}: a GGUF file runs on our own executor only (--model-impl), which does not have this architecture")
     try:
-        from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder  # seconds that a native model need not wait
+        # seconds that a native model need not wait
+        from services.compute.models.encoder_model import is_encoder, load_classifier, load_encoder
         from services.compute.models.transformers_model import load_transformers_model
     except ImportError as error:
         raise StartupError(f"{files.name} runs on the transformers library only, which can't be loaded here: {error}") from None
@@ -103,55 +114,102 @@ def build_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
 
 
 def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    """Raises StartupError, or torch's error where memory is too small."""
+    """Open the backend, load the model, size its cache, make its scheduler. Raises StartupError, or
+    torch's error where memory is too small."""
     device = choose_device(settings.device)
+    backend = open_backend(settings, files, device)
+    limit = smallest(settings.max_model_len, files.max_model_len)
+    log.info("loading the model", model=files.name, weights=files.weights)
+    warn_of_length(settings, files)
+    with logging_redirect_tqdm():  # lines of log go above the bar
+        model = load_model(settings, files, backend, limit)
+    with first_kernels(device):
+        workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), limit or settings.max_batched_tokens)
+    is_encoder = not model.splits_prompts
+    size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, model, limit, workspace_bytes)
+    kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
+    runner = ModelRunner(model, kv_cache)
+    with first_kernels(device):
+        check_numbers(runner, files.name)
+        if device.type == "cuda" and not is_encoder:
+            warm_up(runner, backend.row_search, settings.max_num_seqs)
+    log.info(
+        "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
+        max_model_len=size.max_model_len,
+    )  # fmt: skip
+    return Engine(
+        make_scheduler(settings, size, is_encoder=is_encoder), runner, backend.row_search,
+        load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
+        pooling=files.pooling or ("mean" if is_encoder else "last"), is_encoder=is_encoder,
+        publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
+    )  # fmt: skip
+
+
+def open_backend(settings: ComputeSettings, files: ModelFiles, device: torch.device) -> Backend:
+    """The backend of a device, with the settings' dtype and threads. Raises StartupError."""
     if device.type == "cpu" and settings.quantization == "fp8":
         raise StartupError("--quantization fp8 runs on a GPU only (--device cuda); on a CPU there are w8a8, w4 and nf4")
     if device.type == "cpu":
         torch.set_num_threads(settings.num_threads or os.cpu_count() or 1)
-    backend = choose_backend(choose_dtype(settings.dtype, files), device, allow_batch_variance=settings.allow_batch_variance)
-    asked = min((limit for limit in (settings.max_model_len, files.max_model_len) if limit is not None), default=None)
-    log.info("loading the model", model=files.name, weights=files.weights)
+    return choose_backend(choose_dtype(settings.dtype, files), device, allow_batch_variance=settings.allow_batch_variance)
+
+
+def warn_of_length(settings: ComputeSettings, files: ModelFiles) -> None:
+    """Log that --max-model-len asks for more than the model was made for."""
     if settings.max_model_len is not None and files.max_model_len is not None and settings.max_model_len > files.max_model_len:
         log.warning(
             "--max-model-len is more than the model was made for, and what that is holds", asked=settings.max_model_len, max_model_len=files.max_model_len
         )
-    with logging_redirect_tqdm():  # lines of log go above the bar
-        model = load_model(settings, files, backend, asked)
-    with first_kernels(device):
-        workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), asked or settings.max_batched_tokens)
-    config = model.config
-    whole = model.longest_text if not model.splits_prompts else None  # of a model whose texts are computed whole
-    asked = min((limit for limit in (asked, whole) if limit is not None), default=None)
-    if model.splits_prompts:
-        num_blocks = choose_num_blocks(settings, config, model.backend, workspace_bytes)
-    else:
-        num_blocks = settings.max_num_seqs * -(-(asked or settings.max_batched_tokens) // settings.block_size)
-    longest = min(asked or num_blocks * settings.block_size, num_blocks * settings.block_size)
-    kv_cache = KVCache(config, model.backend, num_blocks=num_blocks, block_size=settings.block_size, group=choose_group(settings, config))
-    runner = ModelRunner(model, kv_cache)
-    if device.type == "cuda" and model.splits_prompts:
-        with first_kernels(device):
-            warm_up(runner, backend.row_search, settings.max_num_seqs)
-    block_manager = BlockManager(num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and model.splits_prompts)
-    scheduler = Scheduler(
+
+
+@dataclass(frozen=True, slots=True)
+class CacheSize:
+    """How many blocks the cache has, and how long a sequence can become in them."""
+
+    num_blocks: int
+    max_model_len: int  # tokens, prompt and output
+
+
+def size_cache(settings: ComputeSettings, model: Model, limit: int | None, workspace_bytes: int) -> CacheSize:
+    """The cache that fits in memory. limit: the longest sequence wanted, in tokens; None: what the
+    cache holds. Raises StartupError."""
+    num_blocks = choose_num_blocks(settings, model.config, model.backend, workspace_bytes)
+    return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
+
+
+def size_encoder_cache(settings: ComputeSettings, model: Model, limit: int | None) -> CacheSize:
+    """Blocks that account for an encoder's texts, for as many of the longest as a step has places;
+    they hold next to nothing. limit: as for size_cache."""
+    longest = smallest(limit, model.longest_text)
+    num_blocks = settings.max_num_seqs * -(-(longest or settings.max_batched_tokens) // settings.block_size)
+    return CacheSize(num_blocks, smallest(longest, num_blocks * settings.block_size))
+
+
+@overload
+def smallest(limit: int | None, other: int) -> int: ...
+
+
+@overload
+def smallest(limit: int | None, other: int | None) -> int | None: ...
+
+
+def smallest(limit: int | None, other: int | None) -> int | None:
+    """The smaller of two limits, of which either may be missing."""
+    return min((each for each in (limit, other) if each is not None), default=None)
+
+
+def make_scheduler(settings: ComputeSettings, size: CacheSize, *, is_encoder: bool) -> Scheduler:
+    """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
+    fits in a step, and no text shares another's blocks."""
+    block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder)
+    return Scheduler(
         block_manager,
         make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),
         max_num_seqs=settings.max_num_seqs,
-        max_batched_tokens=settings.max_batched_tokens if model.splits_prompts else max(settings.max_batched_tokens, longest),
+        max_batched_tokens=max(settings.max_batched_tokens, size.max_model_len) if is_encoder else settings.max_batched_tokens,
         aging_s=settings.aging_s,
         target_itl_s=settings.target_itl_ms / 1000 if settings.target_itl_ms is not None else None,
         run_ahead=settings.run_ahead,
-        splits_prompts=model.splits_prompts,
+        splits_prompts=not is_encoder,
     )
-    log.info(
-        "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
-        threads=torch.get_num_threads(), kv_tokens=num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20, max_model_len=longest,
-    )  # fmt: skip
-    return Engine(
-        scheduler, runner, backend.row_search,
-        load_vocabulary=partial(load_vocabulary, files.folder, config.vocab_size, files.eos_token_ids), max_model_len=longest,
-        pooling=files.pooling or ("last" if model.splits_prompts else "mean"), is_encoder=not model.splits_prompts,
-        publish_interval_s=choose_publish_interval(settings, device),
-        step_timeout_s=settings.step_timeout_s or (CUDA_STEP_S if device.type == "cuda" else CPU_STEP_S),
-    )  # fmt: skip

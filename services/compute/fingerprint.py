@@ -32,8 +32,8 @@ SETTINGS = (
 
 def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) -> str:
     """A name that changes with whatever may change a token: Penstock's version, the contents of the
-    model's files, and how they are computed. It ends in BATCH_VARIANT where the same request may get
-    other bits in another batch."""
+    model's files, and how they are computed. It ends in BATCH_VARIANT where the same request may
+    get other bits in another batch."""
     facts = {
         "version": version("penstock"),
         "config": files.config,
@@ -46,7 +46,8 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) 
 
 
 def content_hashes(files: ModelFiles) -> dict[str, str]:
-    """SHA-256 by name of the weights and the tokenizer's files; of a GGUF model, which holds both, of its file."""
+    """SHA-256 by name of the weights and the tokenizer's files; of a GGUF model, which holds both,
+    of its file."""
     if files.weights.is_file():
         paths = [files.weights]
     else:
@@ -87,7 +88,8 @@ def _read(store: Path) -> dict[str, list[Any]]:
 
 
 def _write(store: Path, hashes: dict[str, list[Any]]) -> None:
-    """Replaces the file in one go. In a folder that is read-only the files are hashed again at the next start."""
+    """Replaces the file in one go. In a folder that is read-only the files are hashed again at the
+    next start."""
     with suppress(OSError), tempfile.NamedTemporaryFile("w", dir=store.parent, prefix=HASHES, delete=False) as file:
         json.dump(hashes, file)
         file.flush()

@@ -1,16 +1,18 @@
 """A step in flight: it runs on a device that draws its tokens, and nothing of it has been read yet.
 
-When a step has taken off, each of its sequences has a token that is PENDING: so the next step can be scheduled, and launched upon what the device draws.
-Then the step lands: its candidates are read, and the token becomes what the sampler will decide. The device's draw has no authority: where the host's is
-another, or ends its sequence, the next step's row is dropped, as all is that was computed upon a token that was not to be.
+`launch`: each sequence of the step has a token that is PENDING. So the next step can be scheduled,
+and launched upon what the device draws. `collect`: the candidates are read, and the token becomes
+what the sampler will decide. The device's draw has no authority: where the host's is another, or
+ends its sequence, the next step's row is discarded, like everything computed from a wrong token.
 
-Where only the host draws, a step lands as soon as it has taken off.
+Where only the host draws, a step is collected as soon as it is launched.
 """
 
 from dataclasses import dataclass
 
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates.reduction import CandidateRows, Reduction
+from services.compute.candidates.reduction import Reduction
+from services.compute.candidates.rows import CandidateRows
 from services.compute.model_runner import DrawnTokens
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import PENDING, Sequence
@@ -23,12 +25,13 @@ class Flight:
     reduction: Reduction
     sequences: dict[int, Sequence]  # by handle: those that have a token PENDING
     began_at: float  # perf_counter, s: when the step was begun
-    drawn: DrawnTokens | None  # what the next step may be launched upon before this one has landed; None: nothing
+    # what the next step may be launched upon before this one is collected; None: nothing
+    drawn: DrawnTokens | None
 
 
 @dataclass(frozen=True, slots=True)
-class Landing:
-    """What a step has come to, for the sequences that still wait for it."""
+class Collected:
+    """The outcome of a step, for the sequences that still wait for it."""
 
     rows: CandidateRows
     failures: dict[int, RequestError]  # by handle
@@ -36,13 +39,14 @@ class Landing:
     num_surplus: int  # rows of the next step, which runs already, that are dropped
 
 
-def standing(batch: ScheduledBatch, scheduler: Scheduler) -> dict[int, Sequence]:
-    """By handle, the sequences that a step samples, in its order: not those that have ended since, or were computed upon a token that was not to be."""
+def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[int, Sequence]:
+    """The sequences that a step samples, by handle, in its order: not those that have ended since,
+    or whose rows were computed from a wrong token."""
     found = {row.handle: (row, scheduler.running.get(row.handle)) for row in batch.rows if row.is_sampled}
     return {handle: each for handle, (row, each) in found.items() if each is not None and each.num_computed_tokens == row.num_context_tokens}
 
 
-def take_off(batch: ScheduledBatch, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
+def launch(batch: ScheduledBatch, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
     """The step's reduction has begun; what could not be edited has no token PENDING."""
     sequences = {each.handle: scheduler.get(each.handle) for each in reduction.edited}
     for sequence in sequences.values():
@@ -53,8 +57,9 @@ def take_off(batch: ScheduledBatch, reduction: Reduction, scheduler: Scheduler, 
     return Flight(batch, reduction, sequences, began_at, drawn)
 
 
-def land(flight: Flight, scheduler: Scheduler) -> Landing:
-    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide; after one that ends its sequence nothing is computed."""
+def collect(flight: Flight, scheduler: Scheduler) -> Collected:
+    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide;
+    after one that ends its sequence nothing is computed."""
     rows = flight.reduction.finish()
     failures = {handle: error for handle, error in rows.failures.items() if is_waiting(flight.sequences.get(handle))}
     waiting = [row for row, handle in enumerate(rows.handles.tolist()) if is_waiting(flight.sequences[handle])]
@@ -70,9 +75,9 @@ def land(flight: Flight, scheduler: Scheduler) -> Landing:
         scheduler.reveal(sequence, token_id, is_continued=drawn.get(handle) == token_id and not sequence.is_ending)
         num_surplus += num_computed - sequence.num_computed_tokens
         is_urgent |= sequence.is_ending or sequence.num_output_tokens == 1
-    return Landing(rows, failures, is_urgent, num_surplus)
+    return Collected(rows, failures, is_urgent, num_surplus)
 
 
 def is_waiting(sequence: Sequence | None) -> bool:
-    """Whether it has neither ended nor been truncated since the step took off."""
+    """Whether it has neither ended nor been truncated since the step was launched."""
     return sequence is not None and not sequence.is_finished and sequence.is_pending

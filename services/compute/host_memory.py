@@ -7,8 +7,9 @@ import torch
 
 
 def mapped_zeros(num_bytes: int) -> torch.Tensor:
-    """[num_bytes] uint8 at the beginning of a page. The system provides pages when they are first written, large ones where it can: weights and
-    caches are read from all over, and each page of 4 KiB would need an entry of the TLB."""
+    """[num_bytes] uint8 at the beginning of a page. The system provides pages when they are first
+    written, large ones where it can: weights and caches are read from all over, and each page of 4
+    KiB would need an entry of the TLB."""
     memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -16,7 +17,8 @@ def mapped_zeros(num_bytes: int) -> torch.Tensor:
 
 
 def give_back_free_memory() -> None:
-    """Return what malloc holds and nobody uses. Between the tensors that stay, those that a layer needed while it was loaded leave holes
-    that the next layer's don't fit in: half a gigabyte of a gigabyte's model."""
+    """Return what malloc holds and nobody uses. Between the tensors that stay, those that a layer
+    needed while it was loaded leave holes that the next layer's don't fit in: half a gigabyte of a
+    gigabyte's model."""
     if hasattr(library := ctypes.CDLL(None), "malloc_trim"):  # glibc
         library.malloc_trim(0)

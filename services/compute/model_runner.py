@@ -1,4 +1,5 @@
-"""ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as logits."""
+"""ModelRunner: a ScheduledBatch becomes tensors, runs through the model, and comes back as
+logits."""
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,37 +23,39 @@ class ModelShape(CacheShape, Protocol):
 
 
 class Model(Protocol):
-    """What runs a step: our own Decoder, or transformers' modules."""
+    """A model that runs a step: our own Decoder, or transformers' modules."""
 
     @property
     def config(self) -> ModelShape: ...
 
     @property
     def implementation(self) -> str:
-        """For the log."""
+        """The implementation's name, for the log."""
         ...
 
     @property
     def backend(self) -> Backend:
-        """What its parts are of, and its cache."""
+        """The backend of the model's parts and of its cache."""
         ...
 
     @property
     def splits_prompts(self) -> bool:
-        """Whether a prompt may be computed in parts: not if its tokens see those after them. Such a model samples nothing."""
+        """Whether a prompt may be computed in parts: not if its tokens see those after them. Such a
+        model samples nothing."""
         ...
 
     @property
     def longest_text(self) -> int | None:
-        """In tokens, where the model itself bounds it otherwise than config.json says."""
+        """The longest text in tokens, where the model itself bounds it otherwise than config.json
+        says."""
         ...
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
-        """What a step of so many tokens takes beside weights and cache, of which so many get logits."""
+        """Bytes that a step takes beside weights and cache; num_logits of its tokens get logits."""
         ...
 
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
-        """What else depends on the batch and is the same for every layer."""
+        """Prepare what depends on the batch and is the same for every layer."""
         ...
 
     def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -60,23 +63,28 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of some of the batch's logit_rows, [R, vocab] float32, good until the next call. hidden: what `forward` returned."""
+        """Logits of some of the batch's logit_rows, [R, vocab] float32, good until the next call.
+        hidden: what `forward` returned."""
         ...
 
     def states(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Of some of the batch's logit_rows the last hidden states, behind the last norm, [R, hidden] float32."""
+        """Hidden states of some of the batch's logit_rows, behind the last norm, [R, hidden]
+        float32."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnTokens:
-    """The tokens that a step in flight draws. They are on the device, and nobody here knows them yet."""
+    """The tokens that a step in flight draws. They are on the device, and nobody here knows them
+    yet."""
 
     token_ids: torch.Tensor  # [R] int64
     row_by_handle: dict[int, int]  # whose they are
 
 
-PROMPT_ROWS = 64  # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a vocabulary of 151,936
+# of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a
+# vocabulary of 151,936
+PROMPT_ROWS = 64
 
 
 class ModelRunner:
@@ -84,18 +92,21 @@ class ModelRunner:
         self.model = model
         self.kv_cache = kv_cache
         self.buffers = model.backend.buffers
-        self._prepared: tuple[list[int], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)  # the last step's logit_rows
+        # the last step's logit_rows
+        self._prepared: tuple[list[int], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
 
     @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
 
     def forward(self, batch: ScheduledBatch) -> torch.Tensor:
-        """Run one step. Returns the logits [len(batch.sampled), vocab_size] float32, in that order."""
+        """Run one step. Returns the logits [len(batch.sampled), vocab_size] float32, in that
+        order."""
         return self.logits(batch, self.run(batch))
 
     def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> torch.Tensor:
-        """Run one step up to the head: prepare it, then a forward pass that reads nothing else of the batch. Returns what `logits` and `prompt_logits` take.
+        """Run one step up to the head: prepare it, then a forward pass that reads nothing else of
+        the batch. Returns what `logits` and `prompt_logits` take.
 
         drawn: has the tokens that are PENDING in the batch.
         """
@@ -104,26 +115,30 @@ class ModelRunner:
         return self.model.forward(*self.prepare(batch, drawn), self.kv_cache.layers)
 
     def logits(self, batch: ScheduledBatch, hidden: torch.Tensor, handles: Container[int] | None = None) -> torch.Tensor:
-        """Of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good until the head runs again. hidden: what `run` returned; handles:
-        of the rows that are still wanted, where some are not."""
+        """Logits of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good
+        until the head runs again. hidden: what `run` returned; handles: of the rows that are still
+        wanted, where some are not."""
         rows = _sampled_rows(batch)
         if handles is not None:
             rows = [row for row, handle in zip(rows, batch.sampled, strict=True) if handle in handles]
         return self.model.logits(hidden, self._wanted(rows))
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Of the rows that predict the batch's target_ids, in their order: slices of [at most PROMPT_ROWS, vocab_size] float32, each good until the next."""
+        """Logits of the rows that predict the batch's target_ids, in their order: slices of [at
+        most PROMPT_ROWS, vocab_size] float32, each good until the next."""
         rows = _prompt_rows(batch)
         for at in range(0, len(rows), PROMPT_ROWS):
             yield self.model.logits(hidden, self._wanted(rows[at : at + PROMPT_ROWS]))
 
     def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
-        """The last hidden states of the rows' pooled tokens, in their order, [R, hidden] float32."""
+        """The last hidden states of the rows' pooled tokens, in their order, [R, hidden]
+        float32."""
         return self.model.states(hidden, self._wanted(_pooled_rows(batch))).cpu()
 
     def prepare(self, batch: ScheduledBatch, drawn: DrawnTokens | None = None) -> tuple[ForwardBatch, Any]:
-        """The batch's tokens in its own order, decodes, then chunks; and the model's plan. Both are good until the next step is prepared: they are in the
-        backend's buffers. What is PENDING is put in its place on the device."""
+        """The batch's tokens in its own order, decodes, then chunks; and the model's plan. Both are
+        good until the next step is prepared: they are in the backend's buffers. What is PENDING is
+        put in its place on the device."""
         block_size = self.kv_cache.block_size
         input_ids: list[int] = []
         positions: list[int] = []

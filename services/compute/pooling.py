@@ -1,7 +1,7 @@
 """Embeddings: of a prompt's last hidden states, one vector.
 
-A sequence's hidden states come chunk by chunk, as its prompt is computed, and are added up token by token in float64: the sum is the same in any
-chunks, and in any company.
+A sequence's hidden states come chunk by chunk, as its prompt is computed, and are added up token by
+token in float64: the sum is the same in any chunks, and in any company.
 """
 
 from collections.abc import Callable
@@ -9,7 +9,8 @@ from collections.abc import Callable
 import numpy as np
 
 from services.compute.batch import ScheduledBatch
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 
 NOT_FINITE = "the model's numbers for this input are not finite"
 
@@ -17,8 +18,8 @@ NOT_FINITE = "the model's numbers for this input are not finite"
 def pool(states: Array, batch: ScheduledBatch, get: Callable[[int], Sequence]) -> tuple[dict[int, Array], dict[int, str]]:
     """Take in a step's hidden states, for the sequences that `get` finds by handle.
 
-    states: [R, hidden] float32 of the batch's pooled tokens, in their order. Returns by handle the embeddings [dimensions] float32 that are whole now, and
-    which have failed, and why.
+    states: [R, hidden] float32 of the batch's pooled tokens, in their order. Returns by handle the
+    embeddings [dimensions] float32 that are whole now, and which have failed, and why.
     """
     embeddings: dict[int, Array] = {}
     failures: dict[int, str] = {}

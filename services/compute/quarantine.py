@@ -1,10 +1,12 @@
 """Quarantine: which of the requests that a dead replica left killed it?
 
-Blame needs a part in the step that was running, and lack of progress. Before a request's first step it is written down that it runs. Of what is claimed,
-a request that only waited, or whose log has grown since it began to run, is above suspicion, and goes on at once. The others are suspects. They are
-tried when those have gone on: in steps of their own, by turns with everybody else's, a few at a time and then alone. The choices of one prompt are
-tried as one. Who gets a token is free. Who was in a trial step alone MAX_ALONE times, and each time the replica died, is the poison: it gets one clear
-error.
+Blame needs a part in the step that was running, and lack of progress. Before a request's first step
+it is written down that it runs. Of what is claimed, a request that only waited, or whose log has
+grown since it began to run, is above suspicion, and goes on at once. The others are suspects. They
+are tried when those have gone on: in steps of their own, by turns with everybody else's, a few at a
+time and then alone. The choices of one prompt are tried as one. Who gets a token is free. Who was
+in a trial step alone MAX_ALONE times, and each time the replica died, is the poison: it gets one
+clear error.
 """
 
 from collections.abc import Callable, Iterable
@@ -47,7 +49,8 @@ class Trial:
     attempts: Attempts  # before this trial
     num_tokens: int  # that it had, decided
     is_blamed: bool  # for a death that happens now, as Redis has it
-    is_preparing: bool  # its grammar is compiled, which may be what kills: blamed until its first step is over
+    # its grammar is compiled, which may be what kills: blamed until its first step is over
+    is_preparing: bool
 
     @property
     def record(self) -> Record:
@@ -57,12 +60,15 @@ class Trial:
 @dataclass(slots=True)
 class Quarantine:
     transport: Transport
-    suspects: dict[int, tuple[Sequence, Attempts, bool]] = field(default_factory=dict)  # by handle: they wait; and whether they have grammars
+    # by handle: they wait; and whether they have grammars
+    suspects: dict[int, tuple[Sequence, Attempts, bool]] = field(default_factory=dict)
     begun: dict[int, Trial] = field(default_factory=dict)  # suspects that run
-    recovering: dict[int, tuple[Sequence, int]] = field(default_factory=dict)  # claimed, above suspicion, and the tokens they had
+    # claimed, above suspicion, and the tokens they had
+    recovering: dict[int, tuple[Sequence, int]] = field(default_factory=dict)
 
     def judge(self, request_ids: list[str], num_logged: list[int]) -> list[Attempts | None]:
-        """For each claimed request how often it was tried without progress, None for one above suspicion; and write down that they were claimed."""
+        """Judge claimed requests: how often each was tried without progress, None for one above
+        suspicion; and write down that they were claimed."""
         keys = [attempts_key(each) for each in request_ids]
         remembered: Any = self.transport.persist(lambda: self.transport.client.mget(keys))
         verdicts: list[Attempts | None] = []
@@ -87,7 +93,8 @@ class Quarantine:
         self.recovering.pop(sequence.handle, None)
 
     def step(self, add: Callable[[Sequence], None]) -> frozenset[int]:
-        """Before each step: free who has gone on, and begin the next suspects by `add`. Returns the handles that run apart."""
+        """Before each step: free who has gone on, and begin the next suspects by `add`. Returns the
+        handles that run apart."""
         for handle in [handle for handle, (sequence, count) in self.recovering.items() if sequence.num_decided_tokens > count]:
             del self.recovering[handle]
         for handle in [handle for handle, trial in self.begun.items() if trial.sequence.num_decided_tokens > trial.num_tokens]:
@@ -97,7 +104,8 @@ class Quarantine:
         return frozenset(self.begun)
 
     def blame(self, handles: Iterable[int]) -> None:
-        """Before each step, with the handles that are in it: write down whom a death would be blamed on, as far as it changes."""
+        """Before each step, with the handles that are in it: write down whom a death would be
+        blamed on, as far as it changes."""
         if not self.begun:
             return
         running, changed = frozenset(handles), []
@@ -111,7 +119,8 @@ class Quarantine:
             self._write(changed)
 
     def told(self, sequences: Iterable[Sequence], *, has_run: bool) -> list[Record]:
-        """The records to write before these sequences do something that may kill, and (has_run False) after it went well before any step."""
+        """The records to write before these sequences do something that may kill, and (has_run
+        False) after it went well before any step."""
         return [
             Attempts(0, each.num_decided_tokens - each.num_prompt_tokens, has_run).record(each.request_id)
             for each in sequences
@@ -119,7 +128,8 @@ class Quarantine:
         ]
 
     def _begin(self, add: Callable[[Sequence], None]) -> None:
-        """The suspects that were tried least, together if they never were; those with grammars last, for others would wait while they are compiled."""
+        """The suspects that were tried least, together if they never were; those with grammars
+        last, for others would wait while they are compiled."""
         handles = sorted(self.suspects, key=lambda handle: (self.suspects[handle][2], self.suspects[handle][1].num_begun))
         _, attempts, has_grammar = self.suspects[handles[0]]
         alike = [each for each in handles if self.suspects[each][1].num_begun == attempts.num_begun and self.suspects[each][2] == has_grammar]

@@ -1,22 +1,55 @@
-"""Sequence: one stream of tokens being computed. No torch here, nor in any other module of the scheduler: they are plain accounting."""
+"""Sequence: one stream of tokens being computed. No torch here, nor in any other module of the
+scheduler: they are plain accounting.
+
+The states of a sequence:
+
+    add                  schedule: a place and blocks
+     |      +---------+ -----------------------------> +---------+
+     +----> | WAITING |                                | RUNNING | <--+ a step: see below
+            +---------+ <----------------------------- +---------+ ---+
+                 |        preempted: blocks given back   |     ^
+                 |                                  held |     | its grammar's mask is there
+                 | finish                                v     |
+                 v                                     +---------+
+            +---------+ <----------------------------- |  HELD   |
+            |  ENDED  |  finish, from any state        +---------+
+            +---------+  (blocks are free at once)
+
+    The tokens of a running sequence, from the first to the last:
+
+      | decided (in the log)          | foreseen          | PENDING |
+      |<----- num_decided_tokens ---->|<- num_undecided_tokens ---->|
+
+    schedule   the step's tokens count as computed from here on
+    launch     the step runs on the device: append a PENDING token
+    collect    the step is read: reveal turns PENDING into the token that the sampler will decide
+    append     a token that is foreseen, or that is decided
+    confirm    the log holds the first foreseen token: it is decided
+    truncate   the log holds another: this and all after it are dropped; append adds the log's
+    take_back  the mask came too late: the row is computed again; until then the sequence is HELD
+    preempt    num_computed_tokens falls to 0; tokens stay, and are computed again when it has a place
+
+    A step in flight: schedule -> launch -> (the next step: schedule -> launch) -> collect -> send -> confirm or truncate.
+    Where only the host draws, collect follows launch at once.
+"""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.model.dry_breakers import Breakers
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import EmbeddingParams
 
-Array = np.ndarray[Any, Any]
-
-PENDING = -1  # in the place of a sequence's last token: the device has drawn it, and it is not read yet
+# in the place of a sequence's last token: the device has drawn it, and it is not read yet
+PENDING = -1
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredTokens:
-    """The logprobs of some consecutive tokens of a prompt, and of the k likeliest in their places."""
+    """The logprobs of some consecutive tokens of a prompt, and of the k likeliest in their
+    places."""
 
     logprobs: Array  # [n] float32
     ranks: Array  # [n] int32, from 1
@@ -25,7 +58,8 @@ class ScoredTokens:
 
 
 class TokenCounts:
-    """How often each token is among the tokens of a sequence from `first` on. It follows them: each costs once when it comes, and once if it is dropped."""
+    """How often each token is among the tokens of a sequence from `first` on. It follows them: each
+    costs once when it comes, and once if it is dropped."""
 
     def __init__(self, first: int) -> None:
         self.first = first
@@ -36,7 +70,7 @@ class TokenCounts:
 
     @property
     def token_ids(self) -> Array:
-        """Each once, in no particular order: [n] int64, a view."""
+        """Token ids, each once, in no particular order: [n] int64, a view."""
         return self._ids[: len(self._place)]
 
     @property
@@ -60,7 +94,7 @@ class TokenCounts:
         self.num_counted = max(0, len(token_ids) - self.first)
 
     def drop(self, token_ids: list[int], num_tokens: int) -> None:
-        """All but the first num_tokens go."""
+        """Drop all but the first num_tokens."""
         for token_id in token_ids[max(num_tokens, self.first) : self.first + self.num_counted]:
             place = self._place[token_id]
             self._times[place] -= 1
@@ -95,36 +129,49 @@ class TokenArray:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """Only Scheduler and BlockManager change what is below `eos_token_ids`; only Scheduler appends tokens."""
+    """Only Scheduler and BlockManager change what is below `eos_token_ids`; only Scheduler appends
+    tokens."""
 
     handle: int  # unique in this process; names the sequence in StepCandidates
     request_id: str
-    token_ids: list[int]  # the prompt, then the decided tokens, then those that compute foresees, of which the last may be PENDING
+    # the prompt, then the decided tokens, then those that compute foresees, of which the last may
+    # be PENDING
+    token_ids: list[int]
     num_prompt_tokens: int
     params: SamplingParams
     eos_token_ids: tuple[int, ...] = ()
     priority: int = 0  # smaller is more urgent
     arrived_at: float = 0.0  # s, on the clock of whoever drives the scheduler
-    deadline: float | None = None  # on the same clock: if it has not begun by then, it is not worth beginning
+    # on the same clock: if it has not begun by then, it is not worth beginning
+    deadline: float | None = None
     group_id: str | None = None  # sequences of one prompt (n > 1) share its blocks
     cache_salt: str = ""  # only sequences of one salt share cached prefixes
     tenant_id: str = ""  # whose it is: tenants share the places
-    embedding: EmbeddingParams | None = None  # set: its prompt is computed, and no token is sampled; its pooling is said
+    # set: its prompt is computed, and no token is sampled; its pooling is said
+    embedding: EmbeddingParams | None = None
     rank: float = 0.0  # its place in the order of admission and, from the other end, of preemption
-    num_computed_tokens: int = 0  # tokens whose KV is written, or will be by the step that was scheduled last
+    # tokens whose KV is written, or will be by the step that was scheduled last
+    num_computed_tokens: int = 0
     num_undecided_tokens: int = 0  # the last ones, foreseen: no log holds them yet
-    is_ending: bool = False  # the last token is foreseen to be its last: nothing more is computed unless the decision says otherwise
+    # the last token is foreseen to be its last: nothing more is computed unless the decision says
+    # otherwise
+    is_ending: bool = False
     num_cached_tokens: int = 0  # of the prompt, found computed when it first began
     num_preemptions: int = 0
     block_table: list[int] = field(default_factory=list)  # one block id per block_size tokens
-    block_hashes: list[bytes] = field(default_factory=list)  # of its first full blocks, as far as they were needed
+    # of its first full blocks, as far as they were needed
+    block_hashes: list[bytes] = field(default_factory=list)
     num_committed_blocks: int = 0  # its first blocks, which the prefix cache has been offered
     num_shared_blocks: int = 0  # blocks that others held already when it began
     has_shared_tail: bool = False  # the block it writes next may be another's as well
-    num_scored_tokens: int = 0  # of the prompt, after its first: those whose logprobs are computed, or will be by the step that was scheduled last
+    # of the prompt, after its first: those whose logprobs are computed, or will be by the step that
+    # was scheduled last
+    num_scored_tokens: int = 0
     scored: list[ScoredTokens] = field(default_factory=list)  # their logprobs, step by step
-    dry_breakers: Breakers = field(default_factory=dict)  # over which no repetition reaches that DRY penalizes
-    pooled: Array | None = None  # [hidden] float64, the sum of the hidden states that were pooled so far
+    # over which no repetition reaches that DRY penalizes
+    dry_breakers: Breakers = field(default_factory=dict)
+    # [hidden] float64, the sum of the hidden states that were pooled so far
+    pooled: Array | None = None
     has_begun: bool = False
     is_finished: bool = False
     _output: TokenCounts | None = None  # of the output; None: nobody asked yet
@@ -164,7 +211,8 @@ class Sequence:
 
     @property
     def num_reusable_tokens(self) -> int:
-        """Its first tokens whose KV may be another's: at least its last token is left over, what is only foreseen, and what logprobs are still asked of."""
+        """The number of first tokens whose KV may be another's: at least its last token is left
+        over, what is only foreseen, and what logprobs are still asked of."""
         if self.embedding is not None and self.embedding.pooling != "last":
             return 0  # the cache holds keys and values, and no hidden states
         decided = min(self.num_tokens - 1, self.num_decided_tokens)

@@ -1,10 +1,14 @@
-"""THE LOOP: collect, apply, schedule, run, reduce, land, send. What it does not do itself is one call away.
+"""THE LOOP: receive, apply, schedule, run, reduce, collect, send. What it does not do itself is one
+call away.
 
-No step waits for its decisions. Compute has the candidates, the parameters, the seed and the position, and deciding is a pure function: so it
-takes the token that the sampler will decide and goes on. The sampler stays the authority. What the log holds comes in while a later step
-runs; where it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
+No step waits for its decisions. Compute has the candidates, the parameters, the seed and the
+position, and deciding is a pure function: so it takes the token that the sampler will decide and
+goes on. The sampler stays the authority. What the log holds comes in while a later step runs; where
+it differs, the sequence is cut back to it. Nothing that a client sees is ahead of the log.
 
-A device that draws its tokens is not waited for either: a step lands, is read and sent, when the one after it has been launched (flight.py).
+A device that draws its tokens is not waited for either: a step is collected and sent when the one
+after it has been launched (flight.py). So there are two orders of one step's work, `step_waiting`
+and `step_ahead`. The first is the specification: the second sends the same rows.
 """
 
 import time
@@ -14,14 +18,14 @@ import torch
 
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates.constraints import Constraints
+from services.compute.candidates.constraints import Constraints, Masking
 from services.compute.candidates.prompt_logprobs import score_prompts
 from services.compute.candidates.reduction import NO_MASKS, begin_reduction
 from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
-from services.compute.flight import Flight, land, standing, take_off
+from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.pooling import pool
 from services.compute.readers import Readers
 from services.compute.sequence import Sequence
@@ -42,8 +46,10 @@ log = get_logger("penstock.compute")
 UPKEEP_EVERY_S = 1.0
 IDLE_WAIT_S = 0.2  # for prompts or decisions, with nothing to compute
 OPENING_WAIT_S = 0.002  # the same, while a grammar is being compiled, or masks are being filled
-MASK_BUDGET_S = 0.01  # that a step waits for masks when its forward pass is over; rows without one sit out
-BACKLOG = 1024  # prompts that wait here, where tenants and priorities count; gateways admit as many by default
+# that a step waits for masks when its forward pass is over; rows without one sit out
+MASK_BUDGET_S = 0.01
+# prompts that wait here, where tenants and priorities count; gateways admit as many by default
+BACKLOG = 1024
 TIMEOUT_ERROR = RequestError("the request's deadline passed while it waited for its turn", 504, "deadline_s", "deadline_exceeded")
 
 
@@ -75,7 +81,7 @@ class ComputeService:
         self.stage.join()
         while not self.stage.stopping.is_set():
             self.step()
-            self.stage.turn()
+            self.stage.mark_alive()
             if time.monotonic() - self._upkept_at > UPKEEP_EVERY_S:
                 self.upkeep()
         self.stage.leave()
@@ -84,35 +90,57 @@ class ComputeService:
         self.exchange.leave()
 
     def step(self) -> None:
-        """One step. What has come is applied before anything is scheduled: a sequence that has ended must not run again."""
+        """One step. What has come is applied before anything is scheduled: a sequence that has
+        ended must not run again."""
         self.meter.begin()
         self.receive()
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
         self.scheduler.held = self.constraints.sitting_out()
         if self.scheduler.apart and self.flight is not None:
-            self.land()  # a trial's step runs with no other
+            self.collect(self.flight)  # a trial's step runs with no other
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
-        if batch is not None:
-            self.compute(batch)
-        elif self.flight is not None:
-            self.land()
+        flight = self.flight
+        if batch is not None and flight is not None:
+            self.step_ahead(batch, flight)
+        elif batch is not None:
+            self.step_waiting(batch)
+        elif flight is not None:
+            self.collect(flight)
         else:
             self.receive(wait_s=OPENING_WAIT_S if self.constraints.opening or self.scheduler.held else IDLE_WAIT_S)
 
-    def compute(self, batch: ScheduledBatch) -> None:
-        """Run a scheduled step, beside the grammars' masks for it. It lands at once, unless a device has drawn what the next one needs."""
-        began_at, started_at, is_ahead = self.meter.began_at, time.time(), self.flight is not None
+    def step_waiting(self, batch: ScheduledBatch) -> None:
+        """Run a scheduled step while no other runs. The masks of its grammars are filled beside
+        it."""
+        began_at = self.meter.began_at
+        self.announce(batch)
+        sequences = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(sequences.values())
+        hidden = self.runner.run(batch)
+        self.reduce(batch, hidden, sequences, masking, began_at)
+
+    def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
+        """Launch a scheduled step upon what the step before draws; then collect that one, which
+        says what of this one is still valid, and its masks."""
+        began_at = self.meter.began_at
+        self.announce(batch)
+        hidden = self.runner.run(batch, before.drawn)
+        self.collect(before)
+        sequences = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(sequences.values())
+        self.reduce(batch, hidden, sequences, masking, began_at)
+
+    def announce(self, batch: ScheduledBatch) -> None:
+        """Before the step runs: write down what may be blamed if it kills this replica."""
         if batch.num_decodes < len(batch.rows):
-            self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], started_at)
+            self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
-        sequences = standing(batch, self.scheduler)
-        masking = None if is_ahead else self.constraints.start(sequences.values())
-        hidden = self.runner.run(batch, self.flight.drawn if self.flight is not None else None)
-        if is_ahead:
-            self.land()  # now it is known which rows of this step stand, and where their grammars are
-            sequences = standing(batch, self.scheduler)
-            masking = self.constraints.start(sequences.values())
+
+    def reduce(self, batch: ScheduledBatch, hidden: torch.Tensor, sequences: dict[int, Sequence], masking: Masking | None, began_at: float) -> None:
+        """Make candidates of the step's hidden states, for the sequences whose rows are valid. The
+        step is in flight then; it is collected at once unless a device has drawn what the next one
+        needs."""
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
         sequences = {handle: each for handle, each in sequences.items() if handle not in failures}
         logits = self.runner.logits(batch, hidden, sequences)
@@ -120,18 +148,18 @@ class ComputeService:
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
         reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masks)
         self.hold_back([sequences[handle] for handle in masks.late if handle in sequences])
-        self.flight = take_off(batch, reduction, self.scheduler, began_at)
+        self.flight = launch(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
         is_embedding = any(not row.is_sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
         if self.flight.drawn is None or is_embedding:
-            self.land()
+            self.collect(self.flight)
         if is_embedding:
             failures |= self.embed(batch, hidden)
         self.fail(failures | reduction.failures)
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
-        """Before a step with chunks, which takes longer than those before it: what is held back goes out, and who begins here, for a sequence begins with a
-        chunk, is written down."""
+        """Before a step with chunks, which takes longer than those before it: what is held back
+        goes out, and who begins here, for a sequence begins with a chunk, is written down."""
         if new := [active for active in chunks if not active.scheduled_at]:
             for active in new:
                 active.scheduled_at = started_at
@@ -142,27 +170,28 @@ class ComputeService:
         self.exchange.publish_held()
 
     def hold_back(self, late: list[Sequence]) -> None:
-        """Rows whose masks were late: what was computed of them is dropped, and they run again when the masks are there."""
+        """Rows whose masks were late: what was computed of them is dropped, and they run again when
+        the masks are there."""
         self.constraints.hold_back([sequence.handle for sequence in late])
         for sequence in late:
             self.scheduler.take_back(sequence)
         self.num_surplus_tokens += len(late)
 
-    def land(self) -> None:
-        """The step in flight is over: each of its sequences has the token that the sampler will decide, and its candidates go on their way."""
-        assert self.flight is not None
-        flight, batch, self.flight = self.flight, self.flight.batch, None
+    def collect(self, flight: Flight) -> None:
+        """The step in flight is over: each of its sequences has the token that the sampler will
+        decide, and its candidates are sent."""
+        batch, self.flight = flight.batch, None
         flight.reduction.searching.wait()
         self.meter.lap("forward")
         if self.spans is not None:
             self.spans.computed(batch, self.active, time.time() - (time.perf_counter() - flight.began_at))
-        landing = land(flight, self.scheduler)
+        collected = collect(flight, self.scheduler)
         self.meter.lap("reduce")
-        if len(landing.rows.handles):
-            self.exchange.send(landing.rows, is_urgent=landing.is_urgent)
+        if len(collected.rows.handles):
+            self.exchange.send(collected.rows, is_urgent=collected.is_urgent)
             self.meter.lap("publish")
-        self.fail(landing.failures)
-        self.num_surplus_tokens += landing.num_surplus
+        self.fail(collected.failures)
+        self.num_surplus_tokens += collected.num_surplus
         self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
         seconds = self.meter.end(batch.num_tokens, flight.began_at)
         if not batch.has_targets:  # the head's work for a prompt is no part of what tokens cost
@@ -173,7 +202,8 @@ class ComputeService:
             self.cancel(self.active[handle], error)
 
     def embed(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, RequestError]:
-        """End the requests whose embeddings are whole now: no sampler has a part in them. Returns by handle which have failed, and why."""
+        """End the requests whose embeddings are whole now: no sampler has a part in them. Returns
+        by handle which have failed, and why."""
         embeddings, failures = pool(self.runner.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
 
@@ -196,15 +226,15 @@ class ComputeService:
 
     def receive(self, *, wait_s: float = 0.0) -> None:
         """Take in what has come; with wait_s, once something has, or after that time."""
-        inbox = self.exchange.collect(self.room, wait_s=wait_s)
+        inbox = self.exchange.collect(self.num_prompts_wanted, wait_s=wait_s)
         if wait_s and self.active:
             self.meter.lap("wait")
         for decision in inbox.decisions:
             self.apply(decision)
-        for handle in self.exchange.tend():
+        for handle in self.exchange.resend_overdue():
             self.cancel(self.active[handle], RequestError("no sampler could decide this request's next token"))
         for message in inbox.control:
-            self.obey(message)
+            self.handle_control(message)
         self.admitter.admit(inbox.prompts, inbox.dead)
         for sequence, error in self.constraints.opened():
             if error is None:
@@ -215,7 +245,8 @@ class ComputeService:
             self.cancel(self.active[sequence.handle], TIMEOUT_ERROR)
 
     def apply(self, decision: Decision) -> None:
-        """The log holds this token now. Mostly it is the one foreseen; where it is not, or is the last, what was computed upon it is dropped."""
+        """The log holds this token now. Mostly it is the one foreseen; where it is not, or is the
+        last, what was computed upon it is dropped."""
         active = self.active.get(decision.handle)
         if active is None:
             return  # ended by an earlier one of this batch
@@ -229,7 +260,7 @@ class ComputeService:
         if at < sequence.num_tokens and sequence.token_ids[at] == decision.token_id:
             self.scheduler.confirm(sequence)
         else:
-            log.warning("decided otherwise than foreseen", request_id=sequence.request_id, position=decision.position)
+            log.warning("decided token differs from the predicted one", request_id=sequence.request_id, position=decision.position)
             self.drop_surplus(active, at, decision.position)
             self.scheduler.append(sequence, decision.token_id)
         if decision.is_finished:
@@ -239,27 +270,31 @@ class ComputeService:
             sequence.is_ending = False
 
     def drop_surplus(self, active: ActiveRequest, num_tokens: int, position: int) -> None:
-        """What was foreseen beyond the first num_tokens is not to be; nor are rows after that position."""
+        """Drop the tokens that were foreseen beyond the first num_tokens, and the rows after that
+        position."""
         self.num_surplus_tokens += active.sequence.num_tokens - num_tokens
         self.scheduler.truncate(active.sequence, num_tokens)
         self.exchange.undecided.forget(active.sequence.handle, position)
 
     @property
-    def room(self) -> int:
-        """How many prompts to take: for the free places in a step, and a backlog to wait here, where tenants and priorities count.
+    def num_prompts_wanted(self) -> int:
+        """How many prompts to take: for the free places in a step, and a backlog to wait here,
+        where tenants and priorities count.
 
         But nothing waits here that another replica could begin at once.
         """
-        return max(0, self.scheduler.max_num_seqs + (0 if self.room_elsewhere(1) else BACKLOG) - len(self.active))
+        return max(0, self.scheduler.max_num_seqs + (0 if self.num_places_elsewhere(1) else BACKLOG) - len(self.active))
 
-    def room_elsewhere(self, depth: int) -> int:
-        """How many sequences other replicas lack that are to have `depth` for each place, as they said last."""
+    def num_places_elsewhere(self, depth: int) -> int:
+        """How many sequences other replicas lack that are to have `depth` for each place, as they
+        said last."""
         others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
         return int(sum(max(0, depth * load.get("max_num_seqs", 0) - load.get("running", 0) - load.get("waiting", 0)) for load in others))
 
     def hand_on(self) -> None:
-        """What has not begun goes to replicas with less to do: the last in rank is released, until they have as many that wait as places."""
-        num_surplus = min(self.room_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
+        """Hand sequences that have not begun to replicas with less to do: the last in rank is
+        released, until they have as many that wait as places."""
+        num_surplus = min(self.num_places_elsewhere(2), len(self.active) - 2 * self.scheduler.max_num_seqs)
         if num_surplus <= 0:
             return
         waiting = [each for each in self.scheduler.waiting if not each.has_begun and not each.num_output_tokens and each.handle not in self.scheduler.apart]
@@ -275,7 +310,7 @@ class ComputeService:
         self.exchange.drop(active)
         self.admitter.forget(active)
 
-    def obey(self, message: Control) -> None:
+    def handle_control(self, message: Control) -> None:
         handles = self.admitter.handles_of(message.request_ids)
         if message.action == "cancel":
             for handle in handles:
@@ -287,7 +322,8 @@ class ComputeService:
             self.stage.refresh()
 
     def cancel(self, active: ActiveRequest, error: RequestError | None = None) -> None:
-        """End a request before its time, with an error if it is ours. Its blocks are free before the next step."""
+        """End a request before its time, with an error if it is ours. Its blocks are free before
+        the next step."""
         sequence = active.sequence
         self.stage.transport.run(
             lambda pipe: end_request(pipe, self.model, sequence.request_id, active.gateway_id, error=error, num_prompt_tokens=sequence.num_prompt_tokens)
@@ -312,7 +348,7 @@ class ComputeService:
             self.scheduler.finish(active.sequence, is_complete=is_complete)
 
     def drop_taken_over(self) -> None:
-        """What another replica has claimed while this one was silent for too long runs there now."""
+        """Give up requests that another replica claimed while this one was silent for too long."""
         active_by_entry = {active.entry_id: active for active in self.active.values()}
         for entry_id in self.exchange.prompts.taken_over(list(active_by_entry)):
             active = active_by_entry[entry_id]
@@ -324,7 +360,7 @@ class ComputeService:
         self._upkept_at = time.monotonic()
         self.drop_taken_over()
         self.exchange.follow_clock()
-        self.admitter.claim(self.room)
+        self.admitter.claim(self.num_prompts_wanted)
         self.hand_on()
         gone = self.readers.gone({active.gateway_id for active in self.active.values() if active.gateway_id is not None}, self.stage.registry)
         for active in list(self.active.values()):
@@ -333,7 +369,8 @@ class ComputeService:
                 self.cancel(active)
 
     def on_heartbeat(self, pipe: Pipeline) -> None:
-        """From the heartbeat's thread: keep the entries of what is active here, and say how much that is."""
+        """Keep the entries of active requests, and say how many there are. Runs in the heartbeat's
+        thread."""
         self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         if self.stage.registry.is_watched:

@@ -1,7 +1,9 @@
-"""Spans: what a trace says of a request's time at compute. Only there if this replica sends spans, and only of requests that are traced.
+"""Spans: what a trace says of a request's time at compute. Only there if this replica sends spans,
+and only of requests that are traced.
 
-`queue`, until its first step; `prefill`, with a `prefill chunk` for each step that had a part in it; `decode`, with its steps counted. A sequence that is
-preempted has a prefill more; so has one that a replica died with, at the one that goes on.
+`queue`, until its first step; `prefill`, with a `prefill chunk` for each step that had a part in
+it; `decode`, with its steps counted. A sequence that is preempted has a prefill more; so has one
+that a replica died with, at the one that goes on.
 """
 
 import time
@@ -26,7 +28,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Progress:
-    """Of a traced sequence, between its spans."""
+    """The progress of a traced sequence between its spans."""
 
     active: ActiveRequest
     chunks: list[Chunk] = field(default_factory=list)

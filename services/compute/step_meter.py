@@ -1,4 +1,5 @@
-"""StepMeter: where the time of compute's steps goes, and how full they are. Totals since the start; /metrics shows them as counters."""
+"""StepMeter: where the time of compute's steps goes, and how full they are. Totals since the start;
+/metrics shows them as counters."""
 
 import time
 from bisect import bisect_left
@@ -10,7 +11,8 @@ TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # upp
 
 
 class StepMeter:
-    """`begin` a step, `lap` at the end of each part, `end` it. A step in flight ends in the midst of the next."""
+    """`begin` a step, `lap` at the end of each part, `end` it. A step in flight ends in the midst
+    of the next."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -23,13 +25,14 @@ class StepMeter:
         self.began_at = self._lapped_at = time.perf_counter()
 
     def lap(self, part: Part) -> None:
-        """What has passed since the last lap was this part."""
+        """Count the time since the last lap to this part."""
         now = time.perf_counter()
         self.seconds[part] += now - self._lapped_at
         self._lapped_at = now
 
     def end(self, num_tokens: int, began_at: float) -> float:
-        """The step is over that began then. Returns its seconds, but for those in which another was not over yet."""
+        """The step is over that began then. Returns its seconds, but for those in which another was
+        not over yet."""
         self.num_steps += 1
         self.num_tokens += num_tokens
         self._steps_by_bucket[bisect_left(TOKEN_BUCKETS, num_tokens)] += 1
@@ -38,7 +41,7 @@ class StepMeter:
         return seconds
 
     def load(self) -> dict[str, float]:
-        """For the registry."""
+        """The meter's figures, for the registry."""
         parts = {f"step_{part}_s": seconds for part, seconds in self.seconds.items()}
         buckets = {f"iteration_tokens_{end}": float(count) for end, count in zip((*TOKEN_BUCKETS, "inf"), self._steps_by_bucket, strict=True)}
         return {"steps": self.num_steps, "iteration_tokens": self.num_tokens, **parts, **buckets}

@@ -1,4 +1,5 @@
-"""What this replica shows to those who watch it. Read from the heartbeat's thread beside the running loop, which never waits for it."""
+"""The view of this replica, for those who watch it. Read from the heartbeat's thread beside the
+running loop, which never waits for it."""
 
 from collections.abc import Iterable
 
@@ -11,7 +12,8 @@ from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView
 
 
 def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterable[int], blocks: BlockManager) -> ComputeView:
-    """Of this replica; `running` has handles. Each argument is a copy of its own moment: a sequence may be gone from one, and still be in the other."""
+    """Make the view of this replica; `running` has handles. Each argument is a copy of its own
+    moment: a sequence may be gone from one, and still be in the other."""
     handles = set(running)
     everything = list(active)
     shown = sorted(everything, key=lambda each: (each.sequence.handle not in handles, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]

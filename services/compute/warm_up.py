@@ -1,5 +1,6 @@
-"""Steps of every kind before a GPU's server says that it is ready: so no request waits for a kernel to be compiled, and what can't run there is said at once,
-instead of ending one server after the other with the first requests.
+"""Steps of every kind before a GPU's server says that it is ready: so no request waits for a kernel
+to be compiled, and what can't run there is said at once, instead of ending one server after the
+other with the first requests.
 """
 
 from collections.abc import Iterator
@@ -15,13 +16,15 @@ from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
-SINGLES = (1, 17, 65)  # tokens of a step: products have one tile up to 16 rows, one up to 64, and one for more
+# tokens of a step: products have one tile up to 16 rows, one up to 64, and one for more
+SINGLES = (1, 17, 65)
 CHUNK = 70  # tokens, beside a single one
 DRAWS = (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, top_p=0.9, logprobs=2), SamplingParams(max_tokens=1, top_k=256))
 
 
 def warm_up(runner: ModelRunner, search: RowSearch, max_num_seqs: int) -> None:
-    """Run them, of so many sequences at most. What they write lies in blocks that nobody holds yet."""
+    """Run them, of so many sequences at most. What they write lies in blocks that nobody holds
+    yet."""
     longest = min(CHUNK, runner.kv_cache.num_blocks * runner.kv_cache.block_size)
     for lens in (*([1] * count for count in SINGLES if count <= max_num_seqs), [1, longest]):
         for _ in range(2):  # a recording is made, and used
@@ -29,7 +32,7 @@ def warm_up(runner: ModelRunner, search: RowSearch, max_num_seqs: int) -> None:
 
 
 def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
-    """One step of sequences of so many tokens each, and all draws from it."""
+    """Run one step of sequences of so many tokens each, and all draws from it."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
     rows = tuple(BatchRow(handle, (0,) * length, 0, table, is_sampled=True) for handle, length in enumerate(lens))
     batch = ScheduledBatch(rows, lens.count(1))
@@ -39,9 +42,20 @@ def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
         begin_reduction(runner.logits(batch, hidden), sequences, search).finish()
 
 
+def check_numbers(runner: ModelRunner, name: str) -> None:
+    """Run one token. Raises StartupError where that gives no numbers: a NaN in the weights would fail each request by itself."""
+    draws = runner.model.splits_prompts  # an encoder has no logits
+    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), is_sampled=draws, pooled=range(0 if draws else 1)),), int(draws))
+    hidden = runner.run(batch)
+    numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
+    if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest
+        raise StartupError(f"{name}: what it computes are no numbers: the weights hold NaN or infinite values, or this dtype can't hold what they make")
+
+
 @contextmanager
 def first_kernels(device: torch.device) -> Iterator[None]:
-    """On a GPU raises StartupError, in one line, for whatever keeps a kernel from running: of the compiler, of the driver, of the kernel itself."""
+    """Raise StartupError on a GPU, in one line, for whatever keeps a kernel from running: of the
+    compiler, of the driver, of the kernel itself."""
     try:
         yield
     except (StartupError, torch.OutOfMemoryError):

@@ -4,32 +4,33 @@ import signal
 
 import uvicorn
 
-from services.gateway.admission import Admission
 from services.gateway.app import build_app
-from services.gateway.auth import KeyRing
-from services.gateway.batches.jobs import Jobs
-from services.gateway.batches.store import BatchStore
-from services.gateway.bodies import BodyReader
-from services.gateway.canceller import Canceller
-from services.gateway.client import connect
+from services.gateway.console.watch import Watch
 from services.gateway.context import Context
-from services.gateway.files.storage import Storage
-from services.gateway.files.store import FileStore
-from services.gateway.generation import Pipeline
-from services.gateway.grammars import GrammarChecker
-from services.gateway.handshake import shaken
-from services.gateway.live.watch import Watch
-from services.gateway.metrics import Metrics
-from services.gateway.protocol import patient
-from services.gateway.reading import MAX_FOLLOWERS, Reading
-from services.gateway.redis_memory import RedisMemory
-from services.gateway.responses.stored import Store
-from services.gateway.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
-from services.gateway.subscriptions import Subscriptions
-from services.gateway.takeover import Takeover
-from shared.api_keys import check_exposure
+from services.gateway.http.auth import KeyRing
+from services.gateway.http.bodies import BodyReader
+from services.gateway.http.handshake import shaken
+from services.gateway.http.protocol import patient
+from services.gateway.http.server import DRAIN_S, LAST_WORDS_S, DrainingServer, backlog_of, check_tls, listen, raise_file_limit
+from services.gateway.reading.canceller import Canceller
+from services.gateway.reading.generation import Pipeline
+from services.gateway.reading.places import MAX_FOLLOWERS, Reading
+from services.gateway.reading.subscriptions import Subscriptions
+from services.gateway.reading.takeover import Takeover
+from services.gateway.telemetry.metrics import Metrics
+from services.requests.admission.admission import Admission
+from services.requests.admission.redis_memory import RedisMemory
+from services.requests.batches.jobs import Jobs
+from services.requests.batches.store import BatchStore
+from services.requests.client import connect
+from services.requests.files.storage import Storage
+from services.requests.files.store import FileStore
+from services.requests.grammars.checker import GrammarChecker
+from services.requests.responses.stored import Store
+from services.requests.tenants.api_keys import check_exposure
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
+from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
 from shared.wire.transport import Pipeline as RedisPipeline
 
@@ -39,20 +40,22 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
     stage.transport.wait_until_up(settings.redis_timeout_s)
     client = connect(settings)
     metrics = Metrics(stage)
-    admission = Admission(stage, client, settings, metrics, RedisMemory(client))
+    admission = Admission(stage, client, settings, RedisMemory(client), metrics.refused)
     subscriptions = Subscriptions(stage, client)
     pipeline = Pipeline(client, admission, subscriptions, Canceller(client), Takeover(stage, client))
 
+    unlike = UnlikeReplicas()
+
     def announce_load(_: RedisPipeline) -> None:
+        unlike.tell(stage.registry)
         stage.load = metrics.load() | {"running": subscriptions.num_sequences}
 
     stage.on_heartbeat = announce_load
-    bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes)
-    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s)
-    watch = Watch(stage, client, subscriptions, can_kill=settings.chaos_demo)
+    bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies")
+    store = Store(client, connect(settings, max_connections=MAX_FOLLOWERS), settings.ping_interval_s, pipeline.answers)
     return Context(
         settings=settings, stage=stage, client=client, bodies=bodies, grammars=GrammarChecker(), admission=admission, pipeline=pipeline, metrics=metrics,
-        store=store, watch=watch, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client),
+        store=store, keys=keys, files=FileStore(client, Storage(settings.files_url)), batches=BatchStore(client),
         jobs=Jobs(settings.redis_url), reading=Reading(client),
     )  # fmt: skip
 
@@ -66,9 +69,16 @@ def main() -> None:
     sockets = listen(settings.host, settings.port)
     raise_file_limit()
     context = build(settings, keys)
+    subscriptions = context.pipeline.subscriptions
+    watch = Watch(context.stage, context.client, subscriptions, can_kill=settings.chaos_demo)
+
+    def drain() -> None:
+        for each in (subscriptions, context.store, watch):
+            each.drain()
+
     protocol = patient(settings)
     config = uvicorn.Config(
-        build_app(context),
+        build_app(context, watch),
         http=shaken(protocol, tls) if tls is not None else protocol,  # type: ignore[arg-type]
         loop="auto" if tls is None else "asyncio",  # uvloop begins to read before a handshake can, and loses how it begins
         ws="none",
@@ -83,7 +93,7 @@ def main() -> None:
     for number in (signal.SIGTERM, signal.SIGINT):  # uvicorn raises them once more when it is done: that is to be no failure
         signal.signal(number, lambda *_: None)
     try:
-        DrainingServer(config, context).run(sockets)
+        DrainingServer(config, context.stage.leave, drain).run(sockets)
     except SystemExit:  # uvicorn's way to say that it could not start; it has logged why
         raise StartupError("the gateway could not start") from None
 

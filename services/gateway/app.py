@@ -11,32 +11,36 @@ from fastapi_offline import FastAPIOffline
 from redis.exceptions import RedisError
 from starlette.middleware.cors import CORSMiddleware
 
-from services.gateway.admission import STAGES
-from services.gateway.anthropic.batches import router as anthropic_batches
-from services.gateway.anthropic.routes import router as anthropic
-from services.gateway.auth import Auth
-from services.gateway.batches.routes import router as batches
-from services.gateway.canceller import LAST_TRY_S
+from services.gateway.api.anthropic.batches import router as anthropic_batches
+from services.gateway.api.anthropic.routes import router as anthropic
+from services.gateway.api.batches.routes import router as batches
+from services.gateway.api.files.routes import router as files
+from services.gateway.api.llamacpp.routes import router as llamacpp
+from services.gateway.api.models import router as models
+from services.gateway.api.ollama.embed import router as ollama_embeddings
+from services.gateway.api.ollama.routes import router as ollama
+from services.gateway.api.openai.embeddings import router as embeddings
+from services.gateway.api.openai.invocations import router as invocations
+from services.gateway.api.openai.routes import router
+from services.gateway.api.openai.tokens import router as tokens_router
+from services.gateway.api.pooling.routes import router as pooling
+from services.gateway.api.responses.routes import router as responses
+from services.gateway.bodies import BODIES
+from services.gateway.console.pages import add_playground
+from services.gateway.console.routes import router as live
+from services.gateway.console.watch import Watch
 from services.gateway.context import Context
-from services.gateway.errors import HANDLERS
-from services.gateway.files.routes import router as files
-from services.gateway.ignored import HEADER, Ignored
-from services.gateway.live.routes import router as live
-from services.gateway.llamacpp.routes import router as llamacpp
-from services.gateway.middleware import BodyLimit, Head, OneHost, RequestId, SameOrigin, Slash
-from services.gateway.observed import Observed
-from services.gateway.ollama.embed import router as ollama_embeddings
-from services.gateway.ollama.routes import router as ollama
-from services.gateway.openai.docs import describe_bodies
-from services.gateway.openai.embeddings import router as embeddings
-from services.gateway.openai.routes import router
-from services.gateway.openai.tokens import router as tokens_router
-from services.gateway.pages import add_playground
-from services.gateway.pooling.routes import router as pooling
-from services.gateway.responses.routes import router as responses
-from services.gateway.silence import Silence
-from services.gateway.subscriptions import or_die
-from shared.wire.messages import Replica
+from services.gateway.http.auth import Auth
+from services.gateway.http.docs import describe_bodies
+from services.gateway.http.errors import HANDLERS
+from services.gateway.http.middleware import BodyLimit, Head, Ignored, OneHost, RequestId, SameOrigin, Slash
+from services.gateway.http.observed import Observed
+from services.gateway.reading.canceller import LAST_TRY_S
+from services.gateway.reading.silence import Silence
+from services.gateway.reading.subscriptions import exit_on_failure
+from services.requests.bodies.ignored import HEADER
+from shared.process.stages import PIPELINE
+from shared.wire.registry import unlike_replicas
 from shared.wire.streams import BATCHES_RUNNING
 
 TOLD_DEATHS = 3  # of workers of batches
@@ -44,7 +48,7 @@ STORAGE_TIMEOUT_S = 1.0
 LEAST_FREE_BYTES = 64 << 20  # for files
 
 
-def build_app(context: Context) -> FastAPI:
+def build_app(context: Context, watch: Watch) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         pipeline = context.pipeline
@@ -56,7 +60,7 @@ def build_app(context: Context) -> FastAPI:
             "canceller": pipeline.canceller.run(),
             "memory": context.admission.memory.run(),
         }
-        tasks = [asyncio.create_task(or_die(name, each)) for name, each in work.items()]
+        tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
         await asyncio.to_thread(context.stage.join)
         yield
         await asyncio.to_thread(context.stage.leave)
@@ -73,9 +77,11 @@ def build_app(context: Context) -> FastAPI:
         await context.grammars.helpers.stop()
         await context.pipeline.answers.helper.stop()
 
-    # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its users' browsers a CDN
+    # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
+    # users' browsers a CDN
     app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
     app.state.context = context
+    app.state.watch = watch
     app.router.redirect_slashes = False
     for kind, handler in HANDLERS.items():
         app.add_exception_handler(kind, handler)
@@ -94,14 +100,16 @@ def build_app(context: Context) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After", HEADER],
         )  # fmt: skip
     add_routes(app)
-    describe_bodies(app)
+    describe_bodies(app, BODIES)
     return app
 
 
 def add_routes(app: FastAPI) -> None:
     """Add every endpoint."""
     app.include_router(router)
+    app.include_router(models)
     app.include_router(embeddings)
+    app.include_router(invocations)
     app.include_router(pooling)
     app.include_router(responses)
     app.include_router(files)
@@ -122,7 +130,8 @@ def add_routes(app: FastAPI) -> None:
 
 
 def own_problems(context: Context) -> list[str]:
-    """What keeps this gateway from serving: its reader's trouble, or the heartbeat's (which writes, and so sees a Redis that only reads)."""
+    """Name what keeps this gateway from serving: its reader's trouble, or the heartbeat's, which
+    writes and so notices a Redis that takes no writes."""
     found = list(context.pipeline.subscriptions.problems)
     if context.stage.problem:
         found.append(f"redis can't serve: {context.stage.problem}")
@@ -130,7 +139,8 @@ def own_problems(context: Context) -> list[str]:
 
 
 async def warnings(context: Context, num_batches: int) -> list[str]:
-    """Warnings for the operator that keep no interactive request from being served: files, and workers of batches."""
+    """Warnings for the operator that keep no interactive request from being served: files, and
+    workers of batches."""
     found, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
     if num_batches and not workers:
         found.append(f"batches wait ({num_batches}), and no worker of batches is alive")
@@ -145,7 +155,8 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
 
 
 async def health(request: Request) -> JSONResponse:
-    """200 if Redis serves, this gateway reads its events, and every live compute replica has come round its loop lately: recent steps, not live sockets."""
+    """200 if Redis serves, this gateway reads its events, and every live compute replica has come
+    round its loop lately: recent steps, not live sockets."""
     context: Context = request.app.state.context
     subscriptions = context.pipeline.subscriptions
     problems, num_batches = own_problems(context), 0
@@ -169,23 +180,10 @@ async def health(request: Request) -> JSONResponse:
     return JSONResponse(body, 200 if not problems else 503)
 
 
-def unlike_replicas(computes: list[Replica]) -> list[str]:
-    """A warning for each model whose compute replicas have several fingerprints: they take over each other's requests, and may answer with other tokens."""
-    by_model: dict[str, dict[str, list[str]]] = {}
-    for each in computes:
-        by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)
-    return [
-        f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from another: "
-        + ", ".join(f"{fingerprint or 'none'} ({', '.join(sorted(ids))})" for fingerprint, ids in sorted(found.items()))
-        for model, found in sorted(by_model.items())
-        if len(found) > 1
-    ]
-
-
 async def ready(request: Request) -> JSONResponse:
     """200 if every stage has a live replica, and this gateway reads its events."""
     context: Context = request.app.state.context
-    replicas = {stage: len(context.stage.registry.of(stage)) for stage in STAGES}
+    replicas = {stage: len(context.stage.registry.of(stage)) for stage in PIPELINE}
     problems = own_problems(context)
     is_ready = all(replicas.values()) and not problems
     headers = {} if is_ready else {"Retry-After": "2"}

@@ -1,66 +1,66 @@
-"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long ones in helper processes."""
+"""`python -m services.gateway.bodies`: the gateway's helper that parses long bodies, so that no
+body stalls the streams of others.
 
-import asyncio
+It knows every kind of body that the gateway takes. A question is the body's class, pickled, and the
+body; the answer is the checked body, or Invalid. Schemas in it are looked through here, too: one
+that is too long is refused, and its megabytes never come to the gateway's loop.
+"""
 
-from fastapi import Request
+import gc
+import io
+import pickle
 
-from services.gateway.body_worker import KINDS
-from services.gateway.disconnect import unless_gone
-from services.gateway.encodings import decoder_for
-from services.gateway.helper import HelperFailed
-from services.gateway.ignored import pass_over
-from services.gateway.openai.body import Body
-from services.gateway.openai.parse import parse
-from services.gateway.pool import HelperPool
-from shared.process.errors import Invalid, Rejected
+from services.gateway.api.batches.schemas import BatchBody
+from services.gateway.api.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
+from services.gateway.api.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
+from services.gateway.api.openai.tokenize import DetokenizeBody, TokenizeBody
+from services.gateway.api.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody
+from services.requests.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
+from services.requests.bodies.body import Body
+from services.requests.bodies.parse import parse
+from services.requests.helpers.worker import run_worker
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.responses.schemas import ResponseBody
 
-INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py
-PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s
-MAX_OF_TENANT = 256  # that wait: a burst of long prompts is usual, and what they hold is bounded by max_bytes
+BODIES: tuple[type[Body], ...] = (
+    ChatCompletionBody,
+    CompletionBody,
+    TokenizeBody,
+    DetokenizeBody,
+    EmbeddingBody,
+    PoolingBody,
+    ScoreBody,
+    RerankBody,
+    ClassificationBody,
+    LlamaCompletionBody,
+    InfillBody,
+    LlamaEmbeddingBody,
+    ResponseBody,
+    BatchBody,
+    MessagesBody,
+    CountTokensBody,
+    MessageBatchBody,
+    OllamaChatBody,
+    OllamaGenerateBody,
+    OllamaEmbedBody,
+    OllamaEmbeddingsBody,
+    OllamaModelBody,
+    OllamaPullBody,
+)
 
 
-class BodyReader:
-    def __init__(self, timeout_s: float, max_bytes: int, max_body_bytes: int) -> None:
-        """max_bytes: of all bodies that are here at once; max_body_bytes: of one that came compressed, once it is plain."""
-        self.timeout_s = timeout_s
-        self.max_bytes = max_bytes
-        self.max_body_bytes = max_body_bytes
-        self.helpers = HelperPool("services.gateway.body_worker", "parsing long bodies", max_of_tenant=MAX_OF_TENANT, wait_s=PARSE_TIMEOUT_S)
-        self._held = 0
+def answer(question: bytes) -> object:
+    gc.collect()  # what the body before has left
+    asked = io.BytesIO(question)
+    body = parse(pickle.load(asked), asked.read())
+    if isinstance(body, GenerateBody):
+        body.constraint()
+    if isinstance(body, ChatCompletionBody):
+        body.calling().forced()
+    return body
 
-    async def read(self, request: Request, kind: str) -> Body:
-        """The request's body, checked. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503) while others take all memory, and as
-        HelperPool does for a long one."""
-        decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                async for received in request.stream():
-                    chunk = received if decoder is None else await asyncio.to_thread(decoder.feed, received)
-                    data += chunk
-                    self._held += len(chunk)
-                    if self._held > self.max_bytes:
-                        raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
-            if decoder is not None:
-                decoder.finish()
-            if len(data) <= INLINE_BYTES:
-                body = parse(kind, bytes(data))
-            else:
-                body = await unless_gone(request, self._parse_long(request.state.caller.tenant.tenant_id, kind, bytes(data)))
-        except TimeoutError:
-            raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
-        finally:
-            self._held -= len(data)
-        pass_over(*body.passed_over)
-        return body
 
-    async def _parse_long(self, tenant_id: str, kind: str, data: bytes) -> Body:
-        try:
-            outcome = await self.helpers.ask(tenant_id, bytes([KINDS.index(kind)]), data, timeout_s=PARSE_TIMEOUT_S)
-        except TimeoutError:
-            raise Rejected("the body could not be parsed in time", status=503, retry_after_s=1) from None
-        except HelperFailed:
-            raise Rejected("the body could not be parsed", status=503, retry_after_s=1) from None
-        if isinstance(outcome, Invalid):
-            raise outcome
-        assert isinstance(outcome, Body)
-        return outcome
+if __name__ == "__main__":
+    gc.disable()  # millions of small objects at once, freed as soon as they are checked: looking for cycles among them doubles the time
+    run_worker(answer)

@@ -1,79 +1,64 @@
-"""Context: the objects that a gateway's routes work with, built once at the start; and who asks, of each request its own.
+"""Context: the objects that a gateway's routes work with, built once at the start; and who asks, of
+each request its own.
 
 Making requests of bodies takes a part of them, which the workers of batches have, too.
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-import redis
-import redis.asyncio
 from fastapi import Request
 
-from services.gateway.admission import Admission, served_names
-from services.gateway.auth import KeyRing
-from services.gateway.batches.jobs import Jobs
-from services.gateway.batches.store import BatchStore
-from services.gateway.bodies import BodyReader
-from services.gateway.files.store import FileStore
-from services.gateway.generation import Pipeline
-from services.gateway.grammars import GrammarChecker
-from services.gateway.limits import Caller
-from services.gateway.live.watch import Watch
-from services.gateway.metrics import Metrics
-from services.gateway.openai.body import Body
-from services.gateway.reading import Reading
-from services.gateway.record import ResponseRecord
-from services.gateway.responses.stored import Store
+from services.gateway.http.auth import KeyRing
+from services.gateway.http.bodies import BodyReader
+from services.gateway.http.disconnect import unless_gone
+from services.gateway.reading.generation import Pipeline
+from services.gateway.reading.places import Reading
+from services.gateway.telemetry.metrics import Metrics
+from services.requests.admission.admission import served_names
+from services.requests.batches.jobs import Jobs
+from services.requests.batches.store import BatchStore
+from services.requests.bodies.body import Body
+from services.requests.files.store import FileStore
+from services.requests.record import ResponseRecord
+from services.requests.responses.conversation import ConversationContext
+from services.requests.tenants.limits import Caller
+from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid
-from shared.process.settings import GatewaySettings, RequestSettings
+from shared.process.settings import GatewaySettings
 from shared.process.telemetry import get_logger
-from shared.tenants import NOBODY, Tenant
 from shared.wire.messages import Replica
-from shared.wire.stage import Stage
+
+T = TypeVar("T")
+B = TypeVar("B", bound=Body)
 
 log = get_logger("penstock.gateway")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestContext:
-    """What it takes to make requests of a body."""
-
-    settings: RequestSettings
-    stage: Stage
-    client: "redis.asyncio.Redis"
-    grammars: GrammarChecker
-    admission: Admission
-    store: Store
-    caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
-    request: Request | None = None  # whose client may go away; None: there is none
-
-    @property
-    def tenant(self) -> Tenant:
-        return self.caller.tenant
-
-    def resolve(self, name: str) -> str:
-        """The served model that the caller calls so. Raises Rejected, Invalid."""
-        return self.admission.resolve(name, self.tenant)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Context(RequestContext):
+class Context(ConversationContext):
     settings: GatewaySettings
     bodies: BodyReader
     pipeline: Pipeline
     metrics: Metrics
-    watch: Watch
     keys: KeyRing
     files: FileStore
     batches: BatchStore
     reading: Reading
     jobs: Jobs
+    request: Request | None = None  # a request's own: see context_of
+
+    async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
+        """Raises ClientDisconnect, having cancelled the work, if the client goes away."""
+        return await (work if self.request is None else unless_gone(self.request, work))
 
     def served_names(self) -> dict[str, Replica]:
-        """Every name that the caller may use, and a replica of its model: compute's, if one is alive."""
+        """Every name that the caller may use, and a replica of its model: compute's, if one is
+        alive."""
         return served_names(self.stage.registry, self.tenant)
 
-    async def read(self, request: Request, kind: str) -> Body:
+    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
         """The request's body, which names a model: the only one, if the client left it out. Raises Invalid, Rejected."""
         body = await self.bodies.read(request, kind)
         if getattr(body, "model", None) == "" and not getattr(body, "name", ""):
@@ -81,7 +66,8 @@ class Context(RequestContext):
         return body
 
     def only_model(self) -> str:
-        """The name of the model that is served, if it is one. Raises Invalid, Rejected (503) while there is none."""
+        """The name of the model that is served, if it is one. Raises Invalid, Rejected (503) while
+        there is none."""
         names = {replica.model: None for replica in self.served_names().values() if replica.model is not None}
         if len(names) > 1:
             reason = f"missing required parameter: model; several are served, name one: {', '.join(sorted(names))}"
@@ -89,7 +75,8 @@ class Context(RequestContext):
         return next(iter(names), None) or self.resolve("")
 
     def served(self, name: str) -> Replica:
-        """A live compute replica of the model that the caller calls so. Raises Rejected (503) while it has none, Invalid (404)."""
+        """A live compute replica of the model that the caller calls so. Raises Rejected (503) while
+        it has none, Invalid (404)."""
         replica = self.served_names().get(name)
         return replica if replica is not None and replica.stage == "compute" else self.stage.registry.of("compute", self.resolve(name))[0]
 
@@ -107,6 +94,6 @@ def context_of(request: Request) -> Context:
 
 
 def tenant_of(request: Request) -> Tenant:
-    """Whose request this is."""
+    """The tenant that sent this request."""
     caller: Caller = request.state.caller
     return caller.tenant

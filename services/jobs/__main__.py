@@ -1,6 +1,6 @@
 """`python -m services.jobs`: settings, objects, run."""
 
-from services.jobs.office import Office
+from services.jobs.runtime import JobsRuntime
 from services.jobs.worker import work
 from shared.process.settings import JobsSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
@@ -11,13 +11,13 @@ def main() -> None:
     start_logging(settings)
     stage = Stage("jobs", settings)
     stage.transport.wait_until_up(settings.redis_timeout_s)
-    office = Office(settings, stage)
-    office.start()
+    runtime = JobsRuntime(settings, stage)
+    runtime.start()
     try:
-        work(office)
+        work(runtime)
     finally:
         stage.leave()
-        office.close()
+        runtime.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
-"""Asking: a line's body to requests of the pipeline, by the gateway's own checks and translations, and their token logs to the body of an answer.
+"""Asking: a line's body to requests of the pipeline, by the gateway's own checks and translations,
+and their token logs to the body of an answer.
 
-The ids of the requests are a function of the batch, the line and the attempt, and so is the seed, where the line has none: whoever asks again finds what
-is there, and what is not is computed to the same.
+The ids of the requests are a function of the batch, the line and the attempt, and so is the seed,
+where the line has none: whoever asks again finds what is there, and what is not is computed to the
+same.
 """
 
 import hashlib
@@ -9,36 +11,40 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from services.gateway.admission import estimate_output, estimate_prompt
-from services.gateway.anthropic.chat import NAME_HERE as MESSAGE_NAMES
-from services.gateway.anthropic.chat import chat_of as message_chat
-from services.gateway.anthropic.events import MessageEvents
-from services.gateway.anthropic.schemas import MessagesBody
-from services.gateway.batches.store import BatchRecord, Totals
-from services.gateway.context import RequestContext
-from services.gateway.errors import RequestFailed
-from services.gateway.held import check_size
-from services.gateway.ignored import collecting
-from services.gateway.openai import parse
-from services.gateway.openai.embeddings import embeddings_body, prepare_embeddings
-from services.gateway.openai.formats import Choice, usage
-from services.gateway.openai.respond import check, whole_body
-from services.gateway.openai.routes import prepare_chat, prepare_completion
-from services.gateway.openai.schemas import ChatCompletionBody, CompletionBody, EmbeddingBody, GenerateBody
-from services.gateway.record import ResponseRecord
-from services.gateway.responses.conversation import with_conversation
-from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.routes import prepare_response
-from services.gateway.responses.schemas import ResponseBody
-from services.gateway.translate import Fold, Translation, in_own_terms, own_terms
 from services.jobs.input import Line
+from services.requests.admission.admission import estimate_output, estimate_prompt
+from services.requests.admission.held import check_size
+from services.requests.answers.choice import Choice, Usage, usage_of
+from services.requests.answers.embeddings import embeddings_body
+from services.requests.answers.formats import whole_body
+from services.requests.answers.translate import Fold, Translation
+from services.requests.anthropic.chat import NAME_HERE as MESSAGE_NAMES
+from services.requests.anthropic.chat import chat_of as message_chat
+from services.requests.anthropic.events import MessageEvents
+from services.requests.anthropic.schemas import MessagesBody
+from services.requests.batches.store import BatchRecord, Totals
+from services.requests.bodies import parse
+from services.requests.bodies.ignored import collecting
+from services.requests.context import RequestContext
+from services.requests.errors import RequestFailed, check
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody, GenerateBody
+from services.requests.neutral.translate import in_own_terms, own_terms
+from services.requests.prepare import prepare_chat, prepare_completion, prepare_embeddings
+from services.requests.record import ResponseRecord
+from services.requests.responses.conversation import ConversationContext, with_conversation
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.prepare import prepare_response
+from services.requests.responses.schemas import ResponseBody
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest, TokenEvent, encode
 
 Json = dict[str, Any]
 Logs = list[list[TokenEvent]]  # of a response's sequences
+Problems = list[list[Json]]  # where their answers break their schemas
 
-BATCH_PRIORITY = 10  # levels behind interactive requests: those that come within five minutes go first (aging_s is 30)
+# levels behind interactive requests: those that come within five minutes go first (aging_s is 30)
+BATCH_PRIORITY = 10
 MAX_PRIORITY = 100
 
 G = TypeVar("G", bound=GenerateBody)
@@ -51,16 +57,17 @@ class Asked:
     record: ResponseRecord
     requests: list[GenerateRequest]
     stored: bytes  # empty: nothing
-    fold: Callable[[ResponseRecord, Logs], tuple[Any, Totals]]  # the answer's body. Raises RequestFailed
+    # the answer's body. Raises RequestFailed
+    fold: Callable[[ResponseRecord, Logs, Problems], tuple[Any, Totals]]
     asked_at: float = 0.0  # wall clock, s; 0: it is not traced
 
 
 def key_of(batch_id: str, custom_id: str, attempt: int = 0) -> str:
-    """What the ids of a line's response and answer end with."""
+    """The end of the ids of a line's response and answer."""
     return hashlib.blake2b(f"{batch_id}/{attempt}/{custom_id}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
-async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
+async def ask(context: ConversationContext, batch: BatchRecord, line: Line, key: str, seed: int) -> Asked:
     """Raises Invalid for a body that can't be answered, Rejected while that may pass."""
     with collecting(is_strict=context.settings.strict_fields):
         asked = await ENDPOINTS[batch.endpoint](context, line.body, key, seed)
@@ -68,7 +75,8 @@ async def ask(context: RequestContext, batch: BatchRecord, line: Line, key: str,
     tokens = sum(map(estimate_prompt, asked.requests)) + outputs
     if len(asked.requests) > settings.max_requests or tokens > settings.max_tokens_in_flight:
         raise Invalid("this request alone is more than the server takes at once", code="request_too_large")
-    context.caller.arguments(tokens, outputs, len(asked.requests))  # raises for what the tenant's limits never allow
+    # raises for what the tenant's limits never allow
+    context.caller.arguments(tokens, outputs, len(asked.requests))
     requests = [replace(each, scheduling=replace(each.scheduling, priority=behind(each.scheduling.priority))) for each in asked.requests]
     size = sum(len(encode(each)) for each in requests)
     check_size(size, settings.max_held_size)
@@ -96,15 +104,15 @@ async def ask_embeddings(context: RequestContext, value: Json, key: str, _: int)
     body = parse.take(EmbeddingBody, value)
     record, requests = prepare_embeddings(context, body, None, key=key, is_background=True)
 
-    def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-        choices = choices_of(record, logs)
+    def fold(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
+        choices = choices_of(record, logs, problems)
         found = embeddings_body(record, choices, is_base64=body.encoding_format == "base64")
         return found, Totals(completed=1, input_tokens=found["usage"]["prompt_tokens"])
 
     return Asked(record, requests, b"", fold)
 
 
-async def ask_response(context: RequestContext, value: Json, key: str, seed: int) -> Asked:
+async def ask_response(context: ConversationContext, value: Json, key: str, seed: int) -> Asked:
     body = parse.take(ResponseBody, value)
     if body.stream or body.background:
         field = "stream" if body.stream else "background"
@@ -116,8 +124,8 @@ async def ask_response(context: RequestContext, value: Json, key: str, seed: int
     body, before = await with_conversation(context, body)
     record, requests, stored = await prepare_response(context, body, before, None, key=key, is_background=True)
 
-    def fold(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-        return fold_translation(record, logs, ResponseEvents(record, body.asked() | {"background": False}))
+    def fold(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
+        return fold_translation(record, logs, problems, ResponseEvents(record, body.asked(requests[0].params) | {"background": False}))
 
     return Asked(record, requests, stored, fold)
 
@@ -129,12 +137,13 @@ async def ask_message(context: RequestContext, value: Json, key: str, seed: int)
     chat = message_chat(body if body.seed is not None else body.model_copy(update={"seed": seed}))
     with own_terms(MESSAGE_NAMES):
         record, requests = await prepare_chat(context, chat, "message", body.model, None, key=key, is_background=True)
-    return Asked(record, requests, b"", lambda record, logs: fold_translation(record, logs, MessageEvents(record)))
+    return Asked(record, requests, b"", lambda record, logs, problems: fold_translation(record, logs, problems, MessageEvents(record)))
 
 
-def fold_translation(record: ResponseRecord, logs: Logs, translation: Translation) -> tuple[Any, Totals]:
+def fold_translation(record: ResponseRecord, logs: Logs, problems: Problems, translation: Translation) -> tuple[Any, Totals]:
     """The answer of another API. Raises RequestFailed, in its terms."""
     folded = Fold(record, translation)
+    [folded.choice.schema_errors] = problems
     translation.opening(None)
     for event in logs[0]:
         try:
@@ -142,10 +151,10 @@ def fold_translation(record: ResponseRecord, logs: Logs, translation: Translatio
         except RequestFailed as failed:
             raise RequestFailed(in_own_terms(failed.error, translation.names)) from None
         folded.add(event)
-    return translation.whole(), count(usage([folded.choice], 1))
+    return translation.whole(), count(usage_of([folded.choice], 1))
 
 
-ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]]] = {
+ENDPOINTS: dict[str, Callable[[ConversationContext, Json, str, int], Awaitable[Asked]]] = {
     "/v1/chat/completions": ask_chat,
     "/v1/completions": ask_completion,
     "/v1/embeddings": ask_embeddings,
@@ -155,7 +164,8 @@ ENDPOINTS: dict[str, Callable[[RequestContext, Json, str, int], Awaitable[Asked]
 
 
 def seeded(body: G, seed: int) -> G:
-    """The body with a seed of its own, unless it has one. Raises Invalid for what a batch can't do."""
+    """The body with a seed of its own, unless it has one. Raises Invalid for what a batch can't
+    do."""
     if body.stream:
         raise Invalid("stream is not available in a batch", param="stream")
     if body.num_beams is not None:
@@ -163,23 +173,23 @@ def seeded(body: G, seed: int) -> G:
     return body if body.seed is not None else body.model_copy(update={"seed": seed})
 
 
-def fold_choices(record: ResponseRecord, logs: Logs) -> tuple[Any, Totals]:
-    body = whole_body(record, choices_of(record, logs))
-    return body, count(body["usage"])
+def fold_choices(record: ResponseRecord, logs: Logs, problems: Problems) -> tuple[Any, Totals]:
+    choices = choices_of(record, logs, problems)
+    return whole_body(record, choices), count(usage_of(choices, record.n))
 
 
-def choices_of(record: ResponseRecord, logs: Logs) -> list[Choice]:
+def choices_of(record: ResponseRecord, logs: Logs, problems: Problems) -> list[Choice]:
     """Raises RequestFailed."""
     choices = []
     for index, events in enumerate(logs):
         choices.append(choice := Choice.begin(index, record))
+        choice.schema_errors = problems[index]
         for event in events:
             check(event)
             choice.add(event)
     return choices
 
 
-def count(used: Json) -> Totals:
+def count(used: Usage) -> Totals:
     """One completed line, of its usage."""
-    thought = used.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
-    return Totals(1, 0, used["prompt_tokens"], used["prompt_tokens_details"]["cached_tokens"], used["completion_tokens"], thought)
+    return Totals(1, 0, used.num_prompt_tokens, used.num_cached_tokens, used.num_output_tokens, used.num_reasoning_tokens or 0)

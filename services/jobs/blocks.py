@@ -1,13 +1,14 @@
-"""Blocks: lines of a batch that are answered together. Those that are open have answers, in memory up to a bound and beyond it laid by in the storage."""
+"""Blocks: lines of a batch that are answered together. Those that are open have answers, in memory
+up to a bound and beyond it laid by in the storage."""
 
 import asyncio
 from dataclasses import dataclass, field
 
-from services.gateway.batches.store import Totals
-from services.gateway.files.storage import Storage
 from services.jobs import output
 from services.jobs.asking import Asked
 from services.jobs.output import Answer
+from services.requests.batches.store import Totals
+from services.requests.files.storage import Storage
 
 MAX_OPEN = 8
 HELD_BYTES = 16 << 20  # of answers of a run that are in memory
@@ -27,12 +28,12 @@ class Block:
 
     @property
     def held(self) -> dict[int, Answer]:
-        """By place, those in memory."""
+        """Answers in memory, by place."""
         return {place: answer for place, answer in enumerate(self.answers) if answer is not None and answer.line}
 
 
 class OpenBlocks:
-    """Those of a run."""
+    """The open blocks of a run."""
 
     def __init__(self, storage: Storage, batch_id: str) -> None:
         self.storage = storage
@@ -53,7 +54,8 @@ class OpenBlocks:
         return block
 
     async def settle(self, block: Block, place: int, answer: Answer) -> Totals | None:
-        """Note an answer. With the block's last one they are kept: returns what they count then. Raises OSError."""
+        """Note an answer. With the block's last one they are kept: returns what they count then.
+        Raises OSError."""
         block.answers[place] = answer
         self._num_bytes[block.number] += len(answer.line)
         if len(answers := block.found) < len(block.answers):
@@ -73,8 +75,8 @@ class OpenBlocks:
             for block in list(self._blocks.values()):
                 if not (held := block.held) or len(block.found) == len(block.answers):
                     continue
-                laid_by = await asyncio.to_thread(output.lay_by, self.storage, self.batch_id, list(held.values()))
-                for place, answer in zip(held, laid_by, strict=True):
+                spooled = await asyncio.to_thread(output.spool, self.storage, self.batch_id, list(held.values()))
+                for place, answer in zip(held, spooled, strict=True):
                     block.answers[place] = answer
                 if block.number in self._num_bytes:
                     self._num_bytes[block.number] -= sum(len(answer.line) for answer in held.values())

@@ -1,6 +1,8 @@
-"""Celery's way to Redis, made distrustful: a message that is no task of ours becomes a dead letter before Celery sees it.
+"""Celery's way to Redis, made distrustful: a message that is no task of ours becomes a dead letter
+before Celery sees it.
 
-Celery's own way ends the worker for some of them, and gives them back as it ends: so every worker would die of them, one after the other, for ever.
+Celery's own way ends the worker for some of them, and gives them back as it ends: so every worker
+would die of them, one after the other, for ever.
 """
 
 import base64
@@ -32,7 +34,8 @@ TEMPORARY = (redis.RedisError, OSError, OperationalError, Empty)
 
 
 def batch_of(message: Any) -> str:
-    """The batch that a task of ours names. Raises Invalid for whatever is no such task: others' tasks, other encodings, compressed bodies."""
+    """The batch that a task of ours names. Raises Invalid for whatever is no such task: others'
+    tasks, other encodings, compressed bodies."""
     if (
         not isinstance(message, dict)
         or not isinstance(headers := message.get("headers"), dict)
@@ -61,8 +64,9 @@ def batch_of(message: Any) -> str:
 
 
 def task_of(batch_id: str) -> dict[str, Any]:
-    """The message that Celery is given in place of the one that came: nothing in it but the batch is from outside, its tag is nobody else's, and it asks for
-    no reply, no later time and no further tasks."""
+    """The message that Celery is given in place of the one that came: nothing in it but the batch
+    is from outside, its tag is nobody else's, and it asks for no reply, no later time and no
+    further tasks."""
     task_id = str(uuid.uuid4())
     body = orjson.dumps([[batch_id], {}, {"callbacks": None, "errbacks": None, "chain": None, "chord": None}])
     return {
@@ -92,7 +96,7 @@ def refuse(transport: Transport, raw: bytes, error: Exception) -> None:
 
 
 class CarefulQoS(kombu_redis.QoS):  # type: ignore[misc]
-    """What a worker that died had taken comes back to the queue; what of it can't be read does not."""
+    """Puts what a worker that died had taken back into the queue, but for what can't be read."""
 
     def restore_by_tag(self, tag: Any, client: Any = None, leftmost: bool = False) -> None:
         try:
@@ -143,7 +147,8 @@ class CarefulTransport(kombu_redis.Transport):  # type: ignore[misc]
 
 
 def be_careful(transport: Transport) -> None:
-    """Have Celery read in this process by this way. transport: by which dead letters are written."""
+    """Have Celery read in this process by this way. transport: by which dead letters are
+    written."""
     CarefulTransport.refuse = staticmethod(partial(refuse, transport))
     name = f"{__name__}:{CarefulTransport.__name__}"
     TRANSPORT_ALIASES.update(redis=name, rediss=name)

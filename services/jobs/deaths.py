@@ -1,4 +1,5 @@
-"""Deaths: how many workers have begun lately and neither live nor have left in good order. So a worker that dies again and again is seen from outside."""
+"""Deaths: how many workers have begun lately and neither live nor have left in good order. So a
+worker that dies again and again is seen from outside."""
 
 import time
 import uuid
@@ -25,16 +26,17 @@ class Deaths:
 
     @property
     def num_recent(self) -> int:
-        """As of when this worker began, for as long as that is recent."""
+        """The number of recent deaths, as of when this worker began."""
         return self._found if time.monotonic() - self._began_at < WINDOW_S else 0
 
     def enter(self) -> None:
-        """This worker begins."""
-        with suppress(redis.RedisError, OSError):  # this is to tell an operator, and worth no worker
+        """Note that this worker begins."""
+        # this is to tell an operator, and worth no worker
+        with suppress(redis.RedisError, OSError):
             self._found = self._enter()
 
     def leave(self) -> None:
-        """This worker ends in good order."""
+        """Note that this worker ends in good order."""
         with suppress(redis.RedisError, OSError):
             self.transport.client.zrem(KEY, self._member)
 

@@ -1,4 +1,5 @@
-"""A batch's input: checked line by line, and then kept in the order of the custom ids, in blocks of lines that are read one after the other.
+"""A batch's input: checked line by line, and then kept in the order of the custom ids, in blocks of
+lines that are read one after the other.
 
 Synchronous: it runs beside the event loop.
 """
@@ -11,8 +12,8 @@ from typing import Any
 import msgpack
 import orjson
 
-from services.gateway.files.storage import Storage
-from services.gateway.openai.fields import kind_of, shortened
+from services.requests.bodies.fields import kind_of, shortened
+from services.requests.files.storage import Storage
 from shared.process.errors import Invalid
 
 BLOCK_LINES = 100
@@ -34,7 +35,7 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """What was found. With errors, nothing was kept."""
+    """The outcome of a check. With errors, nothing was kept."""
 
     total: int
     model: str  # that all lines name; empty: several
@@ -42,12 +43,13 @@ class Checked:
 
 
 def folder_of(batch_id: str) -> str:
-    """Where a batch keeps what it works with, until it has ended."""
+    """The folder of a batch's working files, until it has ended."""
     return f"{FOLDERS}/{batch_id}"
 
 
 def check_input(storage: Storage, path: str, batch_id: str, endpoint: str, max_line_bytes: int) -> Checked:
-    """Check a file of requests, and keep it in order, should it be right. Raises FileNotFoundError."""
+    """Check a file of requests, and keep it in order, should it be right. Raises
+    FileNotFoundError."""
     lines: dict[str, tuple[bytes, int]] = {}
     models: set[str] = set()
     errors: list[dict[str, Any]] = []
@@ -103,7 +105,8 @@ def read_line(text: bytes, endpoint: str, max_bytes: int) -> Line:
 
 
 def weight_of(body: dict[str, Any]) -> int:
-    """How long its answer may be: the sequences that it asks for, and the alternatives of their tokens. By a body that is not checked yet."""
+    """How long its answer may be: the sequences that it asks for, and the alternatives of their
+    tokens. By a body that is not checked yet."""
     asked = body.get("prompt", body.get("input"))
     num_prompts = sum(isinstance(each, str | list) for each in asked) if isinstance(asked, list) else 1
     numbers = {name: value for name in ("n", "best_of", "top_logprobs", "logprobs") if isinstance(value := body.get(name), int)}
@@ -126,12 +129,13 @@ def keep(storage: Storage, batch_id: str, lines: list[tuple[bytes, int]]) -> Non
 
 
 def read_index(storage: Storage, batch_id: str) -> list[int]:
-    """Where each block begins, and where the last one ends. Raises FileNotFoundError."""
+    """The offsets at which each block begins, and the last one ends. Raises FileNotFoundError."""
     index: list[int] = msgpack.unpackb(storage.read(f"{folder_of(batch_id)}/index"))
     return index
 
 
 def read_block(storage: Storage, batch_id: str, endpoint: str, start: int, end: int) -> list[Line]:
     """The lines between two places of the index."""
-    texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")  # not splitlines: JSON may have a bare \r between two values
+    # not splitlines: JSON may have a bare \r between two values
+    texts = storage.read(f"{folder_of(batch_id)}/input", start, end).split(b"\n")
     return [read_line(text, endpoint, end - start) for text in texts if text]

@@ -1,4 +1,5 @@
-"""The lease of a batch: one worker at a time runs it, and another may when that one has been silent for a while."""
+"""The lease of a batch: one worker at a time runs it, and another may when that one has been silent
+for a while."""
 
 import redis.asyncio
 
@@ -6,7 +7,8 @@ from shared.wire.streams import batch_lease_key
 
 LEASE_S = 15.0
 
-# ARGV: lease key, token, ms. Renews or gives up (ms 0) a lease that is still this token's; returns whether it was.
+# ARGV: lease key, token, ms. Renews or gives up (ms 0) a lease that is still this token's; returns
+# whether it was.
 RENEW = """
 if redis.call('GET', ARGV[1]) ~= ARGV[2] then return 0 end
 if ARGV[3] == '0' then redis.call('DEL', ARGV[1]) else redis.call('PEXPIRE', ARGV[1], ARGV[3]) end
@@ -15,11 +17,11 @@ return 1
 
 
 class LeaseLost(Exception):
-    """Another worker has the batch: this one was silent for too long."""
+    """Another worker has the batch, or it is gone; the message says which."""
 
 
 class Lease:
-    """One run's. token: names the run; no other has the same."""
+    """The lease of one run. token: names the run; no other has the same."""
 
     def __init__(self, client: "redis.asyncio.Redis", batch_id: str, token: str) -> None:
         self.client = client
@@ -33,6 +35,10 @@ class Lease:
     async def renew(self) -> bool:
         """Returns whether it was still this run's."""
         return bool(await self.client.eval(RENEW, 0, self.key, self.token, int(LEASE_S * 1000)))
+
+    async def is_free(self) -> bool:
+        """Returns whether nobody has it: Redis was away, or this worker stood still, for longer than the lease, and nobody else was there."""
+        return not await self.client.exists(self.key)
 
     async def give_up(self) -> None:
         await self.client.eval(RENEW, 0, self.key, self.token, 0)

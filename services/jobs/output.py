@@ -1,7 +1,8 @@
-"""A batch's output: a part for each block of lines, written once that is answered, and at the end the two files of the API.
+"""A batch's output: a part for each block of lines, written once that is answered, and at the end
+the two files of the API.
 
-A part is there whole or not at all, and its name says what it counts: so the names are how far the batch is, whoever died.
-Synchronous: it runs beside the event loop.
+A part is there whole or not at all, and its name says what it counts: so the names are how far the
+batch is, whoever died. Synchronous: it runs beside the event loop.
 """
 
 import itertools
@@ -11,11 +12,14 @@ from typing import Any
 
 import orjson
 
-from services.gateway.batches.store import Totals
-from services.gateway.files.storage import Storage
 from services.jobs.input import folder_of
+from services.requests.batches.store import Totals
+from services.requests.errors import error_body
+from services.requests.files.storage import Storage
+from shared.wire.messages import RequestError
 
-# What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and others would cut a line there
+# What JSON leaves raw in its texts, and Unicode calls the end of a line: Python's splitlines() and
+# others would cut a line there
 LINE_ENDS = [(character.encode(), f"\\u{ord(character):04x}".encode()) for character in "\x85\u2028\u2029"]
 COMPLETED, FAILED = b"+", b"-"  # what a line of a part begins with: the file that it goes to
 
@@ -26,7 +30,7 @@ class Answer:
 
     line: bytes  # empty: it is laid by
     totals: Totals
-    laid_by: tuple[str, int, int] | None = None  # path, and from which byte to which
+    spooled: tuple[str, int, int] | None = None  # path, and from which byte to which
 
     @property
     def is_completed(self) -> bool:
@@ -37,6 +41,12 @@ def answered(key: str, custom_id: str, status: int, body: Any, totals: Totals) -
     """An answer of the API, good or bad, to the request with this key."""
     response = {"status_code": status, "request_id": key, "body": body}
     return _answer(key, custom_id, response, None, totals)
+
+
+def refused(key: str, custom_id: str, error: RequestError) -> Answer:
+    """A request that failed, with the body that the API would have answered."""
+    body = error_body(error.status, error.message, error.param, error.code)
+    return answered(key, custom_id, error.status, body, Totals(failed=1))
 
 
 def not_answered(key: str, custom_id: str, code: str, message: str) -> Answer:
@@ -52,43 +62,47 @@ def _answer(key: str, custom_id: str, response: Any, error: Any, totals: Totals)
     return Answer(line, totals)
 
 
-def laid_by_folder(batch_id: str) -> str:
+def spool_folder(batch_id: str) -> str:
     return f"{folder_of(batch_id)}/laid-by"
 
 
-def lay_by(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer]:
-    """Write what a block has so far into a file that is for this run only. Returns the same answers, without their lines."""
-    path = f"{laid_by_folder(batch_id)}/{uuid.uuid4().hex}"
+def spool(storage: Storage, batch_id: str, answers: list[Answer]) -> list[Answer]:
+    """Write what a block has so far into a file that is for this run only. Returns the same
+    answers, without their lines."""
+    path = f"{spool_folder(batch_id)}/{uuid.uuid4().hex}"
     storage.write(path, b"".join(answer.line for answer in answers))
     ends = itertools.accumulate(len(answer.line) for answer in answers)
-    return [replace(answer, line=b"", laid_by=(path, end - len(answer.line), end)) for answer, end in zip(answers, ends, strict=True)]
+    return [replace(answer, line=b"", spooled=(path, end - len(answer.line), end)) for answer, end in zip(answers, ends, strict=True)]
 
 
 def write_part(storage: Storage, batch_id: str, number: int, answers: list[Answer]) -> Totals:
-    """Keep the answers to a block. Returns what they count. Raises FileNotFoundError if what was laid by is gone."""
+    """Keep the answers to a block. Returns what they count. Raises FileNotFoundError if what was
+    laid by is gone."""
     totals = sum((answer.totals for answer in answers), Totals())
     name = ".".join(map(str, (f"{number:06}", *astuple(totals))))
     with storage.writing(f"{folder_of(batch_id)}/parts/{name}") as file:
         for answer in answers:
-            line = storage.read(*answer.laid_by) if answer.laid_by is not None else answer.line
+            line = storage.read(*answer.spooled) if answer.spooled is not None else answer.line
             file.writelines((COMPLETED if answer.is_completed else FAILED, line, b"\n"))
-    for path in {answer.laid_by[0] for answer in answers if answer.laid_by is not None}:
+    for path in {answer.spooled[0] for answer in answers if answer.spooled is not None}:
         storage.remove(path)
     return totals
 
 
 def find_parts(storage: Storage, batch_id: str) -> dict[int, str]:
-    """The names of the parts by their numbers. Two workers may have written one, the first unaware of losing its lease: one of them counts."""
+    """The names of the parts by their numbers. Two workers may have written one, the first unaware
+    of losing its lease: one of them counts."""
     return {int(name.partition(".")[0]): name for name in reversed(storage.names(f"{folder_of(batch_id)}/parts"))}
 
 
 def totals_of(name: str) -> Totals:
-    """What a part counts."""
+    """The totals of a part, from its name."""
     return Totals(*map(int, name.split(".")[1:]))
 
 
 def assemble(storage: Storage, batch_id: str, names: list[str], path: str, mark: bytes) -> int:
-    """One of the two files, of the parts in order. Returns its size in bytes; an empty one is not kept. Raises FileNotFoundError if a part is gone."""
+    """Write one of the two files from the parts in order. Returns its size in bytes; an empty one
+    is not kept. Raises FileNotFoundError if a part is gone."""
     num_bytes = 0
     with storage.writing(path) as file:
         for name in names:

@@ -1,7 +1,9 @@
-"""Places: how many sequences of batches this worker has in the pipeline at once, and who waits for the end of each.
+"""Places: how many sequences of batches this worker has in the pipeline at once, and who waits for
+the end of each.
 
-What is in the pipeline of a model is a hash in Redis (gateway/admission.py), and whoever ends a request takes it out. So one look at that hash for all
-requests at once says which of them have ended, and how many there are of others, for whom the batches make room.
+What is in the pipeline of a model is a hash in Redis (gateway/admission.py), and whoever ends a
+request takes it out. So one look at that hash for all requests at once says which of them have
+ended, and how many there are of others, for whom the batches make room.
 """
 
 import asyncio
@@ -11,7 +13,7 @@ from typing import Any
 
 import redis.asyncio
 
-from services.jobs.patience import persist
+from services.jobs.retry import persist
 from shared.wire.streams import inflight_key
 
 LOOK_EVERY_S = 0.02
@@ -20,7 +22,8 @@ BUSY_S = 2.0  # for which a request of others is remembered: the next one may fo
 
 class Places:
     def __init__(self, client: "redis.asyncio.Redis", most: int, most_when_busy: int, of_other_workers: Callable[[], int]) -> None:
-        """of_other_workers: how many sequences other workers' batches have in the pipeline, as of a moment ago."""
+        """of_other_workers: how many sequences other workers' batches have in the pipeline, as of a
+        moment ago."""
         self.client = client
         self.most = most
         self.most_when_busy = min(most, most_when_busy)
@@ -93,5 +96,6 @@ class Places:
         for name, value in zip(names, held, strict=True):
             if value is None and name in waiting and not waiting[name].done():
                 waiting[name].set_result(None)
-        if num_in_flight - 1 > max(num_taken, self.num_taken) + self.of_other_workers():  # some may have begun or ended since Redis counted
+        # some may have begun or ended since Redis counted
+        if num_in_flight - 1 > max(num_taken, self.num_taken) + self.of_other_workers():
             self._busy_until = time.monotonic() + BUSY_S

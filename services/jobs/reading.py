@@ -1,4 +1,5 @@
-"""Reading: the token logs of requests that nobody but the log tells of, once they have ended; and what becomes of them afterwards."""
+"""Reading: the token logs of requests that nobody but the log tells of, once they have ended; and
+what becomes of them afterwards."""
 
 import asyncio
 import time
@@ -6,13 +7,15 @@ from typing import Any
 
 import redis.asyncio
 
-from services.gateway.record import ResponseRecord, read_response
-from services.gateway.responses.stored import DELETED_LOG_TTL_S
-from services.gateway.silence import GONE
 from services.jobs.asking import Asked, Logs
-from services.jobs.patience import persist
+from services.jobs.retry import persist
+from services.requests.answers.schema_errors import schema_errors
+from services.requests.errors import GONE
+from services.requests.grammars.answers import AnswerChecker
+from services.requests.record import ResponseRecord, read_response
+from services.requests.responses.stored import DELETED_LOG_TTL_S
 from shared.process.errors import Lost
-from shared.wire.messages import Control
+from shared.wire.messages import Control, TokenEvent
 from shared.wire.registry import broadcast
 from shared.wire.streams import LOG_TTL_S, inflight_key, log_key, response_key, tombstone_key
 from shared.wire.token_log import end_request, parse_log, queue_read
@@ -21,9 +24,12 @@ LOOK_AGAIN_S = 1.0
 SILENT_S = 60.0  # of a log that has no end, though nothing is in the pipeline
 
 
-async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio.Semaphore) -> tuple[Any, Any]:
-    """The answer's body, and what it counts, once all logs of the response have their ends. Raises RequestFailed; Lost where Redis has lost a log, or a
-    part of one."""
+async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio.Semaphore, answers: AnswerChecker) -> tuple[Any, Any]:
+    """The answer's body, and what it counts, once all logs of the response have their ends. Raises
+    RequestFailed; Lost where Redis has lost a log, or a part of one.
+
+    answers: what holds them against what of their schemas could not be enforced.
+    """
     length, since = 0, time.monotonic()
     while True:
         async with turn:
@@ -32,7 +38,7 @@ async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio
                 for events in logs:
                     if (error := events[-1].error) is not None and error.code == GONE.code:
                         raise Lost(error.message)
-                return asked.fold(record, logs)
+                return asked.fold(record, logs, [await problems_of(answers, record, events) for events in logs])
             found = sum(map(len, logs))
             del logs
         if found > length:
@@ -42,8 +48,15 @@ async def read_answer(client: "redis.asyncio.Redis", asked: Asked, turn: asyncio
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
+async def problems_of(answers: AnswerChecker, record: ResponseRecord, events: list[TokenEvent]) -> list[dict[str, Any]]:
+    """Where the answer of a sequence breaks its schema; only one that has come to its own end is looked at."""
+    is_whole = bool(record.checks) and events[-1].finish_reason == "stop"
+    return await schema_errors(answers, record, "".join(event.text for event in events)) if is_whole else []
+
+
 async def read_logs(client: "redis.asyncio.Redis", asked: Asked) -> tuple[ResponseRecord, Logs]:
-    """All logs of the response as they are, and its record as it was submitted. Raises Lost."""
+    """Read all logs of the response as they are, and its record as it was submitted. Raises
+    Lost."""
 
     async def ask() -> Any:
         async with client.pipeline(transaction=False) as pipe:

@@ -1,7 +1,9 @@
-"""A run of a batch: by one worker, for a minute or until it is done, from wherever the last one left it.
+"""A run of a batch: by one worker, for a minute or until it is done, from wherever the last one
+left it.
 
-What is done is in the files (a part for each block of lines), what is on its way in the token logs, under ids that are a function of batch and line. So a
-run that is cut off anywhere loses nothing: the next submits nothing twice, and reads what has been answered meanwhile.
+What is done is in the files (a part for each block of lines), what is on its way in the token logs,
+under ids that are a function of batch and line. So a run that is cut off anywhere loses nothing:
+the next submits nothing twice, and reads what has been answered meanwhile.
 """
 
 import asyncio
@@ -15,24 +17,24 @@ from typing import Any
 import orjson
 import redis
 
-from services.gateway.batches.figures import queue_note
-from services.gateway.batches.store import RUNNING, Batch, Totals, read_batch
-from services.gateway.errors import RequestFailed, error_body
-from services.gateway.files.store import FileRecord
-from services.gateway.generation import admit
-from services.gateway.held import CODE as STORAGE_LIMIT
-from services.gateway.limits import Caller
 from services.jobs import input as inputs
 from services.jobs import output
 from services.jobs.asking import Asked, ask, key_of
 from services.jobs.blocks import MAX_OPEN, Block, OpenBlocks
 from services.jobs.input import Line, folder_of
 from services.jobs.lease import Lease, LeaseLost
-from services.jobs.office import Office
-from services.jobs.output import Answer, answered, not_answered
-from services.jobs.patience import persist
+from services.jobs.output import Answer, answered, not_answered, refused
 from services.jobs.reading import end_all, forget, is_known, read_answer
+from services.jobs.retry import persist
+from services.jobs.runtime import JobsRuntime
 from services.jobs.spans import BatchSpans, spans_of
+from services.requests.admission.admission import admit
+from services.requests.admission.held import CODE as STORAGE_LIMIT
+from services.requests.batches.figures import queue_note
+from services.requests.batches.store import RUNNING, Batch, Totals, read_batch
+from services.requests.errors import RequestFailed
+from services.requests.files.store import FileRecord
+from services.requests.tenants.limits import Caller
 from shared.model.sampling_params import SEEDS
 from shared.process.errors import Invalid, Lost, Recoverable, Rejected
 from shared.process.telemetry import get_logger
@@ -58,10 +60,10 @@ BEGUN = "if redis.call('EXISTS', ARGV[1]) == 1 then redis.call('HSET', ARGV[1], 
 
 
 class BatchRun:
-    def __init__(self, office: Office, batch_id: str) -> None:
-        self.office = office
+    def __init__(self, runtime: JobsRuntime, batch_id: str) -> None:
+        self.runtime = runtime
         self.batch_id = batch_id
-        self.lease = Lease(office.client, batch_id, f"{office.stage.replica_id}/{uuid.uuid4().hex}")
+        self.lease = Lease(runtime.client, batch_id, f"{runtime.stage.replica_id}/{uuid.uuid4().hex}")
         self.began_at = time.monotonic()
         self.ends_at = self.began_at + SLICE_S
         self.closing = ""  # why no more lines are executed: of CLOSED
@@ -69,7 +71,7 @@ class BatchRun:
         self.done = Totals()  # of the parts
         self.found = 0  # lines that were answered when this run began
         self.told = 0  # lines that the batch says are answered: those that this run has yet to read again among them
-        self.blocks = OpenBlocks(office.storage, batch_id)
+        self.blocks = OpenBlocks(runtime.storage, batch_id)
         self.in_flight: dict[str, Asked] = {}  # by response
         self.spans: BatchSpans | None = None
 
@@ -77,7 +79,7 @@ class BatchRun:
         """Returns whether there is more to do, for another run."""
         if not await persist(self.lease.take):
             return False
-        self.office.num_running += 1
+        self.runtime.num_running += 1
         started_at, is_over = time.time(), False
         working, watching = asyncio.create_task(self._work()), asyncio.create_task(self._watch())
         try:
@@ -89,14 +91,14 @@ class BatchRun:
         except (redis.RedisError, OSError, Recoverable):
             await self._begun(0)  # Redis or the disk: no fault of the batch
             raise
-        except LeaseLost:
-            log.warning("another worker has taken the batch", batch_id=self.batch_id)
+        except LeaseLost as lost:
+            log.warning(str(lost), batch_id=self.batch_id)
             return False
         finally:
             for task in (working, watching):
                 task.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
-            self.office.num_running -= 1
+            self.runtime.num_running -= 1
             self._tell(started_at, is_over=is_over)
             await persist(self.lease.give_up)
 
@@ -111,32 +113,36 @@ class BatchRun:
             log.info("batch goes on", batch_id=self.batch_id, num_completed=totals.completed, num_failed=totals.num_lines - totals.completed, lines_per_s=rate)
 
     def _totals(self) -> Totals:
-        """Of the parts, and of the blocks that are being answered."""
+        """Totals of the parts, and of the blocks that are being answered."""
         return self.done + self.blocks.totals
 
     async def _watch(self) -> bool:
-        """Renew the lease, say how far the batch is, and see whether it is to end. Returns True when this run is over. Raises LeaseLost."""
+        """Renew the lease, say how far the batch is, and see whether it is to end. Returns True
+        when this run is over. Raises LeaseLost."""
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             if not await persist(self.lease.renew):
-                raise LeaseLost
+                if not await persist(self.lease.is_free):
+                    raise LeaseLost("another worker has taken the batch")
+                log.warning("the lease ran out and nobody has taken the batch: another run goes on", batch_id=self.batch_id)
+                return True  # what this run knows may be old
             if (batch := await self._load()) is None:
-                raise LeaseLost
+                raise LeaseLost("the batch is gone from Redis")
             self._note(batch)
-            if self.office.stopping.is_set() or (self.is_answering and time.monotonic() > self.ends_at):
+            if self.runtime.stopping.is_set() or (self.is_answering and time.monotonic() > self.ends_at):
                 return True
             if self.closing:
-                await end_all(self.office.client, list(self.in_flight.values()))
+                await end_all(self.runtime.client, list(self.in_flight.values()))
 
     async def _begun(self, num_begun: int) -> None:
-        """Note how often in a row the batch was begun in vain: this run counts as such until it has answered a line, or ends."""
-        await persist(lambda: self.office.client.eval(BEGUN, 0, batch_key(self.batch_id), num_begun))
+        """Note how often in a row the batch was begun in vain."""
+        await persist(lambda: self.runtime.client.eval(BEGUN, 0, batch_key(self.batch_id), num_begun))
 
     async def _load(self) -> Batch | None:
         """The batch as it is, told what is counted so far; and whether Redis is full."""
 
         async def ask_redis() -> Any:
-            async with self.office.client.pipeline(transaction=False) as pipe:
+            async with self.runtime.client.pipeline(transaction=False) as pipe:
                 totals = self._totals()
                 if self.is_answering and totals.num_lines > self.told:
                     queue_note(pipe, self.batch_id, asdict(totals))
@@ -146,14 +152,14 @@ class BatchRun:
                 return await pipe.execute()
 
         *_, is_full, values = await persist(ask_redis)
-        self.office.places.close(bool(is_full))
+        self.runtime.places.close(bool(is_full))
         batch = read_batch(self.batch_id, values)
         self.told = batch.totals.num_lines if batch is not None else 0
         return batch
 
     async def _note_done(self) -> None:
         """Before the end, so that it is counted what the last second answered."""
-        async with self.office.client.pipeline(transaction=False) as pipe:
+        async with self.runtime.client.pipeline(transaction=False) as pipe:
             queue_note(pipe, self.batch_id, asdict(self.done))
             await pipe.execute()
 
@@ -166,7 +172,7 @@ class BatchRun:
         if batch is None:
             return False  # what lies in its folder may be of use to a Redis that is being restored
         if not batch.is_running:
-            await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
+            await asyncio.to_thread(self.runtime.storage.remove, folder_of(self.batch_id))  # of one that ended while its worker died
             return False
         if batch.num_begun >= MAX_BEGUN:
             await self._fail("worker_died", f"{MAX_BEGUN} workers in a row have died or failed at this batch without answering a line of it")
@@ -174,7 +180,7 @@ class BatchRun:
         await self._begun(batch.num_begun + 1)
         self._note(batch)
         self.found = self.told
-        self.spans = spans_of(self.office.stage.tracer, batch)
+        self.spans = spans_of(self.runtime.stage.tracer, batch)
         if batch.status == "validating":
             started_at = time.time()
             batch = await self._check(batch)
@@ -185,14 +191,14 @@ class BatchRun:
         if not batch.is_running:
             return False
         try:
-            index = await asyncio.to_thread(inputs.read_index, self.office.storage, self.batch_id)
+            index = await asyncio.to_thread(inputs.read_index, self.runtime.storage, self.batch_id)
         except FileNotFoundError:
             if not self.closing:
                 await self._fail("files_lost", "what the batch had to work with is gone from the storage")
                 return False
             index = [0]  # it never began
-        parts = await asyncio.to_thread(output.find_parts, self.office.storage, self.batch_id)
-        await asyncio.to_thread(self.office.storage.remove, output.laid_by_folder(self.batch_id))  # by a run that was cut off
+        parts = await asyncio.to_thread(output.find_parts, self.runtime.storage, self.batch_id)
+        await asyncio.to_thread(self.runtime.storage.remove, output.spool_folder(self.batch_id))  # by a run that was cut off
         self.done = sum((output.totals_of(name) for name in parts.values()), Totals())
         missing = [number for number in range(len(index) - 1) if number not in parts]
         self.is_answering = bool(missing)
@@ -206,11 +212,11 @@ class BatchRun:
 
     async def _check(self, batch: Batch) -> Batch:
         """Look at the input, and begin or fail."""
-        record, longest = batch.record, self.office.settings.max_body_bytes
-        async with self.office.checking:
+        record, longest = batch.record, self.runtime.settings.max_body_bytes
+        async with self.runtime.checking:
             try:
-                file = await persist(lambda: self.office.files.load(record.input_file_id, record.owner))
-                checked = await asyncio.to_thread(inputs.check_input, self.office.storage, file.path, self.batch_id, record.endpoint, longest)
+                file = await persist(lambda: self.runtime.files.load(record.input_file_id, record.owner))
+                checked = await asyncio.to_thread(inputs.check_input, self.runtime.storage, file.path, self.batch_id, record.endpoint, longest)
             except (Invalid, FileNotFoundError):
                 checked = None
         if checked is None:
@@ -219,7 +225,7 @@ class BatchRun:
             await self._fail_with(checked.errors)
         else:
             found = checked
-            await persist(lambda: self.office.batches.move(self.batch_id, ("validating",), "in_progress", total=found.total, model=found.model))
+            await persist(lambda: self.runtime.batches.move(self.batch_id, ("validating",), "in_progress", total=found.total, model=found.model))
             log.info("batch begins", batch_id=self.batch_id, num_requests=checked.total, model=checked.model or "several")
         return await self._load() or batch
 
@@ -228,11 +234,12 @@ class BatchRun:
 
     async def _fail_with(self, errors: list[dict[str, Any]]) -> None:
         log.info("batch failed", batch_id=self.batch_id, error=errors[0]["message"])
-        await persist(lambda: self.office.batches.move(self.batch_id, RUNNING, "failed", errors=orjson.dumps(errors)))
-        await asyncio.to_thread(self.office.storage.remove, folder_of(self.batch_id))
+        await persist(lambda: self.runtime.batches.move(self.batch_id, RUNNING, "failed", errors=orjson.dumps(errors)))
+        await asyncio.to_thread(self.runtime.storage.remove, folder_of(self.batch_id))
 
     async def _answer_all(self, batch: Batch, index: list[int], missing: list[int]) -> None:
-        """Answer the blocks that are missing, line by line, as places in the pipeline allow. Raises what the first line does that can't go on."""
+        """Answer the blocks that are missing, line by line, as places in the pipeline allow. Raises
+        what the first line does that can't go on."""
         try:
             await self._answer_each(batch, index, missing)
         except BaseExceptionGroup as group:
@@ -242,7 +249,7 @@ class BatchRun:
         async with asyncio.TaskGroup() as group:
             for turn, number in enumerate(missing):
                 await self.blocks.room.acquire()
-                lines = await asyncio.to_thread(inputs.read_block, self.office.storage, self.batch_id, batch.record.endpoint, *index[number : number + 2])
+                lines = await asyncio.to_thread(inputs.read_block, self.runtime.storage, self.batch_id, batch.record.endpoint, *index[number : number + 2])
                 block = self.blocks.open(number, len(lines))
                 for place, line in enumerate(lines):
                     begun = await self._begin(batch, line, may_be_left=turn < MAX_OPEN)
@@ -254,36 +261,39 @@ class BatchRun:
                     task.add_done_callback(partial(self._leave, len(begun.requests)))  # also of one that is cancelled before it begins
 
     async def _enter(self, batch: Batch, asked: Asked) -> None:
-        """Take the places and submit: one line at a time, and again while the server is full, or the tenant has no more to spend in this minute. A batch
-        that has to wait holds no places that others could use."""
+        """Take the places and submit: one line at a time, and again while the server is full, or
+        the tenant has no more to spend in this minute. A batch that has to wait holds no places
+        that others could use."""
         started_at, is_admitted = 0.0, False
         while not is_admitted:
-            await self.office.places.take(len(asked.requests))
+            await self.runtime.places.take(len(asked.requests))
             started_at = started_at or time.time()
             try:
                 is_admitted = await self._submit(batch, asked, started_at)
             finally:
                 if not is_admitted:
-                    self.office.places.give(len(asked.requests))
+                    self.runtime.places.give(len(asked.requests))
             if not is_admitted:
                 await asyncio.sleep(AGAIN_S)
 
     def _leave(self, count: int, _: "asyncio.Task[None]") -> None:
-        self.office.places.give(count)
+        self.runtime.places.give(count)
 
     async def _begin(self, batch: Batch, line: Line, attempt: int = 0, *, may_be_left: bool = False) -> Asked | Answer:
-        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages that are missing.
+        """The line, ready for the pipeline; or its answer, where it needs none. Waits for stages
+        that are missing.
 
-        may_be_left: by an earlier run. What that has handed over is looked for also in a batch that closes: an answer stays, and what runs is cancelled.
+        may_be_left: by an earlier run. What that has handed over is looked for also in a batch that
+        closes: an answer stays, and what runs is cancelled.
         """
         key = key_of(self.batch_id, line.custom_id)
         own = key_of(self.batch_id, line.custom_id, attempt)
         while not self.closing or may_be_left:
             seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest()) % SEEDS
             try:
-                context = replace(self.office.context, caller=Caller(batch.record.tenant))
+                context = replace(self.runtime.context, caller=Caller(batch.record.tenant))
                 asked = await ask(context, batch.record, line, own, seed)
-                if self.closing and not await is_known(self.office.client, asked):
+                if self.closing and not await is_known(self.runtime.client, asked):
                     break
                 return self.spans.joined(asked, own) if self.spans is not None else asked
             except Invalid as error:
@@ -297,7 +307,7 @@ class BatchRun:
         return not_answered(key, line.custom_id, self.closing, CLOSED[self.closing][1])
 
     async def _answer(self, batch: Batch, block: Block, place: int, line: Line, asked: Asked) -> None:
-        """Wait for what was submitted, and settle the line with what came of it; what Redis loses is asked again."""
+        """Wait for what was submitted, and settle the line; what Redis loses is asked again."""
         answer: Answer | None = None
         for attempt in range(1, MAX_ATTEMPTS + 1):
             block.asked.append(asked)
@@ -317,11 +327,11 @@ class BatchRun:
         await self._settle(block, place, answer or self._refused(line, LOST))
 
     async def _outcome(self, line: Line, asked: Asked) -> Answer | None:
-        """What came of a request; None if Redis has lost it."""
+        """The answer to a request; None if Redis has lost it."""
         key = key_of(self.batch_id, line.custom_id)
         try:
-            await self.office.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
-            body, totals = await read_answer(self.office.client, asked, self.office.reading)
+            await self.runtime.places.ended(asked.record.served_model, [each.request_id for each in asked.requests])
+            body, totals = await read_answer(self.runtime.client, asked, self.runtime.reading, self.runtime.answers)
         except Lost as error:
             log.warning("a request of a batch was lost", batch_id=self.batch_id, response_id=asked.record.response_id, error=error)
             return None
@@ -334,11 +344,12 @@ class BatchRun:
         return answered(key, line.custom_id, 200, body, totals)
 
     async def _submit(self, batch: Batch, asked: Asked, started_at: float) -> bool:
-        """Hand the requests over, unless that has been done. Returns False where they have to wait."""
+        """Hand the requests over, unless that has been done. Returns False where they have to
+        wait."""
         record = asked.record
         self.in_flight[record.response_id] = asked  # before Redis has it: a batch that closes cancels it either way
         try:
-            await persist(lambda: admit(self.office.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
+            await persist(lambda: admit(self.runtime.context.admission, Caller(batch.record.tenant), record, asked.requests, asked.stored))
         except Rejected as error:
             if error.code == STORAGE_LIMIT and asked.stored:  # the answer goes to the batch's file in any case
                 return await self._submit(batch, replace(asked, stored=b""), started_at)
@@ -348,8 +359,7 @@ class BatchRun:
         return True
 
     def _refused(self, line: Line, error: RequestError) -> Answer:
-        body = error_body(error.status, error.message, error.param, error.code)
-        return answered(key_of(self.batch_id, line.custom_id), line.custom_id, error.status, body, Totals(failed=1))
+        return refused(key_of(self.batch_id, line.custom_id), line.custom_id, error)
 
     def _broken(self, line: Line, error: Exception) -> Answer:
         """A mistake of ours, at one line: the others go on."""
@@ -360,11 +370,12 @@ class BatchRun:
         """Note the answer; with the block's last one, keep them."""
         if (kept := await self.blocks.settle(block, place, answer)) is not None:
             self.done += kept
-            await forget(self.office.client, [asked for asked in block.asked if not asked.stored])
+            await forget(self.runtime.client, [asked for asked in block.asked if not asked.stored])
 
     async def _finish(self, batch: Batch, num_blocks: int) -> bool:
-        """Make the files of the parts, and end the batch. Returns whether there is more to do: parts that were there are gone."""
-        record, batches, storage = batch.record, self.office.batches, self.office.storage
+        """Make the files of the parts, and end the batch. Returns whether there is more to do:
+        parts that were there are gone."""
+        record, batches, storage = batch.record, self.runtime.batches, self.runtime.storage
         if not self.closing:
             status = await persist(lambda: batches.move(self.batch_id, ("in_progress",), "finalizing"))
             self.closing = "batch_cancelled" if status == "cancelling" else ""
@@ -379,7 +390,7 @@ class BatchRun:
             file = FileRecord(file_id, record.owner, name, "batch_output", 0, now, now + record.output_ttl_s)
             num_bytes = await asyncio.to_thread(output.assemble, storage, self.batch_id, [parts[number] for number in sorted(parts)], file.path, mark)
             if num_bytes:
-                await persist(partial(self.office.files.enter, replace(file, num_bytes=num_bytes)))
+                await persist(partial(self.runtime.files.enter, replace(file, num_bytes=num_bytes)))
                 made[f"{kind}_file_id"] = file_id
         status = CLOSED[self.closing][0] if self.closing else "completed"
         await persist(self._note_done)

@@ -1,18 +1,19 @@
-"""A batch's part of traces. A run of it is a span in the trace of the request that made the batch, with what it checked and wrote under it. A line is a trace
-of its own, linked to that: its ids are those of the answer, so whoever goes on after a death goes on in the same trace.
+"""A batch's part of traces. A run of it is a span in the trace of the request that made the batch,
+with what it checked and wrote under it. A line is a trace of its own, linked to that: its ids are
+those of the answer, so whoever goes on after a death goes on in the same trace.
 """
 
 import time
 from dataclasses import replace
 
-from services.gateway.batches.store import Batch
 from services.jobs.asking import Asked
 from services.jobs.output import Answer
+from services.requests.batches.store import Batch
 from shared.process.tracing import Attributes, Tracer
 
 
 def spans_of(tracer: Tracer | None, batch: Batch) -> "BatchSpans | None":
-    """None: nobody wants them."""
+    """Spans of a batch; None: nobody wants them."""
     return BatchSpans(tracer, batch) if tracer is not None and batch.traceparent else None
 
 
@@ -28,7 +29,8 @@ class BatchSpans:
         self._parts.append((name, started_at, time.time()))
 
     def run(self, started_at: float, num_completed: int, num_failed: int, *, is_over: bool) -> None:
-        """This run is over; the batch has so many lines that are answered. is_over: so is the batch."""
+        """Record that this run is over; the batch has so many lines that are answered. is_over: so
+        is the batch."""
         said: Attributes = {
             "penstock.batch_id": self.batch_id, "penstock.num_completed": num_completed, "penstock.num_failed": num_failed,
             "penstock.is_over": is_over,
@@ -49,7 +51,7 @@ class BatchSpans:
             self.tracer.record("admission", asked.record.traceparent, started_at, time.time(), {"penstock.num_sequences": len(asked.requests)})
 
     def line(self, asked: Asked, custom_id: str, answer: Answer | None) -> None:
-        """What became of it; None: Redis has lost it."""
+        """Record a request's outcome; None: Redis has lost it."""
         if not asked.record.traceparent:
             return
         outcome = "lost" if answer is None else "completed" if answer.is_completed else "failed"

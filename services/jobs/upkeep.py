@@ -1,7 +1,9 @@
-"""Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so that none is the one that must not die; a key
-in Redis says that a part of the upkeep has just been done, by whichever worker.
+"""Upkeep: what a worker does now and then, when Celery's beat says so. Every worker has a beat, so
+that none is the one that must not die; a key in Redis says that a part of the upkeep has just been
+done, by whichever worker.
 
-What the stages do by themselves is not done here: logs and records expire, dead replicas' names, streams and consumers go (docs/understand/protocol.md).
+What the stages do by themselves is not done here: logs and records expire, dead replicas' names,
+streams and consumers go (docs/understand/protocol.md).
 """
 
 import asyncio
@@ -11,13 +13,13 @@ from typing import Any
 
 import redis
 
-from services.gateway.batches.figures import Backlog, queue_backlog
-from services.gateway.batches.store import Batch, read_batch
-from services.gateway.files.store import CONTENTS
-from services.jobs.closing import close_soon
+from services.jobs.ending import end_soon
 from services.jobs.input import FOLDERS, folder_of
 from services.jobs.lease import LEASE_S, RENEW
-from services.jobs.office import Office
+from services.jobs.runtime import JobsRuntime
+from services.requests.batches.figures import Backlog, queue_backlog
+from services.requests.batches.store import Batch, read_batch
+from services.requests.files.store import CONTENTS
 from shared.process.telemetry import get_logger
 from shared.wire.job_queue import QUEUED_S
 from shared.wire.redis_memory import BATCHES_PAUSE, CROWDED, memory_of
@@ -48,23 +50,25 @@ UNFINISHED_S = 24 * 3600  # after which a file that was not written to its end i
 UNUSED_MS = 24 * 3600 * 1000  # after which the empty streams of a model that nobody serves go
 
 
-async def claim(office: Office, name: str, every_s: int) -> bool:
-    """Whether this worker is to do this part now. A full Redis can't note who does: then it is every worker."""
+async def claim(runtime: JobsRuntime, name: str, every_s: int) -> bool:
+    """Whether this worker is to do this part now. A full Redis can't note who does: then it is
+    every worker."""
     try:
-        if await office.client.pttl(upkeep_key(name)) > 1000 * every_s:  # from before Redis' clock went back: it would hold for as long as that was
-            await office.client.delete(upkeep_key(name))
-        return bool(await office.client.set(upkeep_key(name), office.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
+        # from before Redis' clock went back: it would hold for as long as that was
+        if await runtime.client.pttl(upkeep_key(name)) > 1000 * every_s:
+            await runtime.client.delete(upkeep_key(name))
+        return bool(await runtime.client.set(upkeep_key(name), runtime.stage.replica_id, nx=True, ex=max(1, every_s - 1)))
     except redis.OutOfMemoryError:
         return True
 
 
-async def sweep(office: Office) -> None:
-    """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those that are to end do not wait for their turn. And say
-    what waits of all."""
-    if not await claim(office, "sweep", SWEEP_EVERY_S):
+async def sweep(runtime: JobsRuntime) -> None:
+    """Have the batches looked at that no worker has: theirs has died, or their task was lost. Those
+    that are to end do not wait for their turn. And say what waits of all."""
+    if not await claim(runtime, "sweep", SWEEP_EVERY_S):
         return
-    names = await running_batches(office)
-    async with office.client.pipeline(transaction=False) as pipe:
+    names = await running_batches(runtime)
+    async with runtime.client.pipeline(transaction=False) as pipe:
         pipe.llen(JOB_QUEUE)
         for name in names:
             pipe.get(batch_lease_key(name))
@@ -73,81 +77,88 @@ async def sweep(office: Office) -> None:
             pipe.pttl(batch_queued_key(name))
         num_tasks, *replies = await pipe.execute()
     queued = {name: left_ms for name, left_ms in zip(names, replies[3::4], strict=True) if left_ms > 0}
-    if len(queued) <= num_tasks:  # none is lost: those that wait for long are not to be sent again and again
-        await keep_queued(office, list(queued))
+    # none is lost: those that wait for long are not to be sent again and again
+    if len(queued) <= num_tasks:
+        await keep_queued(runtime, list(queued))
     elif not num_tasks and (lost := [name for name, left_ms in queued.items() if left_ms < 1000 * (QUEUED_S - BEGUN_WITHIN_S)]):
-        await office.client.delete(*map(batch_queued_key, lost))  # a worker took them and died before it began
-    alive, running = office.stage.registry.ids("jobs"), []
+        # a worker took them and died before it began
+        await runtime.client.delete(*map(batch_queued_key, lost))
+    alive, running = runtime.stage.registry.ids("jobs"), []
     for name, lease, left_ms, values in zip(names, replies[::4], replies[1::4], replies[2::4], strict=True):
         batch = read_batch(name, values)
         holder = (lease or b"").decode().partition("/")[0]
         if batch is None or not batch.is_running:
-            await office.client.srem(BATCHES_RUNNING, name)
+            await runtime.client.srem(BATCHES_RUNNING, name)
             continue
         running.append(batch)
-        if holder not in alive or left_ms > 1000 * LEASE_S:  # so long: not renewed since Redis' clock went back, when its holder's lease became as long
-            await office.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
+        # so long: not renewed since Redis' clock went back, when its holder's lease became as long
+        if holder not in alive or left_ms > 1000 * LEASE_S:
+            await runtime.client.eval(RENEW, 0, batch_lease_key(name), lease or b"", 0)
             if batch.closes(time.time()):
-                close_soon(office, name)
+                end_soon(runtime, name)
             else:
-                await office.send(name)
-    async with office.client.pipeline(transaction=False) as pipe:
+                await runtime.send(name)
+    async with runtime.client.pipeline(transaction=False) as pipe:
         queue_backlog(pipe, backlog_of(running))
         await pipe.execute()
 
 
-async def keep_queued(office: Office, names: list[str]) -> None:
+async def keep_queued(runtime: JobsRuntime, names: list[str]) -> None:
     """The tasks of these batches are still in the queue."""
-    async with office.client.pipeline(transaction=False) as pipe:
+    async with runtime.client.pipeline(transaction=False) as pipe:
         for name in names:
             pipe.expire(batch_queued_key(name), QUEUED_S)
         await pipe.execute()
 
 
 def backlog_of(batches: list[Batch]) -> Backlog | None:
-    """What waits of those that have not ended."""
+    """The backlog of batches that have not ended; None: there are none."""
     if not batches:
         return None
     waiting = sum(batch.total - batch.totals.num_lines for batch in batches)
     return Backlog(waiting, min(batch.record.created_at for batch in batches), min(batch.progressed_at for batch in batches))
 
 
-async def running_batches(office: Office) -> list[str]:
-    members: Any = await office.client.smembers(BATCHES_RUNNING)
+async def running_batches(runtime: JobsRuntime) -> list[str]:
+    members: Any = await runtime.client.smembers(BATCHES_RUNNING)
     return [name.decode(errors="replace") for name in members]
 
 
-async def check_memory(office: Office) -> None:
-    """Redis near its limit: logs of ended requests go sooner than they would, with what is stored of them, and batches add nothing until there is room."""
-    if not await claim(office, "memory", MEMORY_EVERY_S):
+async def check_memory(runtime: JobsRuntime) -> None:
+    """Redis near its limit: logs of ended requests go sooner than they would, with what is stored
+    of them, and batches add nothing until there is room."""
+    if not await claim(runtime, "memory", MEMORY_EVERY_S):
         return
-    info: dict[str, Any] = await office.client.info("memory")
+    info: dict[str, Any] = await runtime.client.info("memory")
     memory = memory_of(info)
     if memory.share < CROWDED:
         return
-    num_logs = await shorten_logs(office)
+    num_logs = await shorten_logs(runtime)
     log.warning("Redis is nearly full: token logs of ended requests are dropped early", used_share=memory.share, num_logs=num_logs, max_memory=memory.limit)
     if memory.share >= BATCHES_PAUSE:
         with suppress(redis.OutOfMemoryError):  # then batches can add nothing anyway
-            await office.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
+            await runtime.client.set(upkeep_key("full"), "1", ex=3 * MEMORY_EVERY_S)
 
 
-async def shorten_logs(office: Office) -> int:
-    """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how many."""
+async def shorten_logs(runtime: JobsRuntime) -> int:
+    """Have the logs of ended requests expire in a minute, as far as they are looked at. Returns how
+    many."""
     cursor, num_scanned, num_shortened = 0, 0, 0
     while num_scanned < MAX_SCANNED:
-        found: Any = await office.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
+        found: Any = await runtime.client.scan(cursor, match=log_key("*"), count=SCAN_COUNT)
         cursor, keys = found
         num_scanned += SCAN_COUNT
-        async with office.client.pipeline(transaction=False) as pipe:
+        async with runtime.client.pipeline(transaction=False) as pipe:
             for key in keys:
                 pipe.ttl(key)
             ttls = await pipe.execute()
-            ended = [key for key, ttl in zip(keys, ttls, strict=True) if SHORT_LOG_TTL_S < ttl <= LOG_TTL_S]  # a running one has a day
+            # a running one has a day
+            ended = [key for key, ttl in zip(keys, ttls, strict=True) if SHORT_LOG_TTL_S < ttl <= LOG_TTL_S]
             for key in ended:
                 pipe.expire(key, SHORT_LOG_TTL_S)
                 response_id = response_of(key.decode().removeprefix(log_key("")))
-                for other in (stored_key(response_id), response_key(response_id)):  # of no use without the log; where others of the response run, a day long
+                # of no use without the log; where others of the response run, a day long
+                for other in (stored_key(response_id), response_key(response_id)):
                     pipe.eval(SHORTEN, 0, other, SHORT_LOG_TTL_S, LOG_TTL_S)
             await pipe.execute()
         num_shortened += len(ended)
@@ -156,50 +167,54 @@ async def shorten_logs(office: Office) -> int:
     return num_shortened
 
 
-# ARGV: key, s, s: the life of what has ended, that is to be as short as the first; what has longer to live stays.
+# ARGV: key, s, s: the life of what has ended, that is to be as short as the first; what has longer
+# to live stays.
 SHORTEN = "if redis.call('TTL', ARGV[1]) <= tonumber(ARGV[3]) then redis.call('EXPIRE', ARGV[1], ARGV[2]) end"
 
 
-async def tidy(office: Office) -> None:
-    """Remove what nobody needs any more: files that have expired or were never finished, and streams of models that are not served."""
-    if not await claim(office, "tidy", TIDY_EVERY_S):
+async def tidy(runtime: JobsRuntime) -> None:
+    """Remove what nobody needs any more: files that have expired or were never finished, and
+    streams of models that are not served."""
+    if not await claim(runtime, "tidy", TIDY_EVERY_S):
         return
-    num_files = await remove_files(office)
-    num_folders = await remove_folders(office)
-    num_streams = await remove_streams(office)
+    num_files = await remove_files(runtime)
+    num_folders = await remove_folders(runtime)
+    num_streams = await remove_streams(runtime)
     if num_files + num_folders + num_streams:
         log.info("tidied up", num_files=num_files, num_folders=num_folders, num_streams=num_streams)
 
 
-async def remove_files(office: Office) -> int:
-    """The contents of files whose time, which is in their names, has come; and what was not written to its end."""
-    names = await asyncio.to_thread(office.storage.names, CONTENTS)
+async def remove_files(runtime: JobsRuntime) -> int:
+    """The contents of files whose time, which is in their names, has come; and what was not written
+    to its end."""
+    names = await asyncio.to_thread(runtime.storage.names, CONTENTS)
     old = [name for name in names if (ends := name.rpartition(".")[2]).isdecimal() and int(ends) < time.time()]
-    old += await asyncio.to_thread(office.storage.abandoned, CONTENTS, UNFINISHED_S)
+    old += await asyncio.to_thread(runtime.storage.abandoned, CONTENTS, UNFINISHED_S)
     for name in old:
-        await asyncio.to_thread(office.storage.remove, f"{CONTENTS}/{name}")
+        await asyncio.to_thread(runtime.storage.remove, f"{CONTENTS}/{name}")
     return len(old)
 
 
-async def remove_folders(office: Office) -> int:
-    """What batches worked with that have ended. One that Redis does not know at all may be in a Redis that is being restored: it stays."""
-    names = await asyncio.to_thread(office.storage.names, FOLDERS)
-    running = await running_batches(office)
-    ended = [name for name in names if name not in running and (await office.client.exists(batch_key(name)))]
+async def remove_folders(runtime: JobsRuntime) -> int:
+    """Remove the folders of batches that have ended. One that Redis does not know at all may be in
+    a Redis that is being restored: it stays."""
+    names = await asyncio.to_thread(runtime.storage.names, FOLDERS)
+    running = await running_batches(runtime)
+    ended = [name for name in names if name not in running and (await runtime.client.exists(batch_key(name)))]
     for name in ended:
-        await asyncio.to_thread(office.storage.remove, folder_of(name))
+        await asyncio.to_thread(runtime.storage.remove, folder_of(name))
     return len(ended)
 
 
-async def remove_streams(office: Office) -> int:
+async def remove_streams(runtime: JobsRuntime) -> int:
     """The empty streams of models of which no stage has been alive for a day."""
-    served = {replica.model for replica in look(office.stage.transport.client).replicas}
+    served = {replica.model for replica in look(runtime.stage.transport.client).replicas}
     num_removed = 0
     for make in (requests, prompts):
         prefix = make("").key
-        for key in [key.decode() async for key in office.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
+        for key in [key.decode() async for key in runtime.client.scan_iter(match=f"{prefix}*", count=SCAN_COUNT)]:
             if key.removeprefix(prefix) not in served:
-                num_removed += int(await office.client.eval(REMOVE_UNUSED, 0, key, UNUSED_MS) or 0)
+                num_removed += int(await runtime.client.eval(REMOVE_UNUSED, 0, key, UNUSED_MS) or 0)
     return num_removed
 
 

@@ -1,4 +1,4 @@
-"""Celery's worker: its task, its beat, and their way into the office."""
+"""Celery's worker: its task, its beat, and their way into the runtime."""
 
 import logging
 import os
@@ -18,8 +18,8 @@ from celery.platforms import SecurityWarning
 from celery.schedules import schedule
 from kombu.exceptions import OperationalError
 
-from services.jobs.office import Office
 from services.jobs.run import BatchRun
+from services.jobs.runtime import JobsRuntime
 from services.jobs.upkeep import MEMORY_EVERY_S, SWEEP_EVERY_S, TIDY_EVERY_S, check_memory, sweep, tidy
 from shared.process.telemetry import get_logger
 from shared.wire.ids import is_batch_id
@@ -32,20 +32,21 @@ log = get_logger("penstock.jobs")
 
 CONCURRENCY = 4  # batches that one worker has under way
 STOP_TIMEOUT_S = 15.0  # for them to be left in good order: half a second, where Redis replies
-UPKEEP: dict[str, tuple[Callable[[Office], Awaitable[None]], int]] = {
+UPKEEP: dict[str, tuple[Callable[[JobsRuntime], Awaitable[None]], int]] = {
     "sweep": (sweep, SWEEP_EVERY_S),
     "memory": (check_memory, MEMORY_EVERY_S),
     "tidy": (tidy, TIDY_EVERY_S),
 }
 
 
-def add_tasks(queue: Celery, office: Office) -> None:
-    """What a worker does when it is asked, and when beat asks for what."""
+def add_tasks(queue: Celery, runtime: JobsRuntime) -> None:
+    """Add a worker's tasks, and beat's schedule."""
 
     def run_batch(batch_id: str) -> None:
-        """One slice of a batch. Whatever this task leaves undone, another does: by its own message, or by the sweep's."""
+        """Run one slice of a batch. Whatever this task leaves undone, another does: by its own
+        message, or by the sweep's."""
         try:
-            office.call(run_slice(office, batch_id))
+            runtime.call(run_slice(runtime, batch_id))
         except (redis.RedisError, OSError, OperationalError) as error:
             if isinstance(error, redis.RedisError) and not is_temporary(error):
                 raise without_command(error) from None
@@ -56,39 +57,43 @@ def add_tasks(queue: Celery, office: Office) -> None:
 
 
 def uptime() -> datetime:
-    """Beat's time of day: by that of the wall, the upkeep would rest for an hour when the clock goes back an hour."""
+    """Beat's time of day: by that of the wall, the upkeep would rest for an hour when the clock
+    goes back an hour."""
     return datetime.fromtimestamp(time.monotonic(), UTC)
 
 
-async def run_slice(office: Office, batch_id: str) -> None:
+async def run_slice(runtime: JobsRuntime, batch_id: str) -> None:
     if not is_batch_id(batch_id):
         log.error("a task names no batch", batch_id=repr(batch_id)[:128])
         return
-    if not await office.client.delete(batch_queued_key(batch_id)):
-        return  # one of two for the same batch; or its mark has run out, and the sweep sends another
-    if await BatchRun(office, batch_id).run():
-        await office.send(batch_id)
+    if not await runtime.client.delete(batch_queued_key(batch_id)):
+        # one of two for the same batch; or its mark has run out, and the sweep sends another
+        return
+    if await BatchRun(runtime, batch_id).run():
+        await runtime.send(batch_id)
 
 
 class Beat(Scheduler):  # type: ignore[misc]
-    """Celery's, but that the upkeep is done here when it is due. As a message it would wait behind all batches that wait for their turn."""
+    """Celery's, but that the upkeep is done here when it is due. As a message it would wait behind
+    all batches that wait for their turn."""
 
-    def __init__(self, office: Office, **others: Any) -> None:
-        self.office = office
+    def __init__(self, runtime: JobsRuntime, **others: Any) -> None:
+        self.runtime = runtime
         self._under_way: dict[str, Future[None]] = {}
         super().__init__(**others)
 
     def apply_async(self, entry: ScheduleEntry, *_: Any, **__: Any) -> None:
         last = self._under_way.get(entry.task)
         if last is None or last.done():
-            self._under_way[entry.task] = self.office.begin(keep_up(self.office, entry.task))
+            self._under_way[entry.task] = self.runtime.begin(keep_up(self.runtime, entry.task))
 
 
-async def keep_up(office: Office, name: str) -> None:
-    """A part of the upkeep. What can't be done now is done the next time. Raises what ends the worker: a Redis that refuses it."""
+async def keep_up(runtime: JobsRuntime, name: str) -> None:
+    """A part of the upkeep. What can't be done now is done the next time. Raises what ends the
+    worker: a Redis that refuses it."""
     work, _ = UPKEEP[name]
     try:
-        await work(office)
+        await work(runtime)
     except DENIED:
         raise
     except Exception as error:
@@ -98,39 +103,43 @@ async def keep_up(office: Office, name: str) -> None:
             log.exception("unexpected error", part=name, error=repr(without_command(error)))
 
 
-def work(office: Office) -> None:
+def work(runtime: JobsRuntime) -> None:
     """Take tasks until SIGTERM; then leave every batch where it is, and return."""
-    queue = office.queue
-    add_tasks(queue, office)
-    beat = EmbeddedService(queue, thread=True, scheduler_cls=partial(Beat, office))
+    queue = runtime.queue
+    add_tasks(queue, runtime)
+    beat = EmbeddedService(queue, thread=True, scheduler_cls=partial(Beat, runtime))
 
     def stop(**_: Any) -> None:
-        office.ask_to_stop()
+        runtime.ask_to_stop()
         timer = threading.Timer(STOP_TIMEOUT_S, give_up)
         timer.daemon = True
         timer.start()
 
-    warnings.simplefilter("ignore", SecurityWarning)  # about root, for tasks may be pickles: ours are JSON
-    logging.getLogger("celery.beat").setLevel(logging.CRITICAL)  # a traceback each time that Redis is away, of which the transport has told
+    # about root, for tasks may be pickles: ours are JSON
+    warnings.simplefilter("ignore", SecurityWarning)
+    # a traceback each time that Redis is away, of which the transport has told
+    logging.getLogger("celery.beat").setLevel(logging.CRITICAL)
     logging.getLogger("celery.worker").addFilter(be_brief)
     signals.setup_logging.connect(ignore, weak=False)  # Celery would set up its own otherwise
     signals.worker_shutting_down.connect(stop, weak=False)
-    signals.worker_ready.connect(lambda **_: office.stage.join(), weak=False)
+    signals.worker_ready.connect(lambda **_: runtime.stage.join(), weak=False)
     worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
-    office.deaths.enter()
+    runtime.deaths.enter()
     beat.start()
     try:
         worker.start()
     finally:
         beat.stop()
     if not worker.exitcode:
-        office.deaths.leave()
+        runtime.deaths.leave()
     else:
-        raise SystemExit(1)  # Celery gives up where Redis refuses what it reads by: whoever watches the process starts another
+        # Celery gives up where Redis refuses what it reads by: whoever watches the process starts
+        # another
+        raise SystemExit(1)
 
 
 def be_brief(record: logging.LogRecord) -> bool:
-    """Where it was that Celery met a Redis which can't serve is of no use to anybody."""
+    """Drops Celery's tracebacks of a Redis that can't serve: they help nobody."""
     error = record.exc_info[1] if record.exc_info else None
     if error is not None and is_temporary(error):
         record.msg, record.args, record.exc_info = f"redis can't serve, ending the process: {reason_of(error)}", (), None
@@ -138,10 +147,11 @@ def be_brief(record: logging.LogRecord) -> bool:
 
 
 def give_up() -> None:
-    """A Redis that does not reply would keep Celery, and a run that can't give its lease up, for ever."""
+    """A Redis that does not reply would keep Celery, and a run that can't give its lease up, for
+    ever."""
     log.warning("stopped in the middle of something; its work will be taken up by another")
     os._exit(0)
 
 
 def ignore(**_: Any) -> None:
-    """Nothing to do."""
+    """Do nothing."""

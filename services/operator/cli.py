@@ -11,9 +11,9 @@ from services.operator.keys import add_arguments as add_keys_arguments
 from shared.process.arguments import Parser, positive_number, seconds, whole_number
 from shared.process.errors import StartupError
 from shared.process.settings import DEFAULT_DATA_DIR, UpSettings, load_settings
+from shared.process.stages import STAGES
 from shared.process.telemetry import setup_logging
 
-STAGES = ("gateway", "tokenizer", "compute", "sampler", "jobs")
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b", "qwen2.5-7b", "smollm2-135m", "tiny")
 
 EXAMPLES = """examples:

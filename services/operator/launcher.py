@@ -19,8 +19,8 @@ import redis
 from services.operator.lifeline import Lifeline
 from services.operator.model_store import DEFAULT_MODEL, pull
 from services.operator.preflight import check_device, check_keys, check_memory, check_ports
-from services.operator.redis_server import default_memory, password_for, socket_path, start_server, url_of
-from shared.api_keys import check_exposure, wants_keys
+from services.operator.redis_server import BROKEN_FILE, default_memory, password_for, socket_path, start_server, url_of, why_it_ended
+from services.requests.tenants.api_keys import check_exposure, wants_keys
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import DEFAULT_REDIS_URL, UpSettings
@@ -33,6 +33,8 @@ log = get_logger("penstock.launcher")
 
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
 STABLE_AFTER_S = 30.0  # a process that lived this long starts its backoff anew
+REDIS = "redis"
+MAX_REDIS_FAILURES = 3
 STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help
 COMPUTE_NICENESS = 5  # below Redis and the CPU stages: what wakes up for a millisecond must not wait for a GEMM's time slice
 JOBS_NICENESS = 5  # batches have time
@@ -48,6 +50,7 @@ class Child:
     started_at: float = 0.0
     restart_at: float = 0.0
     delay_s: float = FIRST_RESTART_S
+    num_failures: int = 0  # exits with an error of its own, in a row
 
 
 @dataclass(slots=True)
@@ -98,7 +101,7 @@ class Launcher:
             path, inherited = socket_path(settings.data_dir), self.lifeline.of_redis
             password, max_memory = password_for(settings.data_dir, settings.redis_port), settings.redis_memory or default_memory()
             start_redis = partial(start_server, settings.data_dir, port=settings.redis_port, password=password, max_memory=max_memory, inherited=inherited)
-            self.servers = [Child("watchman", partial(self.lifeline.start_watchman, path, password)), Child("redis", start_redis)]
+            self.servers = [Child("watchman", partial(self.lifeline.start_watchman, path, password)), Child(REDIS, start_redis)]
             self.redis_url = environment["PENSTOCK_REDIS_URL"] = url_of(settings.data_dir)
         for files in self.models:
             own = environment | {"PENSTOCK_MODEL": str(files.weights), "PENSTOCK_SERVED_MODEL_NAME": ",".join((files.name, *files.aliases))}
@@ -145,7 +148,7 @@ class Launcher:
         return Child((stage if number == 0 else f"{stage}-{number + 1}") + suffix, start)
 
     def _keep_alive(self) -> None:
-        """Start what is not running, Redis first; a dead process comes back after a growing pause."""
+        """Start what is not running, Redis first; a dead process comes back after a growing pause. Raises StartupError for a Redis that can't start."""
         now = time.monotonic()
         for child in self.servers + self.stages:
             if child.process is not None and (code := child.process.poll()) is not None:
@@ -153,12 +156,22 @@ class Launcher:
                     self.exit_code, self.is_stopping = code, True
                     return
                 if now - child.started_at > STABLE_AFTER_S:
-                    child.delay_s = FIRST_RESTART_S
+                    child.delay_s, child.num_failures = FIRST_RESTART_S, 0
+                child.num_failures += code > 0  # whom a signal ended may start well
+                if child.name == REDIS and child.num_failures >= MAX_REDIS_FAILURES:
+                    self._explain_redis()
                 log.warning("process died, restarting", name=child.name, exit_code=code, in_s=child.delay_s)
                 child.restart_at, child.delay_s, child.process = now + child.delay_s, min(child.delay_s * 2, LONGEST_RESTART_S), None
             if child.process is None and now >= child.restart_at:
                 child.process, child.started_at = child.start(), now
                 self.lifeline.note(child.name, child.process.pid)
+
+    def _explain_redis(self) -> None:
+        """Say why Redis does not start. Raises StartupError at the beginning, and for a broken file; later it may be a full disk, which passes."""
+        why = why_it_ended(self.settings.data_dir)
+        if not self.is_announced or BROKEN_FILE.search(why):
+            raise StartupError(f"the embedded Redis can't start: {why}")
+        log.error("the embedded Redis can't start", reason=why)
 
     @property
     def _url(self) -> str:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 
-from shared.api_keys import read_keys
+from services.requests.tenants.api_keys import read_keys
 from shared.model.files import ModelFiles
 from shared.process.errors import StartupError
 from shared.process.host_memory import free_host_memory, size_text

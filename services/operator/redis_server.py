@@ -3,6 +3,7 @@
 import os
 import re
 import secrets
+import shlex
 import subprocess
 from contextlib import suppress
 from pathlib import Path
@@ -12,6 +13,9 @@ from shared.process.host_memory import total_host_memory
 
 DEFAULT_SHARE = 4  # a quarter of the machine's memory: a fork that rewrites the log may need as much again
 PASSWORD_FILE = "redis-password"
+LOG_FILE = "redis.log"
+LAST_WORDS = 8192  # bytes of its log, in which they are
+BROKEN_FILE = re.compile(r"append only file ([\w.-]+)")
 PASSWORD = re.compile(r"[0-9a-f]{64}")
 MAX_SOCKET_PATH = 100  # bytes; the kernel takes 107
 
@@ -70,6 +74,23 @@ def password_of(data_dir: Path) -> str:
     return found
 
 
+def why_it_ended(data_dir: Path) -> str:
+    """The server's own last words; for an append-only file that it can't read also the command that mends it."""
+    try:
+        with open(data_dir / LOG_FILE, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - LAST_WORDS))
+            lines = file.read().decode(errors="replace").splitlines()
+    except OSError as error:
+        return str(error)
+    words = next((message for line in reversed(lines) if (message := line.partition(" # ")[2])), f"{data_dir / LOG_FILE} says more")
+    broken = BROKEN_FILE.search(words)
+    if broken is None:
+        return words
+    path = data_dir.absolute() / "appendonlydir" / broken[1]
+    command = f"exec -a valkey-check-aof {shlex.quote(str(find_binary()))} --fix {shlex.quote(str(path))}"
+    return f"{words[: broken.end(1)]}. Copy {path.parent}, then cut off what is broken and all after it: bash -c {shlex.quote(command)}"
+
+
 def start_server(
     data_dir: Path, *, port: int = 0, password: str = "", max_memory: int = 0, binary: Path | None = None, inherited: tuple[int, ...] = ()
 ) -> "subprocess.Popen[bytes]":
@@ -88,7 +109,7 @@ def start_server(
         "appendonly": "yes",
         "appendfsync": "everysec",
         "save": "",
-        "logfile": str(data_dir.absolute() / "redis.log"),
+        "logfile": str(data_dir.absolute() / LOG_FILE),
         "maxmemory": str(max_memory),
         "maxmemory-policy": "noeviction",
         "daemonize": "no",

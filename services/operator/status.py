@@ -20,12 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from shared.process.errors import StartupError
+from shared.process.stages import SERVING, STAGES
 from shared.wire.messages import Replica
-from shared.wire.registry import RENEW_EVERY_S, look
+from shared.wire.registry import RENEW_EVERY_S, look, unlike_replicas
 from shared.wire.streams import DEAD_LETTER, prompts, requests
 from shared.wire.transport import connect, is_temporary
 
-STAGES = ("gateway", "tokenizer", "compute", "sampler")
 TOKENS = {"gateway": "output_tokens", "compute": "output_tokens", "sampler": "tokens"}  # in a replica's load: a total since its start
 LOOK_EVERY_S = 0.1
 FIRST_LOOKS_S = 2.2  # two announcements come in that time
@@ -59,6 +59,7 @@ class Status:
     missing: list[str]  # stages of which no replica is alive
     queues: dict[str, int]  # entries of a stream, waiting or being worked on
     dead_letters: int
+    warnings: list[str]
 
 
 class Watcher:
@@ -90,10 +91,11 @@ class Watcher:
         models = sorted({replica.model for replica in replicas if replica.stage == "compute" and replica.model})
         keys = [stream(model).key for model in models for stream in (requests, prompts)]
         queues = {key: int(self.client.xlen(key)) for key in keys}
-        order = {stage: number for number, stage in enumerate((*STAGES, "jobs"))}
+        order = {stage: number for number, stage in enumerate(STAGES)}
         lines = [self._line(each) for each in sorted(replicas, key=lambda each: (order.get(each.stage, len(order)), each.model or "", each.replica_id))]
-        missing = [stage for stage in STAGES if all(each.stage != stage for each in replicas)]
-        return Status(lines, missing, queues, int(self.client.xlen(DEAD_LETTER)))
+        missing = [stage for stage in SERVING if all(each.stage != stage for each in replicas)]
+        unlike = unlike_replicas(each for each in replicas if each.stage == "compute")
+        return Status(lines, missing, queues, int(self.client.xlen(DEAD_LETTER)), unlike)
 
     def _line(self, replica: Replica) -> Line:
         load = replica.load
@@ -182,9 +184,10 @@ def render(status: Status, width: int) -> RenderableType:
         table.add_row(*cells(line), *((line.replica_id, line.host, str(line.pid)) if is_wide else ()), style="red" if line.problem else "")
     parts: list[RenderableType] = [table] if status.replicas else []
     if status.missing:
-        missing = "nothing runs: no stage is alive" if len(status.missing) == len(STAGES) else f"no {', no '.join(status.missing)} is alive"
+        missing = "nothing runs: no stage is alive" if len(status.missing) == len(SERVING) else f"no {', no '.join(status.missing)} is alive"
         parts.append(Text(missing, style="bold red"))
     parts += [Text(f"{line.replica_id}: {line.problem}", style="bold red") for line in status.replicas if line.problem]
+    parts += [Text(each, style="bold yellow") for each in status.warnings]
     queues: dict[str, Any] = status.queues | {DEAD_LETTER: status.dead_letters}
     parts.append(Text("\nentries in streams: " + ", ".join(f"{key} {count:,}" for key, count in queues.items()), style="dim"))
     return Group(*parts)

@@ -12,14 +12,17 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from shared.process.errors import StartupError
-from shared.wire.messages import PromptLogprobs
+from shared.wire.logprobs import PromptLogprobs
 
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
-MAX_PENDING = 8  # tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one: decode them as they are
+# tokens without text; a character of four bytes needs four. Beyond, the bytes will never be one:
+# decode them as they are
+MAX_PENDING = 8
 
 
 def load_tokenizer(folder: Path, known_as: Path | None = None) -> Tokenizer:
-    """The fast tokenizer of a checkpoint folder. known_as: the file, to the user, by default that in the folder. Raises StartupError."""
+    """The fast tokenizer of a checkpoint folder. known_as: the file, to the user, by default that
+    in the folder. Raises StartupError."""
     file = folder / "tokenizer.json"
     try:
         return Tokenizer.from_file(str(file))
@@ -28,7 +31,8 @@ def load_tokenizer(folder: Path, known_as: Path | None = None) -> Tokenizer:
 
 
 class Detokenizer:
-    """One sequence's text. Seeded with the last prompt tokens: some decoders treat the first token of a text differently."""
+    """One sequence's text. Seeded with the last prompt tokens: some decoders treat the first token
+    of a text differently."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_tail: list[int], *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -71,12 +75,13 @@ class TokenTable:
         self.describe = cache(self._describe)  # bounded by the vocabulary
 
     def spell(self, prompt: PromptLogprobs) -> PromptLogprobs:
-        """The same with the texts of the tokens in it."""
+        """The prompt's logprobs with the texts of the tokens in them."""
         token_ids = np.unique(np.concatenate((prompt.token_ids, prompt.top_token_ids)))
         return replace(prompt, spelled_token_ids=token_ids, texts=tuple(self.describe(token_id)[0] for token_id in token_ids.tolist()))
 
     def _describe(self, token_id: int) -> tuple[str, bytes]:
-        """A token as text, and its bytes. A token that is a part of a character only is spelt as OpenAI's completions do: `bytes:\\xe6\\xb0`."""
+        """A token as text, and its bytes. A token that is a part of a character only is spelt as
+        OpenAI's completions do: `bytes:\\xe6\\xb0`."""
         raw = self._bytes(token_id)
         try:
             return raw.decode(), raw
@@ -84,7 +89,8 @@ class TokenTable:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw), raw
 
     def _bytes(self, token_id: int) -> bytes:
-        """The token's own, from how the vocabulary writes it; what has no such form, as it decodes."""
+        """The token's own, from how the vocabulary writes it; what has no such form, as it
+        decodes."""
         token: Any = self._tokenizer.id_to_token(token_id)
         if token is not None and token_id not in self._added:
             alphabet = byte_of_character()
@@ -99,7 +105,8 @@ class TokenTable:
 
 @cache
 def byte_of_character() -> dict[str, int]:
-    """The byte-level alphabet of GPT-2's tokenizer (Radford et al. 2019): each byte as a printable character."""
+    """The byte-level alphabet of GPT-2's tokenizer (Radford et al. 2019): each byte as a printable
+    character."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {**{chr(byte): byte for byte in printable}, **{chr(256 + number): byte for number, byte in enumerate(others)}}

@@ -1,20 +1,23 @@
-"""What the sampler keeps of a request: its text so far, its stop strings, its logprobs. All of it a function of the token log.
+"""The sampler's state of a request: its text so far, its stop strings, its logprobs. All of it a
+function of the token log.
 
-`append` is the one way forward, for a token just decided and for one replayed from the log alike, so a replica that takes a request
-over ends up in the very state of the one that lost it.
+`append` is the one way forward, for a token just decided and for one replayed from the log alike,
+so a replica that takes a request over ends up in the very state of the one that lost it.
 """
 
 import time
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer
 
 from services.sampler.detokenizer import Detokenizer
+from services.sampler.logprobs import LogprobHolder
 from services.sampler.stop import StopMatcher
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
-from shared.wire.messages import FinishReason, PromptLogprobs, RequestError, SequenceIntro, TokenEvent, TokenLogprob
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob
+from shared.wire.messages import FinishReason, RequestError, SequenceIntro, TokenEvent
 from shared.wire.token_log import parse_log
 
 log = get_logger("penstock.sampler")
@@ -25,7 +28,8 @@ NO_TEXT = "the text of the answer could not be made"
 
 @dataclass(slots=True)
 class RequestState:
-    """One request. Only SamplerService changes it."""
+    """One request. Only the StepDecider and the replay of its log change it, and the service, which
+    knows its reader."""
 
     intro: SequenceIntro
     detokenizer: Detokenizer
@@ -37,7 +41,7 @@ class RequestState:
     lost: str = ""  # why the log can't be followed any more, in words for the client
     num_chars: int = 0  # of text that came out of the detokenizer
     num_released: int = 0  # of those, released to the client
-    unreleased: list[tuple[int, int, TokenLogprob]] = field(default_factory=list)  # first and last character, logprob
+    logprobs: LogprobHolder = field(default_factory=LogprobHolder)
     last_event: TokenEvent | None = None
     begun_at: float = field(default_factory=time.time)  # wall clock, s
     num_replayed_tokens: int = 0  # decided before this replica had it
@@ -45,47 +49,34 @@ class RequestState:
     @classmethod
     def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, now: float) -> "RequestState":
         detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist(), skip_special_tokens=intro.params.skip_special_tokens)
-        return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now)
+        return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now, logprobs=LogprobHolder(len(intro.echo_text or "")))
 
     @property
     def is_finished(self) -> bool:
         return self.last_event is not None and self.last_event.finish_reason is not None
 
     def append(self, token_id: int, logprob: TokenLogprob | None, prompt_logprobs: PromptLogprobs | None = None) -> TokenEvent:
-        """The next token was decided: its event, with the text that may go to the client; the first one's, with what was asked of the prompt."""
+        """The next token was decided: its event, with the text that may go to the client; the first
+        one's, with what was asked of the prompt."""
         self.position += 1
         self.last_token_id = token_id
         params = self.intro.params
-        finish_reason: FinishReason | None = None
-        stop_reason: str | int | None = None
-        released = ""
-        if token_id in self.intro.eos_token_ids or token_id in params.stop_token_ids:
-            finish_reason = "stop"
-            stop_reason = None if token_id in self.intro.eos_token_ids else token_id
-        if finish_reason is not None and not params.include_stop_str_in_output:
+        end = self._end_of_token(token_id)
+        if end is not None and not params.include_stop_str_in_output:
+            released = ""
             if logprob is not None:
-                self._hold_logprob(replace(logprob, is_end=True), self.num_chars)
+                self.logprobs.hold(replace(logprob, is_end=True), self.num_chars, self.num_chars)
         else:
-            start = self.num_chars
-            text = self.detokenizer.add(token_id)
-            released, matched = self._feed(text)
-            if logprob is not None:
-                if text.endswith(logprob.token):  # what comes before it is U+FFFD, of tokens before this one
-                    start = self.num_chars - len(logprob.token)
-                self._hold_logprob(logprob, start)
+            released, matched = self._add_text(token_id, logprob)
             if matched is not None:
-                finish_reason, stop_reason = "stop", matched
-            elif finish_reason is None and self.position >= (params.max_tokens or 1):
-                finish_reason = "length"
-        if finish_reason is not None and not isinstance(stop_reason, str):  # the end: nothing can complete what is held back
-            rest, matched = self._feed(self.detokenizer.flush())
+                end = End("stop", matched)
+            elif end is None and self.position >= (params.max_tokens or 1):
+                end = End("length")
+        if end is not None and not isinstance(end.stop_reason, str):
+            rest, end = self._flush_text(end)
             released += rest
-            if matched is not None:
-                finish_reason, stop_reason = "stop", matched
-            else:
-                released += self.matcher.flush()
         self.num_released += len(released)
-        ready = self._release_logprobs(at_end=finish_reason is not None) if params.logprobs is not None else None
+        ready = self.logprobs.release(self.num_released, at_end=end is not None) if params.logprobs is not None else None
         event = TokenEvent(
             request_id=self.intro.request_id,
             position=self.position,
@@ -94,9 +85,9 @@ class RequestState:
             num_prompt_tokens=self.intro.num_prompt_tokens,
             num_cached_tokens=self.intro.num_cached_tokens,
             logprobs=ready,
-            finish_reason=finish_reason,
-            stop_reason=stop_reason,
-            withheld=self.unreleased[-1][2] if self.unreleased else None,
+            finish_reason=end.reason if end is not None else None,
+            stop_reason=end.stop_reason if end is not None else None,
+            withheld=self.logprobs.last,
             prompt_logprobs=prompt_logprobs,
             prompt_token_ids=self.intro.prompt_token_ids if self.position == 1 else None,
         )
@@ -131,26 +122,50 @@ class RequestState:
             self.append(event.token_id, own)
         self.last_event = event
 
+    def _end_of_token(self, token_id: int) -> "End | None":
+        """The end that the token itself is."""
+        if token_id in self.intro.eos_token_ids:
+            return End("stop")
+        return End("stop", token_id) if token_id in self.intro.params.stop_token_ids else None
+
+    def _add_text(self, token_id: int, logprob: TokenLogprob | None) -> tuple[str, str | None]:
+        """The text that the token releases, and the stop string that it completes; its logprob is
+        held."""
+        start = self.num_chars
+        text = self.detokenizer.add(token_id)
+        found = self._feed(text)
+        if logprob is not None:
+            # what comes before it is U+FFFD, of tokens before this one
+            if text.endswith(logprob.token):
+                start = self.num_chars - len(logprob.token)
+            self.logprobs.hold(logprob, start, self.num_chars)
+        return found
+
+    def _flush_text(self, end: "End") -> tuple[str, "End"]:
+        """The text that was held back and that nothing can complete any more; and the end, which a
+        stop string in that text may change."""
+        released, matched = self._feed(self.detokenizer.flush())
+        return (released + self.matcher.flush(), end) if matched is None else (released, End("stop", matched))
+
     def _feed(self, text: str) -> tuple[str, str | None]:
-        """Text through the stop matcher, which sleeps until min_tokens are there."""
+        """The text that passes the stop matcher, which sleeps until min_tokens are there, and the
+        stop string that it found."""
         self.num_chars += len(text)
         if not self.intro.params.stop or self.position < self.intro.params.min_tokens:
             return text, None
         released, matched = self.matcher.feed(text)
         return released + matched if matched is not None and self.intro.params.include_stop_str_in_output else released, matched
 
-    def _hold_logprob(self, logprob: TokenLogprob, start: int) -> None:
-        """Until the text is out that begins at `start` and ends where the text is now."""
-        self.unreleased.append((start, self.num_chars, replace(logprob, text_offset=len(self.intro.echo_text or "") + start)))
-
     def _with_echo(self, released: str) -> str:
         return (self.intro.echo_text or "") + released if self.position == 1 else released
 
-    def _release_logprobs(self, *, at_end: bool) -> tuple[TokenLogprob, ...]:
-        """The logprobs of the tokens whose text is out. At the end, those that begin in the cut-off stop string are dropped."""
-        ready = [entry for entry in self.unreleased if entry[1] <= self.num_released or (at_end and entry[0] < self.num_released)]
-        self.unreleased = [] if at_end else self.unreleased[len(ready) :]
-        return tuple(logprob for _, _, logprob in ready)
+
+class End(NamedTuple):
+    """Why a sequence ends with a token; stop_reason: the token or the string that stopped it, where
+    the request asked for that one."""
+
+    reason: FinishReason
+    stop_reason: str | int | None = None
 
 
 def catch_up(state: RequestState, entries: Any) -> None:

@@ -1,6 +1,6 @@
 """A step's rows: what one came to, and some of a step."""
 
-from collections.abc import Iterator
+from collections.abc import Container
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,12 +9,14 @@ from services.sampler.request_state import RequestState
 from shared.wire.messages import Moments, StepCandidates, TokenEvent
 from shared.wire.token_log import LogEntry
 
-FAILED, UNKNOWN = -1, -2  # token ids of decisions without one: the sequence is over; the sequence must be introduced
+# token ids of decisions without one: the sequence is over; the sequence must be introduced
+FAILED, UNKNOWN = -1, -2
 
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """What one row came to: a new entry for the log, or an event that it holds already, or, with neither, no token: `code` says why."""
+    """The outcome of one row: a new entry for the log, or an event that it holds already, or, with
+    neither, no token: `code` says why."""
 
     handle: int
     position: int
@@ -34,7 +36,8 @@ class Decided:
         return self.state is None or self.outcome is None or self.outcome.finish_reason is not None
 
     def is_notable(self, gateway_id: str) -> bool:
-        """Whether it is the first or the last token of a request that this gateway reads, and new."""
+        """Whether it is the first or the last token of a request that this gateway reads, and
+        new."""
         if self.entry is None or self.state is None or self.state.gateway_id != gateway_id:
             return False
         return self.position == 1 or self.entry.event.finish_reason is not None
@@ -45,21 +48,32 @@ class Decided:
 
 
 def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at: float) -> tuple[Moments, ...]:
-    """When what happened to the rows' requests; decided_at: wall clock, s."""
+    """Times of what happened to the rows' requests; decided_at: wall clock, s."""
     found = [(row.state.intro, event.position) for row in rows if row.state is not None and (event := row.outcome or row.end) is not None]
     return tuple(
         Moments(each.request_id, position, each.tokenized_at, each.scheduled_at, decided_at, compute_id, sampler_id=sampler_id) for each, position in found
     )
 
 
-def select(step: StepCandidates, rows: list[int]) -> Iterator[StepCandidates]:
-    """The step with some of its rows; nothing for none."""
-    if not rows:
-        return
+def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
+    """The step with some of its rows, at least one."""
     listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
     by_row = {
         name: getattr(step, name)[rows]
         for name in ("handles", "positions", "counts", "logsumexp", "kept_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures")
         if len(getattr(step, name))
     }
-    yield replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
+    return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
+
+
+def to_decide_again(decided: list[Decided], settled: list[Decided], refused: Container[tuple[int, int]]) -> list[Decided]:
+    """The rows that follow refused ones in their logs. refused: by handle and position.
+
+    Not those of sequences that have ended, or whose logs hold other tokens than were refused: these
+    rows were computed upon the refused ones.
+    """
+    asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
+    over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)}
+    cut = {row.handle for row in decided if row.key in refused} - over
+    done = {row.key for row in settled}
+    return [row for row in decided if row.handle in cut and row.key not in done]

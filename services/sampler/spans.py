@@ -7,7 +7,8 @@ from shared.process.tracing import Attributes, Tracer
 
 
 def trace(tracer: Tracer, state: RequestState, compute_id: str, outcome: str) -> None:
-    """`sample`: from its introduction by this compute replica to the last token that was decided for it, or until now if that ended it."""
+    """`sample`: from its introduction by this compute replica to the last token that was decided
+    for it, or until now if that ended it."""
     if not state.intro.traceparent:
         return
     now = time.time()

@@ -1,4 +1,5 @@
-"""Stop strings, across token borders: text is held back for as long as it may be the beginning of one."""
+"""Stop strings, across token borders: text is held back for as long as it may be the beginning of
+one."""
 
 
 class StopMatcher:
@@ -9,7 +10,8 @@ class StopMatcher:
         self._held = ""
 
     def feed(self, text: str) -> tuple[str, str | None]:
-        """The text that may go to the client now, and the stop string that ended it, if one did. Nothing is fed after a match."""
+        """The text that may go to the client now, and the stop string that ended it, if one did.
+        Nothing is fed after a match."""
         self._held += text
         found = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
         if found:
@@ -21,12 +23,13 @@ class StopMatcher:
         return released, None
 
     def flush(self) -> str:
-        """What is still held, once no more text can come."""
+        """Release what is still held, once no more text can come."""
         released, self._held = self._held, ""
         return released
 
     def _longest_beginning(self) -> int:
-        """The length of the longest end of the held text that begins a stop string; at most the longest stop less one."""
+        """The length of the longest end of the held text that begins a stop string; at most the
+        longest stop less one."""
         for length in range(min(len(self._held), max(map(len, self.stops), default=1) - 1), 0, -1):
             end = self._held[-length:]
             if any(stop.startswith(end) for stop in self.stops):

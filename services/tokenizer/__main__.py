@@ -13,13 +13,15 @@ from shared.wire.stage import Stage, run_stage, start_logging
 
 
 def load_tokenizer(files: ModelFiles) -> Any:
-    """The model's fast tokenizer, without torch: where torch is installed transformers would import it (2 s, 200 MiB) for nothing."""
+    """The model's fast tokenizer, without torch: where torch is installed transformers would import
+    it (2 s, 200 MiB) for nothing."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     sys.modules["torch"] = None  # type: ignore[assignment]  # the documented way to make an import fail
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)  # False: never ask on stdin whether to run a checkpoint's code
+        # False: never ask on stdin whether to run a checkpoint's code
+        return AutoTokenizer.from_pretrained(files.folder, trust_remote_code=False)
     except Exception as error:  # transformers raises many kinds for files it can't use
         if "trust_remote_code" in str(error):
             raise StartupError(f"{files.file('tokenizer_config.json')}: auto_map names code in the checkpoint, and that is never run") from None

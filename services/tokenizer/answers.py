@@ -1,10 +1,12 @@
-"""What the tokenizer answers by itself: texts to tokens and back, and what the tokenizer is. JSON, in the words of vLLM's API."""
+"""Answers that the tokenizer gives by itself: texts to tokens and back, and what the tokenizer is.
+JSON, in the words of vLLM's API."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
-PRIVATE = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "tokenizer_object", "backend")  # of this machine, or not JSON
+# of this machine, or not JSON
+PRIVATE = ("name_or_path", "vocab_file", "tokenizer_file", "merges_file", "tokenizer_object", "backend")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
-"""DRY's sequence breakers as tokens: every token that holds one, or whose end begins one, with the tokens that must follow then (llama.cpp's way)."""
+"""DRY's sequence breakers as tokens: every token that holds one, or whose end begins one, with the
+tokens that must follow then (llama.cpp's way)."""
 
 from functools import cached_property, lru_cache
 
 from tokenizers import Tokenizer
 
+from shared.model.arrays import Int32Array
 from shared.model.dry_breakers import pack_breakers
 from shared.process.errors import Invalid
-from shared.wire.messages import Int32Array
 
 MAX_PACKED = 1 << 18  # numbers of one request's breakers: 1 MB in its message
 MAX_TAIL = 20  # tokens after the first
@@ -14,7 +15,8 @@ KEPT = 256  # breakers that are remembered
 
 
 class BreakerTable:
-    """Looks through the whole vocabulary for a breaker that it has not seen; nothing is made before the first request that wants it."""
+    """Looks through the whole vocabulary for a breaker that it has not seen; nothing is made before
+    the first request that wants it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer

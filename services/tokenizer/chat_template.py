@@ -20,7 +20,8 @@ log = get_logger("penstock.tokenizer")
 COMPILE_LIMIT_S = 20.0
 RENDER_LIMIT_S = 2.0  # for one conversation; 8 MiB, the longest, take a tenth of it
 QUICK_LIMIT_S = 0.1  # where others wait: a conversation that takes longer is rendered elsewhere
-ANSWER_TIMEOUT_S = 60.0  # by the clock, on a machine that is busy; at the start, the worker imports what it needs
+# by the clock, on a machine that is busy; at the start, the worker imports what it needs
+ANSWER_TIMEOUT_S = 60.0
 
 
 class Slow:
@@ -31,12 +32,15 @@ SLOW = Slow()
 
 
 class ChatTemplate:
-    """Owns the worker that renders. One that does not stop in time is killed, and another is started."""
+    """Owns the worker that renders. One that does not stop in time is killed, and another is
+    started."""
 
     def __init__(self, tokenizer: Any, *, is_quick: bool = False) -> None:
-        """tokenizer: of transformers; is_quick: a conversation has QUICK_LIMIT_S, and is Slow beyond it.
+        """tokenizer: of transformers; is_quick: a conversation has QUICK_LIMIT_S, and is Slow
+        beyond it.
 
-        Raises StartupError where the tokenizer has several templates and none of them is the default.
+        Raises StartupError where the tokenizer has several templates and none of them is the
+        default.
         """
         try:
             self._template = tokenizer.get_chat_template() if getattr(tokenizer, "chat_template", None) else None
@@ -52,7 +56,8 @@ class ChatTemplate:
         return find_parsers(self._template, tool_calls, reasoning)
 
     def start(self) -> None:
-        """Start the worker, which compiles the template: one that is broken is found now, and the first conversation need not wait."""
+        """Start the worker, which compiles the template: one that is broken is found now, and the
+        first conversation need not wait."""
         if self._template is None or self._worker is not None or self._problem:
             return
         worker = _Worker(self._template, self._special_tokens)
@@ -68,9 +73,11 @@ class ChatTemplate:
             log.error("the model's chat template can't be used, only completions can", problem=self._problem)
 
     def render(self, conversations: list[tuple[ChatMessage, ...]], options: list[ChatOptions] | None = None) -> list[str | Invalid | Slow]:
-        """Each conversation as the model was trained to read it, up to where the assistant speaks; or the template's word against it.
+        """Render each conversation as the model was trained to read it, up to where the assistant
+        speaks; or the template's word against it.
 
-        Whatever a template raises is about this conversation (or a broken template), and fails this request alone.
+        Whatever a template raises is about this conversation (or a broken template), and fails this
+        request alone.
         """
         if self._template is None:
             return [Invalid("this model has no chat template: use /v1/completions", param="messages", code="no_chat_template") for _ in conversations]
@@ -111,7 +118,7 @@ class ChatTemplate:
             try:
                 rendered = worker.ask(conversation)
             except TimeoutError:
-                log.warning("a chat template was stopped, for it did not answer", timeout_s=ANSWER_TIMEOUT_S)
+                log.warning("chat template timed out", timeout_s=ANSWER_TIMEOUT_S)
                 return _away(f"does not answer within {ANSWER_TIMEOUT_S:g} s")
             if rendered is not None:
                 self._worker = worker
@@ -119,7 +126,7 @@ class ChatTemplate:
             if has_run_out and self._is_quick:
                 return SLOW
             if has_run_out:
-                log.warning("a chat template takes too long and was stopped", limit_s=RENDER_LIMIT_S)
+                log.warning("chat template took too long and was stopped", limit_s=RENDER_LIMIT_S)
                 return _refused(name, f"it takes more than {RENDER_LIMIT_S:g} s", "chat_template" if options.chat_template else "messages")
             if rendered is not None:
                 return str(rendered["text"]) if "text" in rendered else _refused(name, rendered["error"], rendered.get("param", "messages"))
@@ -128,7 +135,8 @@ class ChatTemplate:
 
 
 def to_template(message: ChatMessage) -> dict[str, Any]:
-    """A message as templates know it: of calls, with their arguments as an object where they are one."""
+    """A message as templates know it: of calls, with their arguments as an object where they are
+    one."""
     entry: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.name is not None:
         entry["name"] = message.name
@@ -144,7 +152,8 @@ def to_template(message: ChatMessage) -> dict[str, Any]:
 
 
 def to_object(arguments: str) -> Any:
-    """What the text is JSON of, if that is an object; else the text: a model may have written anything."""
+    """The object that the text is JSON of, if it is one; else the text: a model may have written
+    anything."""
     try:
         value = json.loads(arguments or "{}")
     except (ValueError, RecursionError):
@@ -162,11 +171,12 @@ class _Worker:
         self._first = (template, special_tokens, COMPILE_LIMIT_S)
 
     def begin(self) -> dict[str, Any] | None:
-        """What the worker says of the template, as `ask`."""
+        """Start the worker and return what it says of the template, as `ask`."""
         return self.ask(self._first)
 
     def ask(self, value: object) -> dict[str, Any] | None:
-        """What the worker answers; None if it has ended instead. Raises TimeoutError, having ended it."""
+        """Ask the worker and return its answer; None if it has ended instead. Raises TimeoutError,
+        having ended it."""
         assert self._process.stdin is not None and self._process.stdout is not None
         answer: dict[str, Any] | None = None
         has_come = True
@@ -207,4 +217,4 @@ def _refused(name: str, reason: str, param: str = "messages") -> Invalid:
 
 def _away(what: str) -> Invalid:
     """The machine is at fault, so it is worth another try."""
-    return Invalid(f"the process that renders chat templates {what}", code="chat_template_away", status=503)
+    return Invalid(f"the process that renders chat templates {what}", code="chat_template_unavailable", status=503)

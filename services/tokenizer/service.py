@@ -4,9 +4,9 @@ import time
 from dataclasses import replace
 
 from services.tokenizer.answers import Answer
-from services.tokenizer.chat_template import Slow
 from services.tokenizer.encoder import Encoder
-from services.tokenizer.slow_templates import Rendered, SlowTemplates, brings_template
+from services.tokenizer.prepared import Prepared
+from services.tokenizer.slow_templates import SlowTemplates, brings_template
 from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
 from shared.process.telemetry import get_logger
@@ -18,7 +18,8 @@ from shared.wire.transport import DeadLetter, Delivery, GroupReader, Pipeline, a
 
 log = get_logger("penstock.tokenizer")
 
-CLAIM_IDLE_MS = 5000  # encoding a batch takes far less: an entry idle for longer belongs to a dead replica
+# encoding a batch takes far less: an entry idle for longer belongs to a dead replica
+CLAIM_IDLE_MS = 5000
 CLAIM_EVERY_S = 1.0
 FORGET_CONSUMERS_EVERY_S = 30.0
 MAX_DELIVERIES = 5
@@ -35,7 +36,7 @@ class TokenizerService:
         self.max_model_len = max_model_len
         self.prompts = prompts(encoder.model)
         self.reader = GroupReader(stage.transport, requests(encoder.model), stage.replica_id)
-        self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.texts([request], template)[0])
+        self.templates = SlowTemplates(encoder.tokenizer, lambda request, template: encoder.prepare([request], template)[0])
         self.num_requests = 0
         self._claimed_at = self._forgot_at = 0.0
 
@@ -48,12 +49,14 @@ class TokenizerService:
             self.handle(*self.reader.read(count=self.settings.max_batch, block_ms=BLOCK_MS if self.templates.is_empty else RENDERING_BLOCK_MS))
             self.finish_slow()
             self.claim()
-            self.stage.turn()
+            self.stage.mark_alive()
         self.stage.leave()
-        self.reader.release_all()  # a delivery whose reply was lost is pending, though nothing is being done
+        # a delivery whose reply was lost is pending, though nothing is being done
+        self.reader.release_all()
 
     def claim(self) -> None:
-        """Now and then, keep what is held here, and take over what dead replicas left. One entry at a time, for one of them may be what they died of."""
+        """Now and then, keep what is held here, and take over what dead replicas left. One entry at
+        a time, for one of them may be what they died of."""
         now = time.monotonic()
         if now - self._claimed_at > CLAIM_EVERY_S:
             self._claimed_at = now
@@ -70,34 +73,33 @@ class TokenizerService:
             self.reader.forget_consumers(self.stage.registry.ids("tokenizer"))
 
     def handle(self, deliveries: list[Delivery], dead: list[DeadLetter]) -> None:
-        """Encode and hand on. Those whose templates take long come back by finish_slow: nobody else waits for them."""
+        """Encode and hand on. Those whose templates take long come back by finish_slow: nobody else
+        waits for them."""
         fresh = [delivery for delivery in deliveries if delivery.entry_id not in self.templates.entry_ids]
         slow = [delivery for delivery in fresh if brings_template(delivery.message)]
         ordinary = [delivery for delivery in fresh if not brings_template(delivery.message)]
-        started_at, rendered = time.time(), list[tuple[Delivery, Rendered]]()
-        for delivery, text in zip(ordinary, self.encoder.texts([each.message for each in ordinary], self.encoder.chat_template), strict=True):
-            if isinstance(text, Slow):
-                slow.append(delivery)
-            else:
-                rendered.append((delivery, text))
-        rendered += [(delivery, refusal) for delivery in slow if (refusal := self.templates.hold(delivery)) is not None]
-        self.hand_on(rendered, dead, started_at)
+        started_at = time.time()
+        prepared = list(zip(ordinary, self.encoder.prepare([each.message for each in ordinary], self.encoder.chat_template), strict=True))
+        slow += [delivery for delivery, each in prepared if each.is_slow]
+        refused = [(delivery, Prepared(delivery.message, error=error)) for delivery in slow if (error := self.templates.hold(delivery)) is not None]
+        self.hand_on([(delivery, each) for delivery, each in prepared if not each.is_slow] + refused, dead, started_at)
 
     def finish_slow(self) -> None:
         self.hand_on(self.templates.done(), [], time.time())
 
-    def hand_on(self, rendered: list[tuple[Delivery, Rendered]], dead: list[DeadLetter], started_at: float) -> None:
-        """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly one stream."""
-        if not rendered and not dead:
+    def hand_on(self, prepared: list[tuple[Delivery, Prepared]], dead: list[DeadLetter], started_at: float) -> None:
+        """Encode and hand on, in one transaction with the acknowledgement: a request is in exactly
+        one stream."""
+        if not prepared and not dead:
             return
-        requests = [delivery.message for delivery, _ in rendered]
+        requests = [delivery.message for delivery, _ in prepared]
         tombstones = self.stage.transport.persist(
             lambda: self.stage.transport.client.mget([tombstone_key(request.request_id) for request in requests]) if requests else []
         )
-        texts = [text for (_, text), tombstone in zip(rendered, tombstones, strict=True) if tombstone is None]
-        live = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is None]
+        waited_for = [each for (_, each), tombstone in zip(prepared, tombstones, strict=True) if tombstone is None]
+        live = [each.request for each in waited_for]
         cancelled = [request for request, tombstone in zip(requests, tombstones, strict=True) if tombstone is not None]
-        results = self.encoder.encode_rendered(live, texts, self.longest_sequence())
+        results = self.encoder.finish(waited_for, self.longest_sequence())
         tokenized_at = time.time()
 
         def write(pipe: Pipeline) -> None:
@@ -115,7 +117,7 @@ class TokenizerService:
             for letter in dead:
                 error = RequestError(f"this request could not be handled: {letter.reason}")
                 end_request(pipe, model, letter.request_id, letter.gateway_id, error=error)
-            self.reader.finish(pipe, [delivery.entry_id for delivery, _ in rendered] + [letter.entry_id for letter in dead])
+            self.reader.finish(pipe, [delivery.entry_id for delivery, _ in prepared] + [letter.entry_id for letter in dead])
 
         self.stage.transport.run(write, atomic=True)
         self.num_requests += len(requests)
@@ -137,6 +139,6 @@ class TokenizerService:
         self.stage.tracer.record("tokenize", request.traceparent, started_at, ended_at, said)
 
     def longest_sequence(self) -> int:
-        """What the model was made for, or less where a live compute replica has been given less."""
+        """The length that the model was made for, or less where a live compute replica has less."""
         limits = [self.max_model_len, *(replica.max_model_len for replica in self.stage.registry.of("compute", self.encoder.model))]
         return min((limit for limit in limits if limit is not None), default=UNBOUNDED)

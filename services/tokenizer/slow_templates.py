@@ -1,7 +1,8 @@
-"""Conversations that bring a chat template of their own, and those with which the model's template is slow: rendered beside the loop, by other workers.
+"""Conversations that bring a chat template of their own, and those with which the model's template
+is slow: rendered beside the loop, by other workers.
 
-Who asks for such a conversation waits for it, and nobody else does: tenants take turns, none has all the workers, and
-what waits too long, or is one too many, gets an error that says so.
+Who asks for such a conversation waits for it, and nobody else does: tenants take turns, none has
+all the workers, and what waits too long, or is one too many, gets an error that says so.
 """
 
 import time
@@ -11,7 +12,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from services.tokenizer.chat_template import ChatTemplate, Slow
+from services.tokenizer.chat_template import ChatTemplate
+from services.tokenizer.prepared import Prepared
 from shared.process.errors import Invalid
 from shared.wire.messages import GenerateRequest
 from shared.wire.transport import Delivery
@@ -21,8 +23,7 @@ MAX_OF_TENANT = 64  # that wait
 MAX_WAITING = 256  # of all tenants
 WAIT_S = 10.0
 
-Rendered = str | None | Invalid
-Render = Callable[[GenerateRequest, ChatTemplate], Rendered | Slow]
+Render = Callable[[GenerateRequest, ChatTemplate], Prepared]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +31,21 @@ class Running:
     delivery: Delivery
     tenant: str
     template: ChatTemplate
-    rendering: Future[Rendered | Slow]
+    rendering: Future[Prepared]
 
 
 class SlowTemplates:
-    """Its methods belong to the loop."""
+    """Conversations that are rendered beside the loop. The methods belong to the loop."""
 
     def __init__(self, tokenizer: Any, render: Render) -> None:
-        """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its own."""
+        """tokenizer: of transformers; render: safe in threads, each with a ChatTemplate of its
+        own."""
         self._tokenizer = tokenizer
         self._render = render
         self._free: list[ChatTemplate] = []
         self._running: list[Running] = []
-        self._waiting: OrderedDict[str, deque[tuple[Delivery, float]]] = OrderedDict()  # by tenant, the next one first; since when
+        # by tenant, the next one first; since when
+        self._waiting: OrderedDict[str, deque[tuple[Delivery, float]]] = OrderedDict()
         self._threads = ThreadPoolExecutor(NUM_WORKERS, "slow-template")
         self.entry_ids: list[bytes] = []  # of all that is here
 
@@ -63,20 +66,22 @@ class SlowTemplates:
         self._begin()
         return None
 
-    def done(self) -> list[tuple[Delivery, Rendered]]:
-        """What has been rendered since, or has waited for too long."""
-        found: list[tuple[Delivery, Rendered]] = []
+    def done(self) -> list[tuple[Delivery, Prepared]]:
+        """Requests that have been rendered since, or have waited for too long."""
+        found: list[tuple[Delivery, Prepared]] = []
         for each in [each for each in self._running if each.rendering.done()]:
             self._running.remove(each)
             self._free.append(each.template)
-            text = each.rendering.result()
-            assert not isinstance(text, Slow), "only a quick template says so"
-            found.append((each.delivery, text))
+            prepared = each.rendering.result()
+            assert not prepared.is_slow, "only a quick template says so"
+            found.append((each.delivery, prepared))
         self._begin()
         late = time.monotonic() - WAIT_S
         for tenant, questions in list(self._waiting.items()):
             while questions and questions[0][1] < late:
-                found.append((questions.popleft()[0], _refused(f"a conversation whose chat template takes long has waited for {WAIT_S:g} s", 503)))
+                delivery, _ = questions.popleft()
+                error = _refused(f"a conversation whose chat template takes long has waited for {WAIT_S:g} s", 503)
+                found.append((delivery, Prepared(delivery.message, error=error)))
             if not questions:
                 del self._waiting[tenant]
         self._list_entries()
@@ -103,7 +108,8 @@ class SlowTemplates:
 
 
 def tenant_of(request: GenerateRequest) -> str:
-    """Whose it is, as far as its salt tells: a gateway with keys puts the tenant before what the client gave."""
+    """The request's tenant, as far as its salt tells: a gateway with keys puts the tenant before
+    what the client gave."""
     tenant, separator, _ = request.scheduling.cache_salt.partition("\0")
     return tenant if separator else ""
 

@@ -1,11 +1,15 @@
-"""Special tokens that somebody spells in a message are text: `<|im_end|>` in a user's words ends no turn.
+"""Special tokens that somebody spells in a message are text: `<|im_end|>` in a user's words ends no
+turn.
 
-What the template writes must still be control tokens, and both come in one rendered text. So while a conversation with such a spelling is rendered, each
-spelling has a mark inside; what then still reads as a special token is the template's. The text is encoded in one go, as any other, by a twin of the
-tokenizer: there the special tokens have other names (aliases), which the template's get, and spellings without their marks mean nothing. Merges,
-normalization and the stripping of spaces are therefore those of the tokenizer itself. Conversations without such spellings never come here.
+What the template writes must still be control tokens, and both come in one rendered text. So while
+a conversation with such a spelling is rendered, each spelling has a mark inside; what then still
+reads as a special token is the template's. The text is encoded in one go, as any other, by a twin
+of the tokenizer: there the special tokens have other names (aliases), which the template's get, and
+spellings without their marks mean nothing. Merges, normalization and the stripping of spaces are
+therefore those of the tokenizer itself. Conversations without such spellings never come here.
 
-The mark stands inside the spelling, so a template that strips, splits or compares contents sees what it looks for, unless it looks for special tokens.
+The mark stands inside the spelling, so a template that strips, splits or compares contents sees
+what it looks for, unless it looks for special tokens.
 """
 
 import dataclasses
@@ -19,7 +23,8 @@ from tokenizers import Tokenizer
 from shared.process.errors import Invalid
 
 MARK, ALIAS = "\ufdd0", "\ufdd1"  # noncharacters: Unicode keeps them for internal use
-JSON_TEXTS = ("arguments", "tools", "documents", "template_kwargs")  # fields that are opened: a spelling in them may be escaped
+# fields that are opened: a spelling in them may be escaped
+JSON_TEXTS = ("arguments", "tools", "documents", "template_kwargs")
 TEMPLATES = ("chat_template",)  # fields that write control tokens
 
 T = TypeVar("T")
@@ -44,19 +49,21 @@ class SpecialTokens:
         return self._spelled is not None and any(self._spelled.search(text) for text in texts_of(value))
 
     def mark(self, value: T) -> T:
-        """The same with a mark in each spelling. Raises Invalid for a text that has such characters itself."""
+        """Copy the value with a mark in each spelling. Raises Invalid for a text that has such
+        characters itself."""
         if any(MARK in text or ALIAS in text for text in texts_of(value)):
             raise Invalid("a text that spells special tokens can't hold U+FDD0 or U+FDD1, which are no characters")
         found: T = _changed(value, self._marked)
         return found
 
     def unmark(self, value: T) -> T:
-        """What was marked, as it was."""
+        """Copy a marked value without its marks."""
         found: T = _changed(value, lambda text: text.replace(MARK, ""))
         return found
 
     def encode(self, text: MarkedText, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of a marked text. Raises Invalid where the tokenizer can't tell a spelling from the token."""
+        """Token ids of a marked text. Raises Invalid where the tokenizer can't tell a spelling from
+        the token."""
         assert self._known is not None
         aliased = self._known.sub(lambda found: ALIAS + found[0] if found[0] in self._special else found[0], text).replace(MARK, "")
         twin, original_ids, reserved = self._twin
@@ -72,7 +79,8 @@ class SpecialTokens:
 
     @cached_property
     def _twin(self) -> tuple[Tokenizer, dict[int, int], set[int]]:
-        """The tokenizer with aliases; the id of each added token by its id there; and the ids that it must not make of spellings."""
+        """The tokenizer with aliases; the id of each added token by its id there; and the ids that
+        it must not make of spellings."""
         described = json.loads(self._tokenizer.to_str())
         names = [ALIAS + each["content"] if each["content"] in self._special else each["content"] for each in self._added]
         for each, name in zip(described["added_tokens"], names, strict=True):
@@ -124,7 +132,7 @@ def _opened(name: str, value: Any) -> Any:
 
 
 def _changed(value: Any, change: Any) -> Any:
-    """The same message with its texts changed."""
+    """Copy a message with its texts changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

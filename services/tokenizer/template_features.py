@@ -1,4 +1,5 @@
-"""What a model's chat template says of the model: how it writes calls and thoughts, and what a template makes use of. Read off its text; nothing is run."""
+"""Features that a model's chat template shows: how it writes calls and thoughts, and what a
+template makes use of. Read off its text; nothing is run."""
 
 import re
 from collections.abc import Mapping
@@ -33,9 +34,11 @@ OPENINGS: Mapping[str, tuple[str, str]] = {  # how each begins a thought and end
 
 
 def find_parsers(template: str | None, tool_calls: str, reasoning: str) -> dict[str, str]:
-    """The parsers of the model's answers. tool_calls, reasoning: the operator's word; auto: what the template says.
+    """The parsers of the model's answers. tool_calls, reasoning: the operator's word; auto: what
+    the template says.
 
-    A template that does not know of tools is told of them in Hermes' form (tool_prompt.py), so its model answers in that.
+    A template that does not know of tools is told of them in Hermes' form (tool_prompt.py), so its
+    model answers in that.
     """
     if template is None:
         return {}
@@ -56,7 +59,8 @@ def knows(template: str, variable: str) -> bool:
 
 
 def opened_thought(text: str, reasoning: str, options: Any) -> str:
-    """What a rendered conversation has said of the answer already, if that is the beginning of a thought: the answer is to begin with it.
+    """The part of the answer that a rendered conversation holds already, if that is the beginning
+    of a thought: the answer is to begin with it.
 
     options: ChatOptions; without a generation prompt nothing of an answer was said.
     """

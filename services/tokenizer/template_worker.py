@@ -1,10 +1,13 @@
-"""`python -m services.tokenizer.template_worker`: renders chat templates, in a process of its own that can be killed.
+"""`python -m services.tokenizer.template_worker`: renders chat templates, in a process of its own
+that can be killed.
 
-A template is a program that came with the model. transformers runs it sandboxed, so that it touches nothing; but it may go on for ever, or fill the
-memory. Reads frames from standard input (length, JSON): first the template, the special tokens and a limit, then conversations. Answers each frame: the
-first when the template is compiled, or with the error in it, the others with the text, or with the error's, or with has_run_out
-when the processor time of the frame was used up. Ends when its tokenizer does, for then its input ends; and by SIGPROF, when a
-frame does not stop within GRACE_S of that.
+A template is a program that came with the model. transformers runs it sandboxed, so that it touches
+nothing; but it may go on for ever, or fill the memory. Reads frames from standard input (length,
+JSON): first the template, the special tokens and a limit, then conversations. Answers each frame:
+the first when the template is compiled, or with the error in it, the others with the text, or with
+the error's, or with has_run_out when the processor time of the frame was used up. Ends when its
+tokenizer does, for then its input ends; and by SIGPROF, when a frame does not stop within GRACE_S
+of that.
 """
 
 import json
@@ -65,7 +68,8 @@ def serve(source: IO[bytes], sink: IO[bytes]) -> None:
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raises OutOfTime after so much processor time, and ends the process when that does not help."""
+    """Raises OutOfTime after so much processor time, and ends the process when that does not
+    help."""
     signal.signal(signal.SIGPROF, _stop)
     signal.setitimer(signal.ITIMER_PROF, seconds, GRACE_S)
     try:
@@ -94,9 +98,11 @@ def compile_template(template: str) -> dict[str, str]:
 
 
 def render(template: str, special_tokens: dict[str, str], conversation: dict[str, Any]) -> dict[str, str]:
-    """{"text": the conversation as the model was trained to read it, up to where the assistant speaks}, or {"error": why there is none}.
+    """{"text": the conversation as the model was trained to read it, up to where the assistant
+    speaks}, or {"error": why there is none}.
 
-    conversation: limit_s, messages, tools, documents, kwargs, chat_template (empty: the model's), add_generation_prompt, continue_final_message.
+    conversation: limit_s, messages, tools, documents, kwargs, chat_template (empty: the model's),
+    add_generation_prompt, continue_final_message.
     """
     template = conversation["chat_template"] or template
     messages, tools = conversation["messages"], conversation["tools"]
@@ -116,7 +122,8 @@ def render(template: str, special_tokens: dict[str, str], conversation: dict[str
     calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
     parsed = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
     if parsed and ("error" in rendered or any(str(arguments) in rendered["text"] for arguments in parsed if arguments)):
-        spelt = _render(template, [_with_spelt_arguments(message) for message in messages], tools, options)  # a template that wants arguments as text
+        # a template that wants arguments as text
+        spelt = _render(template, [_with_spelt_arguments(message) for message in messages], tools, options)
         rendered = spelt if "text" in spelt else rendered
     return rendered
 
@@ -150,7 +157,8 @@ def limit_memory() -> None:
 
 def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # whoever asked has gone: no answer is owed, nor a traceback
+    # whoever asked has gone: no answer is owed, nor a traceback
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     sink = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # whatever prints does not print into the replies
     sys.modules["torch"] = None  # type: ignore[assignment]  # transformers would import it for nothing

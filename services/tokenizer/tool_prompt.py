@@ -1,4 +1,5 @@
-"""Tools for a template that knows of none: told in the conversation's own words, in the form of Hermes' models, which others have learned too."""
+"""Tools for a template that knows of none: told in the conversation's own words, in the form of
+Hermes' models, which others have learned too."""
 
 import json
 from typing import Any
@@ -14,7 +15,8 @@ To call one, write a JSON object with its name and its arguments between <tool_c
 
 
 def explain_tools(messages: list[dict[str, Any]], tools: list[Any]) -> list[dict[str, Any]]:
-    """The conversation with the tools in its first message, which is the system's or, where there is none, what comes first: some models know no system."""
+    """The conversation with the tools in its first message, which is the system's or, where there
+    is none, what comes first: some models know no system."""
     if not tools:
         return messages
     text = EXPLANATION.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
@@ -26,7 +28,8 @@ def explain_tools(messages: list[dict[str, Any]], tools: list[Any]) -> list[dict
 
 
 def spell_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation with calls as text of the assistant's, and what tools answered as text of the user's."""
+    """The conversation with calls as text of the assistant's, and what tools answered as text of
+    the user's."""
     spelt: list[dict[str, Any]] = []
     for message in messages:
         if message.get("tool_calls"):
@@ -36,7 +39,8 @@ def spell_calls(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif message["role"] == "tool":
             answer = f"<tool_response>\n{message['content']}\n</tool_response>"
             if spelt and spelt[-1].get("is_answer"):
-                spelt[-1]["content"] += "\n" + answer  # several answers are one turn: many templates want turns to alternate
+                # several answers are one turn: many templates want turns to alternate
+                spelt[-1]["content"] += "\n" + answer
             else:
                 spelt.append({"role": "user", "content": answer, "is_answer": True})
         else:

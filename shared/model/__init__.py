@@ -1,1 +1,2 @@
-"""What a model is (its files, GGUF included) and what a request asks of it: sampling parameters, constraints, the decision."""
+"""Models (their files, GGUF included) and what a request asks of them: sampling parameters,
+constraints, the decision."""

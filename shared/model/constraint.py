@@ -1,6 +1,8 @@
-"""Constraint: which texts an answer may be, as the client says it. shared/model/grammar.py makes a grammar of it.
+"""Constraint: which texts an answer may be, as the client says it. shared/model/grammar.py makes a
+grammar of it.
 
-The gateway makes one from a request's fields and has it checked; compute masks each row of logits with it, so that no token is decided that it forbids.
+The gateway makes one from a request's fields and has it checked; compute masks each row of logits
+with it, so that no token is decided that it forbids.
 """
 
 from dataclasses import dataclass
@@ -15,19 +17,23 @@ MAX_TEXT = 256 << 10  # characters
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What an answer must match, from its first character to its last.
+    """The form that an answer must match, from its first character to its last.
 
-    kind and text: json_object: a JSON object, text is empty; json_schema: a schema, as JSON; regex: a regular expression; choice: a JSON list of texts;
-    lark: a grammar in Lark's syntax with llguidance's extensions (`%json {…}`, `<special token>`); gbnf: one in llama.cpp's EBNF; structural_tag: vLLM's
-    object, as JSON.
+    kind and text: json_object: a JSON object, text is empty; json_schema: a schema, as JSON; regex:
+    a regular expression; choice: a JSON list of texts; lark: a grammar in Lark's syntax with
+    llguidance's extensions (`%json {…}`, `<special token>`); gbnf: one in llama.cpp's EBNF;
+    structural_tag: vLLM's object, as JSON.
     """
 
     kind: Kind
     text: str
     param: str = ""  # the field of the API that asked for it, for errors
-    is_lenient: bool = False  # keywords of a JSON schema that can't be enforced are passed over, else they are errors
-    thought_begin: str = ""  # the marker that begins a thought; empty: the prompt has begun it already
-    thought_end: str = ""  # the marker behind which the answer begins that has to match; empty: nothing is thought before
+    # keywords of a JSON schema that can't be enforced are passed over, else they are errors
+    is_lenient: bool = False
+    # the marker that begins a thought; empty: the prompt has begun it already
+    thought_begin: str = ""
+    # the marker behind which the answer begins that has to match; empty: nothing is thought before
+    thought_end: str = ""
 
     def __post_init__(self) -> None:
         check_length(self.text, self.param or self.kind)

@@ -1,20 +1,21 @@
 """The decision: which candidate becomes the token. Pure functions of values, in numpy only.
 
-Sorted by falling logit (ties by token id), every truncation keeps a prefix of the row: top-k its first k tokens, top-p the shortest
-prefix whose share of what top-k left reaches p, min-p the tokens whose probability is at least min_p times the largest. So with
-w_i = exp((l_i - l_0) / T), the kept tokens have the mass W = w_0 + … + w_(n-1), and the token for a uniform u is the first i with
-w_0 + … + w_i > u * W. Compute, which sees the whole row, knows W (`kept_mass`) and lists the first few tokens; if the draw falls
-beyond the list, it names that one token as well (the tail). The distribution is therefore exactly the full vocabulary's.
+Sorted by falling logit (ties by token id), every truncation keeps a prefix of the row: top-k its
+first k tokens, top-p the shortest prefix whose share of what top-k left reaches p, min-p the tokens
+whose probability is at least min_p times the largest. So with w_i = exp((l_i - l_0) / T), the kept
+tokens have the mass W = w_0 + … + w_(n-1), and the token for a uniform u is the first i with w_0 +
+… + w_i > u * W. Compute, which sees the whole row, knows W (`kept_mass`) and lists the first few
+tokens; if the draw falls beyond the list, it names that one token as well (the tail). The
+distribution is therefore exactly the full vocabulary's.
 
-The sampler decides with `decide`; compute foresees with it what the sampler will decide, and supplies the tail where `falls_beyond` says that it is
-needed. Both read the same numbers and sum them in the same order, so they agree.
+The sampler decides with `decide`; compute foresees with it what the sampler will decide, and
+supplies the tail where `falls_beyond` says that it is needed. Both read the same numbers and sum
+them in the same order, so they agree.
 """
-
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 GREEDY = 0.0  # kept_mass of a row that takes its first candidate
 TOKEN, XTC = 0, 1  # what a uniform number decides: which token it is; whether XTC is applied
@@ -26,7 +27,8 @@ _32 = np.uint64(32)
 
 
 def philox(counter: Array, key: Array) -> Array:
-    """Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3.
+    """Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as
+    easy as 1, 2, 3" (SC 2011), section 3.3.
 
     counter: [4, n] and key: [2, n], uint64 holding 32-bit words. Returns [4, n] of the same form.
     """
@@ -40,7 +42,8 @@ def philox(counter: Array, key: Array) -> Array:
 
 
 def uniform(seeds: Array, positions: Array, purpose: int = TOKEN) -> Array:
-    """One number in [0, 1) for each (seed, position): 53 random bits. seeds: [n] uint64; positions: [n] int32. Returns [n] float64.
+    """One number in [0, 1) for each (seed, position): 53 random bits. seeds: [n] uint64; positions:
+    [n] int32. Returns [n] float64.
 
     purpose: what it decides. The numbers of different purposes have nothing to do with one another.
     """
@@ -54,7 +57,8 @@ def uniform(seeds: Array, positions: Array, purpose: int = TOKEN) -> Array:
 
 
 def pad(values: Array, counts: Array, fill: float) -> Array:
-    """Rows of `counts` values each, laid out flat, as a matrix [R, max(counts)] filled up with `fill`."""
+    """Rows of `counts` values each, laid out flat, as a matrix [R, max(counts)] filled up with
+    `fill`."""
     width = int(counts.max(initial=1))
     columns = np.arange(width)
     is_listed = columns < counts[:, None]
@@ -64,7 +68,8 @@ def pad(values: Array, counts: Array, fill: float) -> Array:
 
 
 def cumulative_mass(logits: Array, temperatures: Array) -> Array:
-    """w_0 + … + w_i for each listed candidate. logits: [R, K] float32, falling, -inf beyond a row's list. Returns [R, K] float64."""
+    """w_0 + … + w_i for each listed candidate. logits: [R, K] float32, falling, -inf beyond a row's
+    list. Returns [R, K] float64."""
     scale = np.where(temperatures > 0, temperatures, 1.0)[:, None]
     weights = np.exp((logits.astype(np.float64) - logits[:, :1]) / scale)
     mass: Array = np.cumsum(weights, axis=1)
@@ -74,7 +79,8 @@ def cumulative_mass(logits: Array, temperatures: Array) -> Array:
 def decide(logits: Array, counts: Array, temperatures: Array, kept_mass: Array, u: Array) -> Array:
     """The column of each row's token; counts[r] stands for the row's tail.
 
-    logits: [R, K] float32 as in cumulative_mass; counts, temperatures, kept_mass and u: [R]. Returns [R] int64.
+    logits: [R, K] float32 as in cumulative_mass; counts, temperatures, kept_mass and u: [R].
+    Returns [R] int64.
     """
     beyond = u * kept_mass
     columns = (cumulative_mass(logits, temperatures) <= beyond[:, None]).sum(axis=1)
@@ -84,21 +90,22 @@ def decide(logits: Array, counts: Array, temperatures: Array, kept_mass: Array, 
 
 
 def pick(columns: Array, counts: Array, listed: Array, tail_token_ids: Array, tail: Array) -> Array:
-    """Each row's chosen value, out of `listed` [R, K] at its column, or its `tail` [R] where the column is beyond the list and there is a tail."""
+    """Each row's chosen value, out of `listed` [R, K] at its column, or its `tail` [R] where the
+    column is beyond the list and there is a tail."""
     rows = np.arange(len(columns))
     chosen: Array = np.where((columns >= counts) & (tail_token_ids >= 0), tail, listed[rows, np.minimum(columns, counts - 1)])
     return chosen
 
 
-def falls_beyond(mass: Array, counts: Array, kept_mass: Array, u: Array) -> Array:
-    """Whether each row's draw falls beyond its listed candidates. mass: [R, K] from cumulative_mass. Returns [R] bool."""
-    last = mass[np.arange(len(mass)), counts - 1]
-    beyond: Array = (kept_mass != GREEDY) & (last <= u * kept_mass)
-    return beyond
+def falls_beyond(listed_mass: float, kept_mass: float, u: float) -> bool:
+    """Whether the draw of a random row falls beyond its listed candidates, which have that mass
+    together."""
+    return bool(listed_mass <= u * kept_mass)
 
 
 def kept_count(mass: Array, top_k: int, top_p: float, min_p: float, temperature: float, logits: Array, total: float) -> int:
-    """How many of a row's sorted tokens survive top-k, top-p and min-p; len(mass) may mean "all of these, and perhaps more".
+    """How many of a row's sorted tokens survive top-k, top-p and min-p; len(mass) may mean "all of
+    these, and perhaps more".
 
     mass, logits: [K] of one row's sorted tokens; total: the mass of the whole row.
     """

@@ -1,6 +1,7 @@
 """DRY's sequence breakers, in tokens: the tokenizer spells them, compute looks for them.
 
-A breaker begins in the middle of a token and may end in a later one: it is a token, and those that must follow it.
+A breaker begins in the middle of a token and may end in a later one: it is a token, and those that
+must follow it.
 """
 
 from collections import defaultdict
@@ -11,11 +12,12 @@ import numpy as np
 
 from shared.process.errors import Invalid
 
-Breakers = dict[int, list[tuple[int, ...]]]  # by a token, what must follow it; nothing: the token itself holds a breaker
+# by a token, what must follow it; nothing: the token itself holds a breaker
+Breakers = dict[int, list[tuple[int, ...]]]
 
 
 def pack_breakers(breakers: Iterable[tuple[int, ...]]) -> "np.ndarray[Any, np.dtype[np.int32]]":
-    """Each one's length, the token and those after it."""
+    """Pack each breaker as its length, the token and those after it."""
     return np.array([each for tokens in breakers for each in (len(tokens), *tokens)], np.int32)
 
 

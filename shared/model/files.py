@@ -1,4 +1,5 @@
-"""Finding and reading a model's files: config.json, generation_config.json, the tokenizer. No torch."""
+"""Finding and reading a model's files: config.json, generation_config.json, the tokenizer. No
+torch."""
 
 import json
 from dataclasses import dataclass
@@ -13,19 +14,24 @@ DEMO_MODEL = Path(__file__).parents[2] / "services" / "demo" / "model"
 PULLED_MODELS = Path.home() / ".penstock" / "models"  # what `penstock pull` brings, by name
 TOKENIZER_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 WEIGHT_FILES = ["*.safetensors"]
-OTHER_FORMS = ["*/*", "consolidated*.safetensors"]  # in a hub's repository, of the same model, with names of their makers' own
+# in a hub's repository, of the same model, with names of their makers' own
+OTHER_FORMS = ["*/*", "consolidated*.safetensors"]
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-CLASSIFIER = "ForSequenceClassification"  # how the architecture of a model with a classification head ends
+# how the architecture of a model with a classification head ends
+CLASSIFIER = "ForSequenceClassification"
 DTYPES = frozenset(("auto", "float64", "double", "float32", "float", "float16", "half", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"))
-COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")  # whatever else a config.json has
-LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")  # as config.json may call it
+# whatever else a config.json has
+COUNTS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+# as config.json may call it
+LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length", "n_ctx")
 
 
 # A config.json leaves out of its text_config what has the default of the model's class.
 TEXT_DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": {"vocab_size": 262_208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072}
 }
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of generation_config.json
+# of generation_config.json
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 MAX_ADDED_TOKENS = 1 << 17  # models that speak add some 65,000
 
@@ -42,12 +48,14 @@ class ModelFiles:
     aliases: tuple[str, ...] = ()  # further names
 
     def file(self, name: str) -> Path:
-        """What the user knows the file by, for messages: of a GGUF file's metadata, that file."""
+        """The file by the name that the user knows, for messages: of a GGUF file's metadata, that
+        file."""
         return self.weights if self.weights.is_file() else self.folder / name
 
     @property
     def max_model_len(self) -> int | None:
-        """The longest sequence the model was made for; None: config.json does not say, as where positions are not learned (ALiBi)."""
+        """The longest sequence the model was made for; None: config.json does not say, as where
+        positions are not learned (ALiBi)."""
         name = next((name for name in LENGTHS if self.config.get(name) is not None), None)
         if name is None:
             return None
@@ -72,7 +80,8 @@ class ModelFiles:
 
     @property
     def pooling(self) -> Literal["", "mean", "last", "cls"]:
-        """How the model makes one vector of a text, as sentence-transformers wrote it down; empty: nobody did."""
+        """How the model makes one vector of a text, as sentence-transformers wrote it down; empty:
+        nobody did."""
         said = _read_json(self.folder / "1_Pooling" / "config.json") or {}
         names: dict[str, Literal["mean", "last", "cls"]] = {
             "pooling_mode_mean_tokens": "mean", "pooling_mode_lasttoken": "last", "pooling_mode_cls_token": "cls",
@@ -81,7 +90,8 @@ class ModelFiles:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names that a classification head tells texts apart by, in the order of its outputs; empty: the model has no such head."""
+        """The names that a classification head tells texts apart by, in the order of its outputs;
+        empty: the model has no such head."""
         if not any(str(name).endswith(CLASSIFIER) for name in self.config.get("architectures") or []):
             return ()
         names = self.config.get("id2label")
@@ -96,7 +106,8 @@ class ModelFiles:
         return self.config.get("problem_type") == "multi_label_classification"
 
     def can_shorten(self, dimensions: int) -> bool:
-        """Whether the first so many dimensions of an embedding are one, too: of models that were trained for it (Kusupati et al. 2022), and say so."""
+        """Whether the first so many dimensions of an embedding are one, too: of models that were
+        trained for it (Kusupati et al. 2022), and say so."""
         sizes = self.config.get("matryoshka_dimensions")
         if isinstance(sizes, list):
             return dimensions in sizes
@@ -104,7 +115,8 @@ class ModelFiles:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether the tokenizer's files bring a template, in one of the places that transformers looks at."""
+        """Whether the tokenizer's files bring a template, in one of the places that transformers
+        looks at."""
         is_own_file = any((self.folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json"))
         return is_own_file or bool((_read_json(self.folder / "tokenizer_config.json") or {}).get("chat_template"))
 
@@ -121,7 +133,8 @@ class ModelFiles:
 
     @property
     def sampling(self) -> dict[str, float]:
-        """What the model's makers say for requests that do not say it, by the names of SamplingParams. Raises StartupError."""
+        """The makers' values for requests that do not say them, by the names of SamplingParams.
+        Raises StartupError."""
         given = {name: self.generation_config[name] for name in SAMPLING if self.generation_config.get(name) is not None}
         if strange := next((name for name, value in given.items() if isinstance(value, bool) or not isinstance(value, int | float)), None):
             raise StartupError(f"{self.file('generation_config.json')}: {strange} is {repr(given[strange])[:80]}, not a number")
@@ -135,10 +148,11 @@ class ModelFiles:
 
 
 def open_model(model: str, served_name: str = "", *, weights: bool = False) -> ModelFiles:
-    """The model's files: `demo`, a folder, a GGUF file or a folder with one, a model that was pulled, or a hub id, which is downloaded (the weights only
-    if asked). Raises StartupError.
+    """The model's files: `demo`, a folder, a GGUF file or a folder with one, a model that was
+    pulled, or a hub id, which is downloaded (the weights only if asked). Raises StartupError.
 
-    served_name: the names that clients use, joined by commas; the first stands in streams, metrics and lists.
+    served_name: the names that clients use, joined by commas; the first stands in streams, metrics
+    and lists.
     """
     folder, name = _find(model, weights)
     file = folder if folder.is_file() else _only_gguf(folder)
@@ -161,8 +175,9 @@ def open_model(model: str, served_name: str = "", *, weights: bool = False) -> M
 
 
 def _check_added_tokens(folder: Path) -> None:
-    """That they are not more than a tokenizer's library can hold in a sensible memory, some 3 KB for each. Counted without reading the JSON: each has a field
-    `content`. Raises StartupError."""
+    """Check that they are not more than a tokenizer's library can hold in a sensible memory, some 3
+    KB for each. Counted without reading the JSON: each has a field `content`. Raises
+    StartupError."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         try:
             count = (folder / name).read_bytes().count(b'"content"')
@@ -173,7 +188,7 @@ def _check_added_tokens(folder: Path) -> None:
 
 
 def _check_weights(folder: Path) -> None:
-    """That there are some; what is in them is compute's to read. Raises StartupError."""
+    """Check that there are weights; compute reads them. Raises StartupError."""
     if any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file():
         return
     pickles = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
@@ -182,7 +197,7 @@ def _check_weights(folder: Path) -> None:
 
 
 def _check_config(files: ModelFiles) -> None:
-    """What every stage's library stumbles over in words of its own. Raises StartupError."""
+    """Check what every stage's library would fail at in words of its own. Raises StartupError."""
     for name in COUNTS:
         value = files.config.get(name)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -200,7 +215,8 @@ def _check_config(files: ModelFiles) -> None:
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
-    """Of a model that takes images too, what its text part has to say beside what is said of the whole, all on one level."""
+    """The configuration of a model's text part, if it takes images too: what it has to say beside
+    what is said of the whole, all on one level."""
     text = config.get("text_config")
     if not isinstance(text, dict):
         return config
@@ -209,7 +225,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _find(model: str, weights: bool) -> tuple[Path, str]:
-    """Where the model is, a folder or a file, and what it is called."""
+    """The model's place, a folder or a file, and its name."""
     path = Path(model).expanduser()
     if model == "demo":
         return DEMO_MODEL, "penstock-demo"
@@ -223,7 +239,8 @@ def _find(model: str, weights: bool) -> tuple[Path, str]:
 
 
 def _only_gguf(folder: Path) -> Path | None:
-    """The folder's GGUF file, if it is that which the folder is about. Raises StartupError for several."""
+    """The folder's GGUF file, if it is that which the folder is about. Raises StartupError for
+    several."""
     if any(folder.glob("*.safetensors")):
         return None
     files = sorted(folder.glob("*.gguf"))
@@ -244,7 +261,7 @@ def _download(model: str, weights: bool) -> Path:
 
 
 def download_error(error: Exception) -> str:
-    """What went wrong with the hub, in one line."""
+    """The hub's error, in one line."""
     return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
 
 

@@ -1,8 +1,9 @@
-"""A Constraint as a grammar of the llguidance library, within bounds; and the vocabulary that its masks are over.
+"""A Constraint as a grammar of the llguidance library, within bounds; and the vocabulary that its
+masks are over.
 
-The gateway tries a grammar in a process that can be killed, before a request is admitted; compute compiles it with
-the model's vocabulary. Both by the same rules and limits: the library counts its own work, so a grammar that is too
-complex is an error and never a stall.
+The gateway tries a grammar in a process that can be killed, before a request is admitted; compute
+compiles it with the model's vocabulary. Both by the same rules and limits: the library counts its
+own work, so a grammar that is too complex is an error and never a stall.
 """
 
 import json
@@ -20,8 +21,8 @@ from shared.model.constraint import Constraint
 from shared.model.structural_tag import structural_tag_grammar, thought_grammar
 from shared.process.errors import Invalid
 
-# Between two parts of a JSON text: a space, or a line's end and an indentation. With more to choose from, small models go on with white space until their
-# answer is cut off
+# Between two parts of a JSON text: a space, or a line's end and an indentation. With more to choose
+# from, small models go on with white space until their answer is cut off
 MAX_INDENTATION = 40  # characters
 MAX_REASON = 400  # characters of the library's word against a grammar
 TRIED_BYTES = 3
@@ -32,8 +33,9 @@ NO_SPECIAL_TOKENS: Mapping[str, int] = {}
 JSON_OPTIONS: dict[str, Any] = {"whitespace_pattern": rf"(?: |\r?\n[ \t]{{0,{MAX_INDENTATION}}})", "json_allow_general_unicode_escapes": True}
 LENIENT_OPTIONS = {"lenient": True, "coerce_one_of": True}
 
-# A unit of the lexer's fuel is up to a microsecond and 200 bytes. A repetition is work without length:
-# `(a{1000}){1000}` would burn any amount. Of 623 schemas of jsonschemabench none burns more than INITIAL_FUEL
+# A unit of the lexer's fuel is up to a microsecond and 200 bytes. A repetition is work without
+# length: `(a{1000}){1000}` would burn any amount. Of 623 schemas of jsonschemabench none burns more
+# than INITIAL_FUEL
 INITIAL_FUEL = 100_000
 FUEL_PER_CHARACTER = 2
 
@@ -49,9 +51,11 @@ class Vocabulary:
 
 
 def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Vocabulary:
-    """The vocabulary of the tokenizer.json in a checkpoint's folder: some 6 µs a token. vocab_size: of the model's logits.
+    """The vocabulary of the tokenizer.json in a checkpoint's folder: some 6 µs a token. vocab_size:
+    of the model's logits.
 
-    Raises Invalid (501) for a tokenizer whose tokens' bytes the library does not know, or a model without end tokens: its answers could not end.
+    Raises Invalid (501) for a tokenizer whose tokens' bytes the library does not know, or a model
+    without end tokens: its answers could not end.
     """
     if not eos_token_ids:
         raise _unsupported("it has no end tokens")
@@ -65,7 +69,8 @@ def load_vocabulary(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...
 
 
 def limits_of(constraint: Constraint) -> LLParserLimits:
-    """What the library may spend on the grammar. A mask takes at most a tenth of a second, most a hundredth of a millisecond."""
+    """The limits of what the library may spend on the grammar. A mask takes at most a tenth of a
+    second, most a hundredth of a millisecond."""
     return LLParserLimits(
         max_items_in_row=4000,  # a thousand optional properties of one object
         initial_lexer_fuel=INITIAL_FUEL + FUEL_PER_CHARACTER * len(constraint.text),
@@ -78,7 +83,8 @@ def limits_of(constraint: Constraint) -> LLParserLimits:
 
 
 def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> LLMatcher:
-    """The grammar, at its beginning. Raises Invalid (400) for one that does not compile, is too complex, or matches no text."""
+    """The grammar, at its beginning. Raises Invalid (400) for one that does not compile, is too
+    complex, or matches no text."""
     matcher = LLMatcher(vocabulary.tokenizer, _grammar(constraint, vocabulary.special_tokens), log_level=0, limits=limits_of(constraint))
     if not matcher.is_error():
         matcher.compute_bitmask()  # what is too complex at its very beginning is refused now
@@ -88,7 +94,8 @@ def compile_grammar(constraint: Constraint, vocabulary: Vocabulary) -> LLMatcher
 
 
 def check_grammar(constraint: Constraint) -> None:
-    """Raises Invalid (400) for a grammar that no vocabulary could make work, or that is too complex from its beginning."""
+    """Raises Invalid (400) for a grammar that no vocabulary could make work, or that is too complex
+    from its beginning."""
     grammar = _grammar(constraint, None)
     is_error, reasons = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits_of(constraint))
     if is_error:
@@ -97,7 +104,8 @@ def check_grammar(constraint: Constraint) -> None:
 
 
 class ByteVocabulary:
-    """A token for each byte, an end, and what the grammar calls special tokens: in the form of llguidance's TokenizerWrapper."""
+    """A token for each byte, an end, and what the grammar calls special tokens: in the form of
+    llguidance's TokenizerWrapper."""
 
     def __init__(self, special_tokens: Iterable[str]) -> None:
         self.eos_token_id, self.bos_token_id = 256, None
@@ -109,8 +117,9 @@ class ByteVocabulary:
 
 
 def try_grammar(constraint: Constraint, grammar: str) -> None:
-    """Compile it for a vocabulary of bytes, and go a few bytes: the library builds a lexer only as far as it is asked to, and it is then that a repetition
-    costs. Raises Invalid for a grammar that is too complex, or matches no text."""
+    """Compile it for a vocabulary of bytes, and go a few bytes: the library builds a lexer only as
+    far as it is asked to, and it is then that a repetition costs. Raises Invalid for a grammar that
+    is too complex, or matches no text."""
     names = sorted({*_SPECIAL_TOKEN.findall(grammar)} - {"<end>"})[:MAX_SPECIAL_TOKENS]
     vocabulary = ByteVocabulary(names)
     tokenizer = LLTokenizer(TokenizerWrapper(vocabulary), n_vocab=len(vocabulary.tokens), eos_token=[vocabulary.eos_token_id])
@@ -133,7 +142,8 @@ def _reason_of(matcher: LLMatcher) -> str:
 
 
 def _grammar(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:
-    """In the library's own form. special_tokens: None where no vocabulary is known."""
+    """The constraint in the library's own form. special_tokens: None where no vocabulary is
+    known."""
     try:
         grammar = _MAKERS[constraint.kind](constraint, special_tokens)
         return _after_thought(grammar, constraint, special_tokens or NO_SPECIAL_TOKENS) if constraint.thought_end else grammar
@@ -157,7 +167,8 @@ def _json_schema(constraint: Constraint, _: Mapping[str, int] | None) -> str:
         raise Invalid("it matches nothing" if schema is False else "a JSON schema is an object")
     options = JSON_OPTIONS | (LENIENT_OPTIONS if constraint.is_lenient else {})
     own = schema.get("x-guidance")
-    if isinstance(own, dict) and "whitespace_flexible" in own:  # which a pattern, be it ours, would overrule
+    # which a pattern, be it ours, would overrule
+    if isinstance(own, dict) and "whitespace_flexible" in own:
         del options["whitespace_pattern"]
     return LLMatcher.grammar_from_json_schema(json.dumps(schema), defaults=options)  # type: ignore[arg-type]
 
@@ -192,7 +203,8 @@ def _structural_tag(constraint: Constraint, special_tokens: Mapping[str, int] | 
 
 
 def _after_thought(grammar: str, constraint: Constraint, special_tokens: Mapping[str, int]) -> str:
-    """The grammar behind a thought, which is any text between its markers. One that is not begun yet may be left out."""
+    """The grammar behind a thought, which is any text between its markers. One that is not begun
+    yet may be left out."""
     answer, *others = json.loads(grammar)["grammars"] if grammar.startswith("{") else [{"lark_grammar": grammar}]
     before = thought_grammar(constraint.thought_begin, constraint.thought_end, "answer", special_tokens)
     return json.dumps({"grammars": [{"name": "thought", "lark_grammar": before}, {**answer, "name": "answer"}, *others]})

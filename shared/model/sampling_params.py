@@ -1,7 +1,8 @@
-"""SamplingParams: everything about a request that changes which tokens come out, and its validation.
+"""SamplingParams: everything about a request that changes which tokens come out, and its
+validation.
 
-A new parameter is added here (the field and its bounds), in decision.py or in compute's candidates.py (its effect), and in the
-gateway's schema (its name in the API).
+A new parameter is added here (the field and its bounds), in decision.py or in compute's
+candidates.py (its effect), and in the gateway's schema (its name in the API).
 """
 
 import math
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 from shared.process.errors import Invalid
 
 MAX_LOGPROBS = 20
-MAX_PROMPT_LOGPROBS = 1 << 18  # values for one prompt, its tokens times 1 + prompt_logprobs: 2 MB in a message
+# values for one prompt, its tokens times 1 + prompt_logprobs: 2 MB in a message
+MAX_PROMPT_LOGPROBS = 1 << 18
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256  # characters
 MAX_LOGIT_BIAS = 1024
@@ -19,7 +21,8 @@ MAX_BAD_WORDS = 256
 MAX_BAD_WORD_LENGTH = 256  # characters
 MAX_TOKENS = 1 << 24  # beyond any model: keeps counts within int32
 SEEDS = 1 << 64
-MIN_TEMPERATURE = 1e-3  # below, only the likeliest token has a weight that a float holds: it is greedy decoding
+# below, only the likeliest token has a weight that a float holds: it is greedy decoding
+MIN_TEMPERATURE = 1e-3
 MIN_PENALTY, MAX_PENALTY = 0.01, 100.0  # of repetition: logits that it multiplies stay finite
 MAX_BREAKERS = 32  # dry_sequence_breakers
 MAX_BREAKER_LENGTH = 40  # characters
@@ -53,8 +56,9 @@ SHARES = ("top_p", "typical_p")  # above 0, and at most 1
 
 @dataclass(frozen=True, slots=True)
 class DryParams:
-    """DRY ("don't repeat yourself"), as llama.cpp has it: a token that would go on with a repetition of L tokens that are there already, L at least
-    allowed_length, loses multiplier * base^(L - allowed_length) of its logit. A repetition does not reach over a breaker."""
+    """DRY ("don't repeat yourself"), as llama.cpp has it: a token that would go on with a
+    repetition of L tokens that are there already, L at least allowed_length, loses multiplier *
+    base^(L - allowed_length) of its logit. A repetition does not reach over a breaker."""
 
     multiplier: float
     base: float = 1.75
@@ -71,8 +75,8 @@ class DryParams:
 
 @dataclass(frozen=True, slots=True)
 class ChainParams:
-    """llama.cpp's samplers beside top-k, top-p and min-p. A request with any of them is sampled in llama.cpp's order, in which temperature comes last
-    (services/compute/candidates/chain.py)."""
+    """llama.cpp's samplers beside top-k, top-p and min-p. A request with any of them is sampled in
+    llama.cpp's order, in which temperature comes last (services/compute/candidates/chain.py)."""
 
     top_n_sigma: float = 0.0  # 0: off
     typical_p: float = 1.0  # 1: off
@@ -96,7 +100,9 @@ class ChainParams:
 class SamplingParams:
     """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding."""
 
-    max_tokens: int | None = None  # None until the tokenizer fills in what the model's length leaves; 0: the request ends after its prompt
+    # None until the tokenizer fills in what the model's length leaves; 0: the request ends after
+    # its prompt
+    max_tokens: int | None = None
     min_tokens: int = 0
     temperature: float = 1.0
     top_k: int = 0  # 0: off
@@ -110,11 +116,13 @@ class SamplingParams:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: dict[int, float] = field(default_factory=dict)
-    logprobs: int | None = None  # None: off; 0: of the chosen token only; n: the n likeliest beside it
+    # None: off; 0: of the chosen token only; n: the n likeliest beside it
+    logprobs: int | None = None
     prompt_logprobs: int | None = None  # the same of the prompt's tokens after the first
     allowed_token_ids: tuple[int, ...] = ()  # no others are drawn; empty: all
     bad_words: tuple[str, ...] = ()  # that the answer must not hold
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # how the model spells them, with a space before and without; the tokenizer fills them in
+    # how the model spells them, with a space before and without; the tokenizer fills them in
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     skip_special_tokens: bool = True  # in the text; False: they are spelt out
     dry: DryParams | None = None  # None: off
     chain: ChainParams | None = None  # None: off
@@ -150,12 +158,15 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether anything changes the row of logits before the candidates are taken (min_tokens aside)."""
+        """Whether anything changes the row of logits before the candidates are taken (min_tokens
+        aside)."""
         return bool(self.logit_bias) or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0 or self.repetition_penalty != 1.0
 
 
 def _check(name: str, value: float | None) -> None:
     """Raises Invalid for a value beyond the field's bounds."""
+    if value == -1 and name in ("logprobs", "prompt_logprobs"):  # vLLM's word for it, which its own servers refuse unless they were started otherwise
+        raise Invalid(f"{name} -1, the whole vocabulary, is not available: at most {MAX_LOGPROBS} of each token", param=name)
     if name not in SHARES:
         _between(name, value, *BOUNDS[name])
     elif value is not None and not 0.0 < value <= 1.0:

@@ -1,7 +1,9 @@
-"""vLLM's structural tags as a grammar: free text in which what begins like a tag must go on like one.
+"""vLLM's structural tags as a grammar: free text in which what begins like a tag must go on like
+one.
 
-Two forms: `{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers": […]}`, and `{"type": "structural_tag", "format": {…}}`, a tree of
-const_string, any_text, json_schema, regex, grammar, sequence, or, tag, triggered_tags and tags_with_separator.
+Two forms: `{"type": "structural_tag", "structures": [{"begin", "schema", "end"}], "triggers":
+[…]}`, and `{"type": "structural_tag", "format": {…}}`, a tree of const_string, any_text,
+json_schema, regex, grammar, sequence, or, tag, triggered_tags and tags_with_separator.
 """
 
 import json
@@ -18,7 +20,8 @@ MAX_TAGS = 1000
 
 
 def structural_tag_grammar(value: Any, *, special_tokens: Mapping[str, int], make_regex: Callable[[str], str], json_options: Mapping[str, Any]) -> str:
-    """llguidance's grammar. special_tokens: by text, those that stand as one token where a tag spells them. Raises Invalid."""
+    """llguidance's grammar. special_tokens: by text, those that stand as one token where a tag
+    spells them. Raises Invalid."""
     if not isinstance(value, dict):
         raise Invalid("a structural tag is an object")
     writer = _Writer(special_tokens, make_regex, json_options)
@@ -28,7 +31,8 @@ def structural_tag_grammar(value: Any, *, special_tokens: Mapping[str, int], mak
 
 
 def thought_grammar(begin: str, end: str, answer: str, special_tokens: Mapping[str, int]) -> str:
-    """A thought and, behind it, the grammar of that name, in Lark's syntax. Without begin the thought has begun; with it, it may be left out."""
+    """A thought and, behind it, the grammar of that name, in Lark's syntax. Without begin the
+    thought has begun; with it, it may be left out."""
     writer = _Writer(special_tokens, str, {})
     thought = f"{writer.text(begin)} {writer.text_until(end)} {writer.rule(SPACE)}"
     writer.rules["start"] = f"({thought}){'?' if begin else ''} @{answer}"

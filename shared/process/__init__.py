@@ -1,1 +1,2 @@
-"""What every process has: settings from flags and the environment, kinds of errors, logs, traces, free memory."""
+"""Parts of every process: settings from flags and the environment, kinds of errors, logs, traces,
+free memory."""

@@ -1,4 +1,5 @@
-"""Command lines: what is wrong with one is said in one line, with what was probably meant; exit code 2."""
+"""Command lines: what is wrong with one is said in one line, with what was probably meant; exit
+code 2."""
 
 import argparse
 import re
@@ -14,7 +15,8 @@ TYPES = {"str": "TEXT", "int": "N", "float": "X", "ByteSize": "SIZE", "Path": "P
 
 
 class Parser(argparse.ArgumentParser):
-    """An argparse parser that takes flags by their whole names only, and is brief about mistakes."""
+    """An argparse parser that takes flags by their whole names only, and is brief about
+    mistakes."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, **options)
@@ -38,7 +40,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def unknown(kind: str, given: str, names: list[str]) -> str:
-    """That there is no such thing, and which one may have been meant. kind: a word, or the flag that takes one of the names."""
+    """The error that there is no such thing, and which one may have been meant. kind: a word, or
+    the flag that takes one of the names."""
     close = get_close_matches(given, names, 1, cutoff=0.7)
     which = f"did you mean {close[0]}?" if close else "" if kind == "flag" else f"it is one of {', '.join(names)}"
     what = f"{kind} {given!r}" if kind.startswith("-") else f"no {kind} {given!r}"
@@ -46,7 +49,7 @@ def unknown(kind: str, given: str, names: list[str]) -> str:
 
 
 def whole_number(text: str) -> int:
-    """From 0 to what torch takes for a seed."""
+    """A whole number, from 0 to what torch takes for a seed."""
     if not (text.isascii() and text.isdecimal()) or int(text) >= 1 << 63:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 to 2^63 - 1")
     return int(text)
@@ -69,7 +72,8 @@ def seconds(text: str) -> float:
 
 
 def add_setting(parser: Any, *names: str, **options: Any) -> Any:
-    """As argparse's add_argument, for a flag that pydantic-settings made of a field: a type in the words of a command line, no default of null."""
+    """Add an argument as argparse does, for a flag that pydantic-settings made of a field: a type
+    in the words of a command line, no default of null."""
     metavar, text = options.get("metavar"), options.get("help")
     if isinstance(metavar, str):
         metavar = NULLABLE.sub(r"\1", metavar)

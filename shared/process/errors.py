@@ -1,11 +1,10 @@
-"""What can go wrong, in three kinds. The `except` clauses of a service loop are its whole failure policy.
+"""Errors, in three kinds. The `except` clauses of a service loop are its whole failure policy.
 
-PenstockError
-├── Rejected      come again: the server is full or a stage is missing (429, 503, with Retry-After)
-├── Invalid       never valid: the request or the message is wrong (400, or the dead-letter stream)
-├── Recoverable   try again: Redis is away, a replica has gone
-├── Lost          Redis does not hold any more what it held: the request ends with a clear error
-└── StartupError  this process can't run as configured: one line, exit code 2
+PenstockError ├── Rejected      come again: the server is full or a stage is missing (429, 503, with
+Retry-After) ├── Invalid       never valid: the request or the message is wrong (400, or the
+dead-letter stream) ├── Recoverable   try again: Redis is away, a replica has gone ├── Lost
+Redis does not hold any more what it held: the request ends with a clear error └── StartupError
+this process can't run as configured: one line, exit code 2
 """
 
 
@@ -24,7 +23,8 @@ class Rejected(PenstockError):
 
 
 class Invalid(PenstockError):
-    """What was sent can't be right, however often it is sent. `param` names the field of the API at fault."""
+    """Input that can't be right, however often it is sent. `param` names the field of the API at
+    fault."""
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None, status: int = 400) -> None:
         super().__init__(message)
@@ -34,7 +34,7 @@ class Invalid(PenstockError):
 
 
 class Recoverable(PenstockError):
-    """The same call may succeed later."""
+    """A failure after which the same call may succeed later."""
 
 
 class Lost(PenstockError):

@@ -10,7 +10,7 @@ CGROUP = Path("/sys/fs/cgroup")  # a container sees its own limits here
 
 
 def size_text(num_bytes: float) -> str:
-    """As people write it: 1.5 GiB, 32 KiB, 1024 GiB."""
+    """The size as people write it: 1.5 GiB, 32 KiB, 1024 GiB."""
     power = min(max(int(num_bytes), 1).bit_length() - 1, 39) // 10
     number = num_bytes / (1 << 10 * power)
     return f"{number:.3g} {UNITS[power]}" if number < 100 else f"{number:.0f} {UNITS[power]}"
@@ -35,5 +35,6 @@ def free_host_memory() -> int:
         return available
     if limit.strip() == "max":
         return available
-    droppable = int(dict(line.split() for line in details.splitlines())["inactive_file"])  # files read once, as weights are
+    # files read once, as weights are
+    droppable = int(dict(line.split() for line in details.splitlines())["inactive_file"])
     return min(available, int(limit) - int(used) + droppable)

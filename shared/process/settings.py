@@ -1,4 +1,5 @@
-"""Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made from the descriptions here."""
+"""Settings: one flat class a stage, from flags or PENSTOCK_* in the environment. `--help` is made
+from the descriptions here."""
 
 import ipaddress
 import re
@@ -33,7 +34,7 @@ def is_loopback(host: str) -> bool:
 
 
 class StageSettings(BaseSettings):
-    """What every stage takes."""
+    """Settings of every stage."""
 
     command: ClassVar[str] = "penstock"  # that takes these settings as flags
     examples: ClassVar[str] = ""  # lines of it, for --help
@@ -47,14 +48,15 @@ class StageSettings(BaseSettings):
 
 
 class ModelSettings(StageSettings):
-    """What the stages that read the model's files take."""
+    """Settings of the stages that read the model's files."""
 
     model: str = Field("demo", description="a Hugging Face checkpoint folder, a GGUF file, a name that was pulled, a hub id when online, or demo")
     served_model_name: str = Field("", description="the name clients use, or several joined by commas; the folder's name by default")
 
 
 class RequestSettings(StageSettings):
-    """What those take that make requests of bodies: gateways, and the workers of batch jobs. Give all of them the same."""
+    """Settings of those that make requests of bodies: gateways, and the workers of batch jobs. Give
+    all of them the same."""
 
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
     max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
@@ -108,7 +110,7 @@ class GatewaySettings(RequestSettings):
     @field_validator("allow_origin", mode="before")
     @classmethod
     def split_origins(cls, value: Any) -> Any:
-        """From the environment, joined by commas."""
+        """Split a value from the environment, joined by commas."""
         return split_list(value)
 
     @field_validator("allow_origin")
@@ -215,7 +217,8 @@ class JobsSettings(RequestSettings, WorkerSettings):
 
 
 class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings):
-    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url names none."""
+    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url
+    names none."""
 
     command: ClassVar[str] = "penstock up"
     examples: ClassVar[str] = """penstock up                                    a small model, fetched once, on http://127.0.0.1:8000
@@ -248,7 +251,7 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings
     @field_validator("model", "served_model_name", mode="before")
     @classmethod
     def split(cls, value: Any) -> Any:
-        """From the environment, names joined by commas."""
+        """Split names from the environment, joined by commas."""
         return split_list(value)
 
     @model_validator(mode="after")
@@ -268,7 +271,8 @@ S = TypeVar("S", bound=StageSettings)
 
 
 def load_settings(settings_type: type[S], argv: list[str] | None = None, **fixed: Any) -> S:
-    """Settings from flags (argv, by default the command line's) over the environment. Raises StartupError in one line."""
+    """Settings from flags (argv, by default the command line's) over the environment. Raises
+    StartupError in one line."""
     arguments = sys.argv[1:] if argv is None else argv
     name = settings_type.command
     parser = Parser(

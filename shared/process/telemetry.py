@@ -1,4 +1,5 @@
-"""Logging for people and machines: one line an event, `time level logger: event key=value …`, or the same as a JSON object."""
+"""Logging for people and machines: one line an event, `time level logger: event key=value …`, or
+the same as a JSON object."""
 
 import json
 import logging
@@ -28,7 +29,8 @@ class EventLogger:
         self._log(logging.ERROR, event, values)
 
     def exception(self, event: str, **values: Any) -> None:
-        """With the traceback of the exception being handled: for our own mistakes, never for bad input."""
+        """Log with the traceback of the exception being handled: for our own mistakes, never for
+        bad input."""
         self._log(logging.ERROR, event, values, exc_info=True)
 
     def _log(self, level: int, event: str, values: dict[str, Any], exc_info: bool = False) -> None:
@@ -37,14 +39,16 @@ class EventLogger:
 
 
 class Values(dict[str, Any]):
-    """What an event says, as the rest of a line for people. A value that there is none of is a dash."""
+    """An event's fields, as the rest of a line for people. A value that there is none of is a
+    dash."""
 
     def __str__(self) -> str:
         return "".join(f" {key}={_plain(value)}" for key, value in self.items())
 
 
 class JsonFormatter(logging.Formatter):
-    """For machines: an object a line. Numbers stay numbers, what is missing is null, a traceback is a string."""
+    """Log lines for machines: an object a line. Numbers stay numbers, what is missing is null, a
+    traceback is a string."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

@@ -1,8 +1,11 @@
-"""Traces, by OpenTelemetry: what each stage did for a request, sent by OTLP over HTTP where the standard variables name an endpoint.
+"""Traces, by OpenTelemetry: what each stage did for a request, sent by OTLP over HTTP where the
+standard variables name an endpoint.
 
-Without one nothing of OpenTelemetry is imported, and a stage's `tracer` is None. A request carries the trace that it belongs to through every stage, as a
-W3C `traceparent`: its messages outlive their replicas, so whoever takes a dead one's work over goes on in the same trace. Spans are recorded when they
-have ended, from times that the stages keep anyway; what a killed replica had not sent is lost with it.
+Without one nothing of OpenTelemetry is imported, and a stage's `tracer` is None. A request carries
+the trace that it belongs to through every stage, as a W3C `traceparent`: its messages outlive their
+replicas, so whoever takes a dead one's work over goes on in the same trace. Spans are recorded when
+they have ended, from times that the stages keep anyway; what a killed replica had not sent is lost
+with it.
 """
 
 import atexit
@@ -34,12 +37,14 @@ Attributes = Mapping[str, str | int | float | bool]
 
 
 def first_of(names: tuple[str, ...]) -> str:
-    """The first of these variables that is set and not empty, as OpenTelemetry reads them; empty: none."""
+    """The first of these variables that is set and not empty, as OpenTelemetry reads them; empty:
+    none."""
     return next((value for name in names if (value := os.environ.get(name, "").strip())), "")
 
 
 def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
-    """What sends the replica's spans; None where nobody wants them. Raises StartupError."""
+    """The tracer that sends the replica's spans; None where nobody wants them. Raises
+    StartupError."""
     endpoint = first_of(ENDPOINTS)
     is_disabled = os.environ.get("OTEL_SDK_DISABLED", "").lower() == "true" or os.environ.get("OTEL_TRACES_EXPORTER", "").lower() == "none"
     if not endpoint or is_disabled:
@@ -55,7 +60,8 @@ def open_tracer(stage: str, replica_id: str) -> "Tracer | None":
 
 
 class Complaints(logging.Handler):
-    """What OpenTelemetry's own loggers say, as events of ours: each thing once a minute, where it would say it of every span that it drops."""
+    """Messages of OpenTelemetry's own loggers, as events of ours: each thing once a minute, where
+    it would say it of every span that it drops."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -77,11 +83,13 @@ def hear_complaints() -> None:
     if not logger.handlers:
         logger.addHandler(Complaints())
     logger.propagate = False
-    logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)  # of clients' headers: they are not ours, nor for the log
+    # of clients' headers: they are not ours, nor for the log
+    logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
 
 
 class Tracer:
-    """Owns OpenTelemetry's provider, and its thread that sends spans in batches. Spans beyond its bound are dropped: no stage waits for a collector."""
+    """Owns OpenTelemetry's provider, and its thread that sends spans in batches. Spans beyond its
+    bound are dropped: no stage waits for a collector."""
 
     def __init__(self, stage: str, replica_id: str) -> None:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -94,7 +102,8 @@ class Tracer:
         hear_complaints()
         own = {"service.namespace": "penstock", "service.instance.id": replica_id, "service.version": version("penstock")}
         resource = Resource.create(own)
-        if str(resource.attributes["service.name"]).startswith("unknown_service"):  # nobody has named it by OpenTelemetry's variables
+        # nobody has named it by OpenTelemetry's variables
+        if str(resource.attributes["service.name"]).startswith("unknown_service"):
             resource = resource.merge(Resource({"service.name": f"penstock-{stage}"}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self._processor = BatchSpanProcessor(OTLPSpanExporter())
@@ -103,32 +112,37 @@ class Tracer:
         self._scope = InstrumentationScope("penstock", version("penstock"))
         self._propagator = TraceContextTextMapPropagator()
         self._closing, self._closed = threading.Event(), threading.Event()
-        threading.Thread(target=self._close, name="tracer-close", daemon=True).start()  # at exit no thread can begin, and none may wait for ever
+        # at exit no thread can begin, and none may wait for ever
+        threading.Thread(target=self._close, name="tracer-close", daemon=True).start()
         atexit.register(self._at_exit)
 
     def start(self, name: str, headers: Mapping[str, str], started_at: float, attributes: Attributes) -> "Span":
-        """A server's span that has just begun, in the trace that a client's headers name, or in one of its own."""
+        """A server's span that has just begun, in the trace that a client's headers name, or in one
+        of its own."""
         from opentelemetry.trace import SpanKind
 
         context, begin = self._propagator.extract(headers), int(started_at * 1e9)
         return self._tracer.start_span(name, context=context, kind=SpanKind.SERVER, start_time=begin, attributes=dict(attributes))
 
     def record(self, name: str, parent: str, started_at: float, ended_at: float, attributes: Attributes) -> str:
-        """A span that has ended. parent: a traceparent; times: wall clock, s. Returns the span's own traceparent, for its children."""
+        """A span that has ended. parent: a traceparent; times: wall clock, s. Returns the span's
+        own traceparent, for its children."""
         begin = int(started_at * 1e9)
         span = self._tracer.start_span(name, context=self._propagator.extract({"traceparent": parent}), start_time=begin, attributes=dict(attributes))
         span.end(max(begin, int(ended_at * 1e9)))
         return self.traceparent(span)
 
     def trace_of(self, key: str) -> str:
-        """The traceparent of a root whose ids are a function of the key, 32 hexadecimal digits that are evenly distributed; empty: it is not sampled."""
+        """The traceparent of a root whose ids are a function of the key, 32 hexadecimal digits that
+        are evenly distributed; empty: it is not sampled."""
         from opentelemetry.sdk.trace.sampling import Decision
 
         is_sampled = self._provider.sampler.should_sample(None, int(key, 16), key).decision is Decision.RECORD_AND_SAMPLE
         return f"00-{key}-{key[:16]}-01" if is_sampled else ""
 
     def record_root(self, name: str, traceparent: str, started_at: float, ended_at: float, attributes: Attributes, *, link: str) -> None:
-        """The root of `trace_of`, which has ended; link: the traceparent of what it was done for. Whoever records it records the same span."""
+        """The root of `trace_of`, which has ended; link: the traceparent of what it was done for.
+        Whoever records it records the same span."""
         from opentelemetry.sdk.trace import ReadableSpan
         from opentelemetry.trace import Link, SpanKind
 
@@ -146,7 +160,7 @@ class Tracer:
         return get_current_span(self._propagator.extract({"traceparent": traceparent})).get_span_context()
 
     def traceparent(self, span: "Span") -> str:
-        """What joins others to the span's trace; empty for one that is not sampled."""
+        """The header that joins others to the span's trace; empty for one that is not sampled."""
         context = span.get_span_context()
         return f"00-{context.trace_id:032x}-{context.span_id:016x}-01" if context.trace_flags.sampled else ""
 

@@ -1,6 +1,8 @@
-"""A dataclass to msgpack's values and back, by the types of its fields: messages as arrays of their fields, records of Redis as maps of them.
+"""A dataclass to msgpack's values and back, by the types of its fields: messages as arrays of their
+fields, records of Redis as maps of them.
 
-Arrays of numbers are raw little-endian bytes. A field that is missing, in an array at the end, has its default.
+Arrays of numbers are raw little-endian bytes. A field that is missing, in an array at the end, has
+its default.
 """
 
 from __future__ import annotations
@@ -16,12 +18,30 @@ import numpy as np
 
 from shared.process.errors import Invalid
 
-_Converter = Callable[[Any, str], Any]
+_Converter = Callable[[Any], Any]
+
+
+class Wrong(Exception):
+    """A value that does not fit its type; the fields around it say where it stands."""
+
+    def __init__(self, expected: str) -> None:
+        super().__init__(expected)
+        self.expected = expected
+        self.path: list[str] = []  # names of fields, from the inmost one
+
+
+def converted(converter: _Converter, values: Any, name: str) -> Any:
+    """The values, which errors call `name`, as what the converter makes of them. Raises Invalid,
+    with the path to the value that is wrong."""
+    try:
+        return converter(values)
+    except Wrong as wrong:
+        raise Invalid(f"{'.'.join([name, *reversed(wrong.path)])}: {wrong.expected}") from None
 
 
 @cache
 def packer(cls: Any) -> Callable[[Any], list[Any]]:
-    """What makes a list of a message of this class."""
+    """The function that makes a list of a message of this class."""
     hints = typing.get_type_hints(cls, include_extras=True)
     getters = [(f.name, _field_packer(hints[f.name])) for f in fields(cls)]
 
@@ -49,71 +69,69 @@ def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
 
 @cache
 def unpacker(cls: Any) -> _Converter:
-    """What makes a message of this class of a list, called with the path to it; it raises Invalid, naming the field that is wrong."""
+    """The function that makes a message of this class of a list. It raises Wrong for a value that
+    does not fit."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    plan = [(f.name, _field_unpacker(hints[f.name])) for f in fields(cls)]
-    required = sum(f.default is MISSING and f.default_factory is MISSING for f in fields(cls))
+    plan = [(f.name, _field_unpacker(hints[f.name], unpacker)) for f in fields(cls)]
+    required = len(_required(cls))
 
-    def unpack(values: Any, path: str) -> Any:
+    def unpack(values: Any) -> Any:
         if not isinstance(values, list) or not required <= len(values) <= len(plan):
-            raise Invalid(f"{path}: expected {required} to {len(plan)} fields")
-        return cls(**{name: convert(value, f"{path}.{name}") for (name, convert), value in zip(plan, values, strict=False)})
+            raise Wrong(f"expected {required} to {len(plan)} fields")
+        found = []
+        try:
+            for (_, convert), value in zip(plan, values, strict=False):
+                found.append(convert(value))
+        except Wrong as wrong:
+            wrong.path.append(plan[len(found)][0])
+            raise
+        return cls(*found)
 
     return unpack
 
 
 @cache
 def map_unpacker(cls: Any) -> _Converter:
-    """As `unpacker`, of a map: what `asdict` makes of a record."""
+    """The same as `unpacker`, of a map: what `asdict` makes of a record."""
     hints = typing.get_type_hints(cls, include_extras=True)
     plan = {f.name: _field_unpacker(hints[f.name], map_unpacker) for f in fields(cls)}
-    required = {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+    required = _required(cls)
 
-    def unpack(values: Any, path: str) -> Any:
+    def unpack(values: Any) -> Any:
         if not isinstance(values, dict) or not required <= values.keys() <= plan.keys():
-            raise Invalid(f"{path}: expected a map of {', '.join(plan)}")
-        return cls(**{name: plan[name](value, f"{path}.{name}") for name, value in values.items()})
+            raise Wrong(f"expected a map of {', '.join(plan)}")
+        found = {}
+        for name, value in values.items():
+            try:
+                found[name] = plan[name](value)
+            except Wrong as wrong:
+                wrong.path.append(name)
+                raise
+        return cls(**found)
 
     return unpack
 
 
-def _field_unpacker(hint: Any, of_class: Callable[[Any], _Converter] = unpacker) -> _Converter:  # noqa: C901 - one branch a kind of type
+def _required(cls: Any) -> set[str]:
+    """The fields that have no default."""
+    return {f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING}
+
+
+def _field_unpacker(hint: Any, of_class: Callable[[Any], _Converter]) -> _Converter:
     """of_class: what unpacks a field that is a dataclass itself."""
-    if typing.get_origin(hint) is Annotated:
-        dtype = np.dtype(hint.__metadata__[0])
-
-        def array(value: Any, path: str) -> Any:
-            if not isinstance(value, bytes) or len(value) % dtype.itemsize:
-                raise Invalid(f"{path}: expected the bytes of an array of {dtype}")
-            return np.frombuffer(value, dtype)
-
-        return array
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Annotated:
+        return _array_of(np.dtype(hint.__metadata__[0]))
     if is_dataclass(hint):
         return of_class(typing.cast(type, hint))
-    if typing.get_origin(hint) is Literal:
-        allowed = typing.get_args(hint)
-        return _checked(lambda value: value in allowed, f"one of {allowed}")
-    options = _union(hint)
-    if options:
+    if origin is Literal:
+        return _checked(lambda value: value in arguments, f"one of {arguments}")
+    if options := _union(hint):
         return _any_of([_field_unpacker(option, of_class) for option in options])
-    if typing.get_origin(hint) in (tuple, Sequence):
-        item = _field_unpacker(typing.get_args(hint)[0], of_class)
-
-        def items(value: Any, path: str) -> Any:
-            if not isinstance(value, list):
-                raise Invalid(f"{path}: expected an array")
-            return tuple(item(each, path) for each in value)
-
-        return items
-    if typing.get_origin(hint) is dict:
-        key, entry = (_field_unpacker(each, of_class) for each in typing.get_args(hint))
-
-        def mapping(value: Any, path: str) -> Any:
-            if not isinstance(value, dict):
-                raise Invalid(f"{path}: expected a map")
-            return {key(k, path): entry(v, path) for k, v in value.items()}
-
-        return mapping
+    if origin in (tuple, Sequence):
+        return _items_of(_field_unpacker(arguments[0], of_class))
+    if origin is dict:
+        return _map_of(*(_field_unpacker(each, of_class) for each in arguments))
     if hint is float:
         return _checked(lambda value: type(value) in (float, int), "float")
     return _checked(lambda value: type(value) is hint, getattr(hint, "__name__", str(hint)))
@@ -126,24 +144,51 @@ def _union(hint: Any) -> list[Any]:
     return [option for option in typing.get_args(hint) if option is not type(None)]
 
 
+def _array_of(dtype: Any) -> _Converter:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, bytes) or len(value) % dtype.itemsize:
+            raise Wrong(f"expected the bytes of an array of {dtype}")
+        return np.frombuffer(value, dtype)
+
+    return convert
+
+
+def _items_of(item: _Converter) -> _Converter:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, list):
+            raise Wrong("expected an array")
+        return tuple([item(each) for each in value])
+
+    return convert
+
+
+def _map_of(key: _Converter, entry: _Converter) -> _Converter:
+    def convert(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise Wrong("expected a map")
+        return {key(k): entry(v) for k, v in value.items()}
+
+    return convert
+
+
 def _any_of(converters: list[_Converter]) -> _Converter:
-    def convert(value: Any, path: str) -> Any:
+    def convert(value: Any) -> Any:
         if value is None:
             return None
         for attempt in converters[:-1]:
             try:
-                return attempt(value, path)
-            except Invalid:
+                return attempt(value)
+            except (Wrong, Invalid):
                 continue
-        return converters[-1](value, path)
+        return converters[-1](value)
 
     return convert
 
 
 def _checked(holds: Callable[[Any], bool], expected: str) -> _Converter:
-    def convert(value: Any, path: str) -> Any:
+    def convert(value: Any) -> Any:
         if not holds(value):
-            raise Invalid(f"{path}: expected {expected}, got {type(value).__name__}")
+            raise Wrong(f"expected {expected}, got {type(value).__name__}")
         return value
 
     return convert

@@ -1,4 +1,5 @@
-"""The ids that name files on disk. They are checked wherever they come from, Redis included: an id with a slash or a dot would lead out of its folder."""
+"""The ids that name files on disk. They are checked wherever they come from, Redis included: an id
+with a slash or a dot would lead out of its folder."""
 
 import re
 

@@ -1,7 +1,9 @@
-"""The queue of jobs: Celery, on the same Redis as everything else. The gateway sends, the workers of services/jobs take.
+"""The queue of jobs: Celery, on the same Redis as everything else. The gateway sends, the workers
+of services/jobs take.
 
-A task says only which batch to look at. What is to be done, and how far it is, is in Redis and in the files: a task that comes twice, late or never
-costs time, and nothing else. So tasks have no results, and their messages are acknowledged when they are done.
+A task says only which batch to look at. What is to be done, and how far it is, is in Redis and in
+the files: a task that comes twice, late or never costs time, and nothing else. So tasks have no
+results, and their messages are acknowledged when they are done.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,9 +14,13 @@ if TYPE_CHECKING:
     from celery import Celery
 
 RUN_BATCH = "penstock.run_batch"
-TASK_VISIBILITY_S = 300  # after which a task that a dead worker had is another's: beyond the longest, which ends itself after a minute
+# after which a task that a dead worker had is another's: beyond the longest, which ends itself
+# after a minute
+TASK_VISIBILITY_S = 300
 SOCKET_TIMEOUT_S = 10  # beyond kombu's blocking reads, of a second
-QUEUED_S = 60  # after which a task may be sent once more, should the first one be lost; the sweep says when it is not
+# after which a task may be sent once more, should the first one be lost; the sweep says when it is
+# not
+QUEUED_S = 60
 
 
 def make_queue(redis_url: str) -> "Celery":
@@ -48,7 +54,8 @@ def broker_url(redis_url: str) -> str:
 
 
 def send_batch(app: "Celery", client: Any, batch_id: str) -> bool:
-    """Have some worker look at the batch, unless a task is on its way. Returns whether one was sent. Raises kombu's OperationalError, RedisError, OSError."""
+    """Have some worker look at the batch, unless a task is on its way. Returns whether one was
+    sent. Raises kombu's OperationalError, RedisError, OSError."""
     if not client.set(batch_queued_key(batch_id), "1", nx=True, ex=QUEUED_S):
         return False
     app.send_task(RUN_BATCH, args=[batch_id], retry=False)

@@ -1,7 +1,9 @@
-"""Line: a connection to Redis on which commands are sent now and their replies are read when they are wanted.
+"""Line: a connection to Redis on which commands are sent now and their replies are read when they
+are wanted.
 
-Compute sends a step's candidates and goes on to the next step; what Redis says is read when that step is done. A blocking read is left standing
-in the same way: its reply comes when there is something to read, while the model runs.
+Compute sends a step's candidates and goes on to the next step; what Redis says is read when that
+step is done. A blocking read is left standing in the same way: its reply comes when there is
+something to read, while the model runs.
 """
 
 import hashlib
@@ -15,20 +17,26 @@ import redis
 from redis.exceptions import ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-Pipeline = Any  # redis-py's pipelines type every command as maybe-awaitable, which says nothing here
+# redis-py's pipelines type every command as maybe-awaitable, which says nothing here
+Pipeline = Any
 
-DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)  # an operator's to mend, no mistake of ours
-REPLY_TIMEOUT_S = 5.0  # for a reply, beside what a read may block: beyond, the connection is dead and nobody said so, or Redis stands still
+# an operator's to mend, no mistake of ours
+DENIED = (redis.AuthenticationError, redis.exceptions.AuthorizationError, redis.exceptions.NoPermissionError)
+# for a reply, beside what a read may block: beyond, the connection is dead and nobody said so, or
+# Redis stands still
+REPLY_TIMEOUT_S = 5.0
 BLOCKING = ("XREAD", "XREADGROUP")
 
 
 class Line:
-    """One connection of its own. Every method raises what redis-py raises; after that, `close` and begin anew."""
+    """One connection of its own. Every method raises what redis-py raises; after that, `close` and
+    start over."""
 
     def __init__(self, client: "redis.Redis") -> None:
         self._client: Any = client
         self._connection: Any = client.connection_pool.make_connection()
-        self._awaited: deque[tuple[str, dict[str, Any], float]] = deque()  # commands without a reply yet, with redis-py's options and s that they may block
+        # commands without a reply yet, with redis-py's options and s that they may block
+        self._awaited: deque[tuple[str, dict[str, Any], float]] = deque()
         self._scripts: set[str] = set()  # digests of the scripts that were sent
         self._sent_at = 0.0
 
@@ -43,13 +51,14 @@ class Line:
         commands = pipe.command_stack
         if commands:
             packed = self._connection.pack_commands([self._by_digest(arguments) for arguments, _ in commands])
-            self._connection.send_packed_command(packed, check_health=False)
+            self._connection.send_packed_command([b"".join(packed)], check_health=False)  # redis-py cuts at 6,000 bytes: each piece would wake Redis
             self._awaited.extend((arguments[0], options, block_of(arguments)) for arguments, options in commands)
             self._sent_at = time.monotonic()
 
     def _by_digest(self, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The command as it is; a script that Redis was sent on this connection before by its digest. (Should Redis have forgotten it, that is an error
-        that passes: the connection is closed then, and the script is sent again.)"""
+        """The command as it is; a script that Redis was sent on this connection before by its
+        digest. (Should Redis have forgotten it, that is an error that passes: the connection is
+        closed then, and the script is sent again.)"""
         if arguments[0] != "EVAL":
             return arguments
         digest = digest_of(arguments[1])
@@ -59,7 +68,8 @@ class Line:
         return arguments
 
     def has_reply(self, wait_s: float = 0.0) -> bool:
-        """Whether a reply has come, or comes within wait_s. Raises TimeoutError where none came in the time that the commands may take."""
+        """Whether a reply has come, or comes within wait_s. Raises TimeoutError where none came in
+        the time that the commands may take."""
         if not self._awaited:
             return False
         if self._connection.can_read(timeout=wait_s):
@@ -70,7 +80,8 @@ class Line:
         return False
 
     def receive(self, *, leave: int = 0) -> list[Any]:
-        """The replies to all that was sent but its last `leave` commands, as redis-py gives them; waits for them.
+        """The replies to all that was sent but its last `leave` commands, as redis-py gives them;
+        waits for them.
 
         Raises the first error among them once all are read, TimeoutError where one does not come.
         """
@@ -99,13 +110,15 @@ class Line:
 
 
 def reason_of(error: BaseException) -> str:
-    """What Redis said, without the command that redis-py puts before it: its arguments may be a message, with what somebody asked."""
+    """Redis's reason, without the command that redis-py puts before it: its arguments may be a
+    message, with what somebody asked."""
     _, mark, reason = str(error).rpartition(" of pipeline caused error: ")
     return reason.strip("(),'\"") if mark else reason
 
 
 def without_command(error: BaseException) -> BaseException:
-    """The same error, without the command from now on: also a traceback shows no more than its reason."""
+    """The error, without the command from now on: also a traceback shows no more than its
+    reason."""
     if isinstance(error, redis.RedisError):
         error.args = (reason_of(error),)
     return error

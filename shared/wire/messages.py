@@ -1,30 +1,29 @@
 """Every message that crosses a process, and the one way to bytes and back: `encode` and `decode`.
 
-A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array `[tag, version, field, …]` in the
-order of its fields; arrays travel as raw little-endian bytes. A field is only ever appended, with a default: an older message
-then decodes with the default. `decode` checks every field's type and says which one was wrong. docs/understand/protocol.md says who sends what.
+A message is a frozen dataclass, named for what has become true. On the wire it is a msgpack array
+`[tag, version, field, …]` in the order of its fields; arrays travel as raw little-endian bytes. A
+field is only ever appended, with a default: an older message then decodes with the default.
+`decode` checks every field's type and says which one was wrong. docs/understand/protocol.md says who sends
+what.
 """
 
 from __future__ import annotations
 
 import typing
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeVar
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, TypeVar
 
 import msgpack
 import numpy as np
 
+from shared.model.arrays import Float32Array, Float64Array, Int32Array, UInt8Array
 from shared.model.constraint import Constraint
 from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from shared.wire.codec import map_unpacker, packer, unpacker
+from shared.wire.codec import converted, map_unpacker, packer, unpacker
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob
 from shared.wire.views import ComputeView
-
-Int32Array = Annotated[np.ndarray[Any, np.dtype[np.int32]], "<i4"]
-Float32Array = Annotated[np.ndarray[Any, np.dtype[np.float32]], "<f4"]
-Float64Array = Annotated[np.ndarray[Any, np.dtype[np.float64]], "<f8"]
-UInt8Array = Annotated[np.ndarray[Any, np.dtype[np.uint8]], "|u1"]
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Task = Literal["generate", "tokenize", "detokenize", "describe", "render"]
@@ -36,7 +35,8 @@ class ToolCall:
 
     call_id: str
     name: str
-    arguments: str  # JSON, an object; of a call that the model broke off or got wrong, what it wrote
+    # JSON, an object; of a call that the model broke off or got wrong, what it wrote
+    arguments: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """What a chat template is given beside the messages. Empty: nothing."""
+    """Inputs of a chat template beside the messages. Empty: nothing."""
 
     tools: str = ""  # JSON, a list in OpenAI's form
     documents: str = ""  # JSON, a list of objects
@@ -76,9 +76,10 @@ class SchedulingParams:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingParams:
-    """What makes one vector of a prompt's hidden states."""
+    """Parameters by which a prompt's hidden states become one vector."""
 
-    pooling: Literal["", "mean", "last", "cls"] = ""  # of all tokens, of the last, of the first; empty: as the model was made for
+    # of all tokens, of the last, of the first; empty: as the model was made for
+    pooling: Literal["", "mean", "last", "cls"] = ""
     dimensions: int | None = None  # only the first so many, of models that are made for that
     is_normalized: bool = True  # to length 1
 
@@ -91,17 +92,24 @@ class EmbeddingParams:
 class EncodingParams:
     """How a prompt becomes tokens."""
 
-    add_special_tokens: bool | None = None  # a BOS and the like; None: of a plain prompt yes, of a rendered conversation, which brings its own, no
-    parse_special_tokens: bool | None = None  # that users spelt; None: of a plain prompt yes, of a conversation no: there they are text
-    truncate_prompt_tokens: int | None = None  # the last so many are kept; -1: as many as leave room for max_tokens
-    return_token_strs: bool = False  # of a task "tokenize": the tokens as the vocabulary has them, too
-    keeps_beginning: bool = False  # where tokens are cut off: at the end, but for the special ones that stand there
+    # a BOS and the like; None: of a plain prompt yes, of a rendered conversation, which brings its
+    # own, no
+    add_special_tokens: bool | None = None
+    # that users spelt; None: of a plain prompt yes, of a conversation no: there they are text
+    parse_special_tokens: bool | None = None
+    # the last so many are kept; -1: as many as leave room for max_tokens
+    truncate_prompt_tokens: int | None = None
+    # of a task "tokenize": the tokens as the vocabulary has them, too
+    return_token_strs: bool = False
+    # where tokens are cut off: at the end, but for the special ones that stand there
+    keeps_beginning: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """A client asked for one continuation, for one embedding, or for something else that takes a tokenizer. Exactly one of messages, prompt and
-    prompt_token_ids is set (of a task "describe", none)."""
+    """A client asked for one continuation, for one embedding, or for something else that takes a
+    tokenizer. Exactly one of messages, prompt and prompt_token_ids is set (of a task "describe",
+    none)."""
 
     request_id: str
     gateway_id: str | None  # whose events stream; None: nobody reads, the log is enough
@@ -116,10 +124,13 @@ class GenerateRequest:
     constraint: Constraint | None = None  # what the answer must match
     chat: ChatOptions = ChatOptions()
     encoding: EncodingParams = EncodingParams()
-    task: Task = "generate"  # the others end with the tokenizer's answer, JSON in the text of their one event
+    # the others end with the tokenizer's answer, JSON in the text of their one event
+    task: Task = "generate"
     embedding: EmbeddingParams | None = None  # set: the prompt's embedding is wanted, and no token
     traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
-    pair: str | None = None  # of an embedding: a second text, which the model reads after the prompt, as its tokenizer joins the two
+    # of an embedding: a second text, which the model reads after the prompt, as its tokenizer joins
+    # the two
+    pair: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +146,11 @@ class TokenizedRequest:
     echo_text: str | None = None
     created_at: float = 0.0
     scheduling: SchedulingParams = SchedulingParams()
-    echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # where each prompt token begins in echo_text; empty: nobody asked
+    # where each prompt token begins in echo_text; empty: nobody asked
+    echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     constraint: Constraint | None = None
-    dry_breakers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # shared/model/dry_breakers.py packs them
+    # shared/model/dry_breakers.py packs them
+    dry_breakers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     embedding: EmbeddingParams | None = None
     traceparent: str = ""
     tokenized_at: float = 0.0  # wall clock, s
@@ -149,34 +162,9 @@ class TokenizedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptLogprobs:
-    """The logprobs of a prompt's P tokens at temperature 1, before penalties and bias. Row r is of token r + 1: nothing predicts the first."""
-
-    token_ids: Int32Array  # [P]
-    logprobs: Float32Array  # [P - 1]
-    ranks: Int32Array  # [P - 1] 1 + how many tokens of the vocabulary were likelier
-    top_token_ids: Int32Array  # [(P - 1) * k] the k likeliest of each row, by falling logprob, ties by token id
-    top_logprobs: Float32Array  # [(P - 1) * k]
-    spelled_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # all of the above, each once: the sampler knows their texts
-    texts: tuple[str, ...] = ()  # of the spelled tokens
-    text_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [P] where each token begins in the echoed text; empty: none is
-
-    def __post_init__(self) -> None:
-        num_rows, num_top = len(self.logprobs), len(self.top_token_ids)
-        if len(self.token_ids) != num_rows + 1 or len(self.ranks) != num_rows or len(self.text_offsets) not in (0, num_rows + 1):
-            raise Invalid("PromptLogprobs: not a row for each token after the first, or not an offset for each token")
-        if num_top != len(self.top_logprobs) or num_top % max(num_rows, 1) or len(self.texts) != len(self.spelled_token_ids):
-            raise Invalid("PromptLogprobs: columns of different lengths")
-
-    @property
-    def num_top(self) -> int:
-        """k, how many of the likeliest each row has."""
-        return len(self.top_token_ids) // max(len(self.logprobs), 1)
-
-
-@dataclass(frozen=True, slots=True)
 class SequenceIntro:
-    """What a sampler must know of a sequence; sent with its first candidates to that sampler."""
+    """The facts about a sequence that a sampler needs; sent with its first candidates to that
+    sampler."""
 
     handle: int  # the sequence's number at its compute replica
     request_id: str
@@ -187,7 +175,8 @@ class SequenceIntro:
     prompt_tail: Int32Array  # the last prompt tokens: they seed the detokenizer
     echo_text: str | None = None
     num_cached_tokens: int = 0
-    num_decided_tokens: int = 0  # of the output, as far as compute was told: a log with fewer has lost some
+    # of the output, as far as compute was told: a log with fewer has lost some
+    num_decided_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
     prompt_token_ids: Int32Array | None = None  # the same
     traceparent: str = ""
@@ -197,7 +186,8 @@ class SequenceIntro:
 
 @dataclass(frozen=True, slots=True)
 class StepCandidates:
-    """One step's undecided rows for one sampler. Row r has counts[r] candidates, by falling logit, ties by token id."""
+    """One step's undecided rows for one sampler. Row r has counts[r] candidates, by falling logit,
+    ties by token id."""
 
     compute_id: str
     step: int
@@ -209,11 +199,14 @@ class StepCandidates:
     token_ids: Int32Array  # [sum(counts)]
     logits: Float32Array  # [sum(counts)]
     logsumexp: Float32Array  # [R] of the whole row at temperature 1; 0 where no logprobs are asked
-    kept_mass: Float64Array  # [R] sum over the kept tokens of exp((logit - largest) / temperature); 0: greedy
+    # [R] sum over the kept tokens of exp((logit - largest) / temperature); 0: greedy
+    kept_mass: Float64Array
     tail_token_ids: Int32Array  # [R] the token beyond the candidates on which the draw falls, or -1
     tail_logits: Float32Array  # [R]
-    previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [R] at position - 1, as computed upon; -1: none. Empty: unknown
-    temperatures: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))  # [R] below 0: the request's own. Empty: so are all
+    # [R] at position - 1, as computed upon; -1: none. Empty: unknown
+    previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
+    # [R] below 0: the request's own. Empty: so are all
+    temperatures: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
         count = len(self.handles)
@@ -234,33 +227,13 @@ class StepDecisions:
     step: int
     handles: Int32Array
     positions: Int32Array
-    token_ids: Int32Array  # -1: none, it has ended without; -2: none, the sampler does not know the sequence
+    # -1: none, it has ended without; -2: none, the sampler does not know the sequence
+    token_ids: Int32Array
     is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
 
     def __post_init__(self) -> None:
         if any(len(each) != len(self.handles) for each in (self.positions, self.token_ids, self.is_finished)):
             raise Invalid("StepDecisions: columns of different lengths")
-
-
-@dataclass(frozen=True, slots=True)
-class TopLogprob:
-    token: str
-    raw: bytes
-    logprob: float
-    token_id: int = -1  # -1: an older sender's
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """A released token's logprob, and the likeliest alternatives'."""
-
-    token: str
-    raw: bytes
-    logprob: float
-    top: tuple[TopLogprob, ...] = ()
-    text_offset: int = 0  # characters of the text that the client gets, an echoed prompt's included, before this token's
-    token_id: int = -1  # -1: an older sender's
-    is_end: bool = False  # it ends the answer, and is no part of the text
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,11 +256,13 @@ class TokenEvent:
     text: str
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    logprobs: tuple[TokenLogprob, ...] | None = None  # of the tokens whose text is out, this one's last
+    # of the tokens whose text is out, this one's last
+    logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that matched
     error: RequestError | None = None
-    withheld: TokenLogprob | None = None  # this token's own logprob while its text is held back; for replay, never for the client
+    # this token's own logprob while its text is held back; for replay, never for the client
+    withheld: TokenLogprob | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
     prompt_token_ids: Int32Array | None = None  # the same
     embedding: Float32Array | None = None  # of the prompt, with the request's one event
@@ -295,8 +270,9 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """When what happened to a request, and where: s on the wall clocks of those who did it, 0 for what did not happen. They go with a request's first
-    and last event, and no log has them: it says what was decided, the same bytes whenever that was."""
+    """Times and places of what happened to a request: s on the wall clocks of those who did it, 0
+    for what did not happen. They go with a request's first and last event, and no log has them: it
+    says what was decided, the same bytes whenever that was."""
 
     request_id: str
     position: int  # of the event; up to 1 it is the first
@@ -317,12 +293,14 @@ class StepEvents:
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """To every replica: cancel requests, send a response's events elsewhere, or look at the registry again."""
+    """An order to every replica: cancel requests, send a response's events elsewhere, or look at
+    the registry again."""
 
     action: Literal["cancel", "attach", "refresh"]
     request_ids: tuple[str, ...] = ()
     gateway_id: str | None = None
-    generation: int = 0  # of the response's readers; the gateway that submitted it is 0, each that resumes it one more
+    # of the response's readers; the gateway that submitted it is 0, each that resumes it one more
+    generation: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,11 +318,14 @@ class Replica:
     load: dict[str, float] = field(default_factory=dict)
     aliases: tuple[str, ...] = ()  # further names of the model
     problem: str = ""  # what keeps it from Redis at the moment
-    parsers: dict[str, str] = field(default_factory=dict)  # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all
+    # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all
+    parsers: dict[str, str] = field(default_factory=dict)
     fingerprint: str = ""  # of compute: changes with whatever may change its tokens
     is_encoder: bool = False  # of compute: the model makes embeddings, and no text
-    sampling: dict[str, float] = field(default_factory=dict)  # of a tokenizer: what the model's makers say for requests that do not say it
-    labels: tuple[str, ...] = ()  # of compute: what the model tells texts apart by; empty: it has no classification head
+    # of a tokenizer: what the model's makers say for requests that do not say it
+    sampling: dict[str, float] = field(default_factory=dict)
+    # of compute: what the model tells texts apart by; empty: it has no classification head
+    labels: tuple[str, ...] = ()
     is_multi_label: bool = False  # several of them may be true of one text
 
 
@@ -366,8 +347,15 @@ M = TypeVar("M")
 def encode(message: Any) -> bytes:
     """The message as bytes."""
     tag, version = TAGS[type(message)]
-    packed: bytes = msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)])
-    return packed
+    return typing.cast(bytes, msgpack.packb([tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message)]))
+
+
+def encode_around(message: Any, name: str) -> tuple[bytes, bytes]:
+    """The bytes of the message before and after those of one of its fields."""
+    tag, version = TAGS[type(message)]
+    packed = [msgpack.packb(each) for each in (tag, version, *packer(typing.cast(typing.Hashable, type(message)))(message))]
+    at = 2 + [each.name for each in fields(message)].index(name)
+    return msgpack.Packer().pack_array_header(len(packed)) + b"".join(packed[:at]), b"".join(packed[at + 1 :])
 
 
 def decode(message_type: type[M], data: bytes) -> M:
@@ -378,12 +366,13 @@ def decode(message_type: type[M], data: bytes) -> M:
         raise Invalid(f"not a {tag} message")
     if not isinstance(values[1], int) or values[1] > version:
         raise Invalid(f"{tag}: version {values[1]!r} is newer than {version}")
-    return typing.cast(M, unpacker(typing.cast(typing.Hashable, message_type))(values[2:], tag))
+    return typing.cast(M, converted(unpacker(typing.cast(typing.Hashable, message_type)), values[2:], tag))
 
 
 def decode_record(record_type: type[M], data: bytes) -> M:
-    """The record in `data`, a map of its fields. Raises Invalid, naming the field, if it is not one of that type."""
-    return typing.cast(M, map_unpacker(typing.cast(typing.Hashable, record_type))(_unpacked(data), record_type.__name__))
+    """The record in `data`, a map of its fields. Raises Invalid, naming the field, if it is not one
+    of that type."""
+    return typing.cast(M, converted(map_unpacker(typing.cast(typing.Hashable, record_type)), _unpacked(data), record_type.__name__))
 
 
 def _unpacked(data: bytes) -> Any:

@@ -1,6 +1,8 @@
-"""Redis' clock may go back. A stream's ids are made of it: they still grow while the stream is there, but one that has expired begins anew with older ids.
+"""Redis' clock may go back. A stream's ids are made of it: they still grow while the stream is
+there, but one that has expired begins anew with older ids.
 
-Who read the stream before waits for newer ones, and would never see them: so readers look now and then whether it is still the same stream.
+Who read the stream before waits for newer ones, and would never see them: so readers look now and
+then whether it is still the same stream.
 """
 
 from typing import Any
@@ -19,7 +21,8 @@ return newest
 
 
 def has_begun_anew(last_id: str, newest: bytes) -> bool:
-    """Whether the stream whose last id is `newest` is another one than that of which last_id was read."""
+    """Whether the stream whose last id is `newest` is another one than that of which last_id was
+    read."""
     return bool(newest) and _order_of(newest.decode()) < _order_of(last_id)
 
 

@@ -1,4 +1,5 @@
-"""Redis' memory against its limit, and what is done where it comes near: first room is made, then batches pause, then new requests are refused.
+"""Redis' memory against its limit, and what is done where it comes near: first room is made, then
+batches pause, then new requests are refused.
 
 What runs always goes on: the rest of the memory is for its tokens.
 """
@@ -26,5 +27,6 @@ class Memory:
 
 
 def memory_of(info: Mapping[str, Any]) -> Memory:
-    """From the reply to INFO memory. Buffers for replicas and for the append-only file do not count."""
+    """Memory in use, from the reply to INFO memory. Buffers for replicas and for the append-only
+    file do not count."""
     return Memory(int(info["used_memory"]) - int(info.get("mem_not_counted_for_evict", 0)), int(info.get("maxmemory", 0)))

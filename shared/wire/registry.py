@@ -1,7 +1,9 @@
-"""Who is alive: replicas announce themselves in Redis, renew every second, and are dead once their lease has run out.
+"""The registry: replicas announce themselves in Redis, renew every second, and are dead once their
+lease has run out.
 
-Expiry is Redis's own, so the replicas' clocks need not agree. A sequence's sampler is chosen by rendezvous hashing over the live
-ones: every process that looks at the same replicas chooses the same, and a replica that leaves moves only its own sequences.
+Expiry is Redis's own, so the replicas' clocks need not agree. A sequence's sampler is chosen by
+rendezvous hashing over the live ones: every process that looks at the same replicas chooses the
+same, and a replica that leaves moves only its own sequences.
 """
 
 import hashlib
@@ -29,16 +31,20 @@ log = get_logger("penstock.registry")
 RENEW_EVERY_S = 1.0
 RENEW_WATCHED_EVERY_S = 0.5  # while somebody looks at the live view
 LEASE_S = 4.0
-BLIND_AFTER_S = LEASE_S - RENEW_EVERY_S  # between two looks: a lease that was good at the first may be out at the second, and its owner alive
+# between two looks: a lease that was good at the first may be out at the second, and its owner
+# alive
+BLIND_AFTER_S = LEASE_S - RENEW_EVERY_S
 END_TIMEOUT_S = 1.0  # a thread that waits for a Redis which does not answer is not waited for
-STUCK_AFTER_S = 30.0  # a loop that has not come round for this long, while its heartbeat reached Redis, is not alive
+# a loop that has not come round for this long, while its heartbeat reached Redis, is not alive
+STUCK_AFTER_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Registry:
     """The live replicas, as of one look. Times are monotonic, s.
 
-    Absence counts only over time in which this replica could see. While Redis is away, or this process is stopped, leases run out and prove nothing.
+    Absence counts only over time in which this replica could see. While Redis is away, or this
+    process is stopped, leases run out and prove nothing.
     """
 
     replicas: tuple[Replica, ...] = ()
@@ -58,7 +64,8 @@ class Registry:
 
 
 def follow(before: Registry, found: Registry, now: float) -> Registry:
-    """What is known after a look that was begun at `now`. After a gap, whoever was alive before it has a lease's time to come back."""
+    """The registry after a look that was begun at `now`. After a gap, whoever was alive before it
+    has a lease's time to come back."""
     is_gap = now - before.looked_at > BLIND_AFTER_S and before.looked_at > -math.inf
     seen_since = now if is_gap else before.seen_since
     replicas = found.replicas
@@ -69,12 +76,14 @@ def follow(before: Registry, found: Registry, now: float) -> Registry:
 
 
 def choose_replica(request_id: str, replica_ids: Iterable[str]) -> str | None:
-    """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998: the live replica with the highest hash."""
+    """Rendezvous (highest random weight) hashing, Thaler and Ravishankar 1998: the live replica
+    with the highest hash."""
     return max(replica_ids, key=lambda replica_id: hashlib.blake2b(f"{replica_id}/{request_id}".encode(), digest_size=8).digest(), default=None)
 
 
 def look(client: Any) -> Registry:
-    """The replicas whose lease runs, by one SMEMBERS and one MGET; forgets the names of the dead."""
+    """The replicas whose lease runs, by one SMEMBERS and one MGET; forgets the names of the
+    dead."""
     names = sorted(name for name in (each.decode(errors="replace") for each in client.smembers(REPLICAS)) if ":" in name)
     *values, watched = client.mget([*(replica_key(*name.split(":", 1)) for name in names), WATCHED])
     dead = [name for name, value in zip(names, values, strict=True) if value is None]
@@ -84,7 +93,8 @@ def look(client: Any) -> Registry:
 
 
 def decode_replicas(announced: Iterable[tuple[str, bytes | None]]) -> tuple[Replica, ...]:
-    """The announcements that decode, of names and values; one of a newer version is as good as not there."""
+    """The announcements that decode, of names and values; one of a newer version is as good as not
+    there."""
     replicas = []
     for name, value in announced:
         try:
@@ -101,6 +111,34 @@ def say_unread(name: str, error: str) -> None:
     log.warning("an announcement does not decode: is the replica's version newer than this one?", replica=name, error=error)
 
 
+def unlike_replicas(computes: Iterable[Replica]) -> list[str]:
+    """A warning for each model whose compute replicas have several fingerprints: they take over each other's requests, and may answer with other tokens."""
+    by_model: dict[str, dict[str, list[str]]] = {}
+    for each in computes:
+        by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)
+    return [
+        f"compute replicas of {model} have different fingerprints, so an answer may change where one takes over from another: "
+        + ", ".join(f"{fingerprint or 'none'} ({', '.join(sorted(ids))})" for fingerprint, ids in sorted(found.items()))
+        for model, found in sorted(by_model.items())
+        if len(found) > 1
+    ]
+
+
+class UnlikeReplicas:
+    """Says in the log which compute replicas are unlike, once for each change."""
+
+    def __init__(self) -> None:
+        self._told: list[str] = []
+
+    def tell(self, registry: Registry) -> None:
+        found = unlike_replicas(registry.of("compute"))
+        if found == self._told:
+            return
+        for each in found or ("compute replicas of each model have one fingerprint again",):
+            log.warning(each)
+        self._told = found
+
+
 def announce(pipe: Pipeline, replica: Replica) -> None:
     """Say once that this replica is alive."""
     name = f"{replica.stage}:{replica.replica_id}"
@@ -109,7 +147,7 @@ def announce(pipe: Pipeline, replica: Replica) -> None:
 
 
 def show(pipe: Pipeline, view: ComputeView) -> None:
-    """To those who watch, for as long as the replica's lease."""
+    """Show a view to those who watch, for as long as the replica's lease."""
     pipe.set(view_key(view.replica_id), encode(view), px=int(LEASE_S * 1000))
 
 
@@ -121,7 +159,8 @@ def withdraw(pipe: Pipeline, replica: Replica) -> None:
 
 
 def broadcast(pipe: Pipeline, message: Control) -> None:
-    """Append to the control stream, dropping what every replica has long had the chance to read. Never by length: by age."""
+    """Append to the control stream, dropping what every replica has long had the chance to read.
+    Never by length: by age."""
     pipe.eval(BROADCAST, 1, CONTROL.key, encode(message), CONTROL_WINDOW_S)
 
 
@@ -134,10 +173,13 @@ redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
 
 
 class Heartbeat(threading.Thread):
-    """Once a second (twice while watched), in the background: announces this replica, sends what its stage adds, and looks who else is alive.
+    """Once a second (twice while watched), in the background: announces this replica, sends what
+    its stage adds, and looks who else is alive.
 
-    Its own thread, because a long prefill step must not cost a replica its lease; and it renews nothing while the replica's loop is stuck, or is cut off from a
-    Redis that the heartbeat reaches. Its transport waits for no reply that comes after the lease: whoever leaves would wait for it.
+    Its own thread, because a long prefill step must not cost a replica its lease; and it renews
+    nothing while the replica's loop is stuck, or is cut off from a Redis that the heartbeat
+    reaches. Its transport waits for no reply that comes after the lease: whoever leaves would wait
+    for it.
     """
 
     def __init__(
@@ -148,8 +190,9 @@ class Heartbeat(threading.Thread):
         idle_since: Callable[[], float],
         step_timeout_s: float | None = None,
     ) -> None:
-        """idle_since: when the loop came round last, served by Redis (monotonic, s). step_timeout_s: of a loop that waits for a device, which may hang without
-        an error: after that long in one step the process ends."""
+        """idle_since: when the loop came round last, served by Redis (monotonic, s).
+        step_timeout_s: of a loop that waits for a device, which may hang without an error: after
+        that long in one step the process ends."""
         super().__init__(name="heartbeat", daemon=True)
         self.step_timeout_s = step_timeout_s
         self.transport = transport
@@ -157,7 +200,8 @@ class Heartbeat(threading.Thread):
         self.on_beat = on_beat
         self.idle_since = idle_since
         self.registry = Registry()
-        self.awake_since = -math.inf  # monotonic, s: the process was stopped until then, its loop as well
+        # monotonic, s: the process was stopped until then, its loop as well
+        self.awake_since = -math.inf
         self._wake = threading.Event()
         self._lock = threading.Lock()  # a renewal must not land after the withdrawal
         self._has_left = False
@@ -191,10 +235,12 @@ class Heartbeat(threading.Thread):
         os._exit(1)
 
     def beat(self) -> None:
-        """One renewal and one look."""
+        """Renew once and look once."""
         replica = self.describe()
-        stuck_s = time.monotonic() - max(self.idle_since(), self.transport.backoff.failed_at)  # what it could not see does not count
-        if stuck_s > STUCK_AFTER_S and (self.step_timeout_s is None or replica.problem):  # a step may be long, but it does not wait for Redis
+        # what it could not see does not count
+        stuck_s = time.monotonic() - max(self.idle_since(), self.transport.backoff.failed_at)
+        # a step may be long, but it does not wait for Redis
+        if stuck_s > STUCK_AFTER_S and (self.step_timeout_s is None or replica.problem):
             log.error("the loop is stuck, not renewing", idle_s=stuck_s, problem=replica.problem or "-")
             return
         if self.step_timeout_s is not None and replica.idle_s > self.step_timeout_s:
@@ -214,13 +260,15 @@ class Heartbeat(threading.Thread):
         self._wake.set()
 
     def end(self) -> None:
-        """Before the process ends: a thread that speaks TLS while the interpreter goes away may end it with SIGSEGV."""
+        """Before the process ends: a thread that speaks TLS while the interpreter goes away may end
+        it with SIGSEGV."""
         self._is_over = True
         self._wake.set()
         self.join(END_TIMEOUT_S)
 
     def leave(self) -> None:
-        """Leave the registry; the replica may go on working, and its heartbeat with it, unannounced."""
+        """Leave the registry; the replica may go on working, and its heartbeat with it,
+        unannounced."""
         with self._lock:
             if self._has_left:
                 return

@@ -1,4 +1,5 @@
-"""What every process of the pipeline does: settings to objects, logging, signals, the registry, draining. A library: it calls no stage.
+"""Code of every process of the pipeline: settings to objects, logging, signals, the registry,
+draining. A library: it calls no stage.
 
 A stage's `__main__` is its composition root:
 
@@ -29,7 +30,8 @@ from shared.wire.transport import RELEASED_MS, Pipeline, Transport
 
 log = get_logger("penstock.stage")
 
-LIFELINE = "PENSTOCK_LIFELINE"  # in the environment of a launcher's stage: the descriptor of a pipe that ends with the launcher
+# in the environment of a launcher's stage: the descriptor of a pipe that ends with the launcher
+LIFELINE = "PENSTOCK_LIFELINE"
 STOP_TIMEOUT_S = 10.0  # for a stage that was told to stop
 
 
@@ -40,7 +42,8 @@ class Stage:
         self, name: str, settings: StageSettings, *, model: str | None = None, aliases: tuple[str, ...] = (), max_model_len: int | None = None,
         step_timeout_s: float | None = None,
     ) -> None:  # fmt: skip
-        """step_timeout_s: how long a turn of the loop may take, but for waits for Redis, until the process ends; None: it does not."""
+        """step_timeout_s: how long a turn of the loop may take, but for waits for Redis, until the
+        process ends; None: it does not."""
         self.name = name
         self.settings = settings
         self.model = model
@@ -50,7 +53,8 @@ class Stage:
         self.stopping = threading.Event()
         self.transport = Transport(settings.redis_url, self.stopping)
         self.tracer = open_tracer(name, self.replica_id)
-        self.load: dict[str, float] = {}  # what the replica says of itself; its loop writes, the heartbeat reads
+        # what the replica says of itself; its loop writes, the heartbeat reads
+        self.load: dict[str, float] = {}
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
         self.sampling: dict[str, float] = {}  # the same
         self.fingerprint = ""  # compute's, the same
@@ -58,20 +62,22 @@ class Stage:
         self.labels: tuple[str, ...] = ()  # the same
         self.is_multi_label = False  # the same
         self._started_at = time.time()
-        self._turned_at = self._served_at = time.monotonic()  # when the loop came round last; the same, with no trouble with Redis
-        self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None  # more for the heartbeat to send, every second
+        # when the loop came round last; the same, with no trouble with Redis
+        self._alive_at = self._served_at = time.monotonic()
+        # more for the heartbeat to send, every second
+        self.on_heartbeat: Callable[[Pipeline], None] = lambda _: None
         own_line = Transport(settings.redis_url, self.stopping, LEASE_S)
         self._heartbeat = Heartbeat(own_line, self.describe, lambda pipe: self.on_heartbeat(pipe), lambda: self._served_at, step_timeout_s)
 
-    def turn(self) -> None:
+    def mark_alive(self) -> None:
         """The loop came round: the sign of life that /health shows."""
-        self._turned_at = time.monotonic()
+        self._alive_at = time.monotonic()
         if not self.transport.problem:
-            self._served_at = self._turned_at
+            self._served_at = self._alive_at
 
     @property
     def registry(self) -> Registry:
-        """Who is alive, as of the last second."""
+        """The live replicas, as of the last second."""
         return self._heartbeat.registry
 
     @property
@@ -80,8 +86,9 @@ class Stage:
         return self.registry.sight_since(time.monotonic())
 
     def claim_idle_ms(self, idle_ms: int) -> int:
-        """How long nobody may have renewed an entry that is to be claimed: idle_ms. After a gap in which this replica could not see, the others have that
-        time to renew theirs; until then it claims only what was released."""
+        """How long nobody may have renewed an entry that is to be claimed: idle_ms. After a gap in
+        which this replica could not see, the others have that time to renew theirs; until then it
+        claims only what was released."""
         return idle_ms if time.monotonic() - self.sight_since >= idle_ms / 1000 else RELEASED_MS
 
     def refresh(self) -> None:
@@ -90,7 +97,7 @@ class Stage:
 
     @property
     def problem(self) -> str:
-        """What keeps the loop or the heartbeat from Redis at the moment; empty: nothing."""
+        """The error that keeps the loop or the heartbeat from Redis at the moment; empty: none."""
         return self.transport.problem or self._heartbeat.transport.problem
 
     def describe(self) -> Replica:
@@ -102,7 +109,8 @@ class Stage:
             started_at=self._started_at,
             model=self.model,
             max_model_len=self.max_model_len,
-            idle_s=time.monotonic() - max(self._turned_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),  # who asks Redis again is not stuck
+            # who asks Redis again is not stuck
+            idle_s=time.monotonic() - max(self._alive_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),
             load=dict(self.load),
             aliases=self.aliases,
             problem=self.problem,
@@ -120,10 +128,11 @@ class Stage:
             signal.signal(number, lambda *_: self.stopping.set())
 
     def join(self) -> None:
-        """Enter the registry: from now on work may arrive. What is loaded by now stays: the garbage collector need not look at it again and again."""
+        """Enter the registry: from now on work may arrive. What is loaded by now stays: the garbage
+        collector need not look at it again and again."""
         gc.freeze()
         self.transport.wait_until_up(self.settings.redis_timeout_s)
-        self.turn()
+        self.mark_alive()
         self.transport.persist(self._heartbeat.beat)
         self._heartbeat.start()
         log.info("ready", stage=self.name, replica_id=self.replica_id, model=self.model or "-")
@@ -134,7 +143,8 @@ class Stage:
 
 
 def run_stage(main: Callable[[], None]) -> NoReturn:
-    """Run a stage's main. A failure exits non-zero, so that whoever watches the process replaces it; a bad setting is one line."""
+    """Run a stage's main. A failure exits non-zero, so that whoever watches the process replaces
+    it; a bad setting is one line."""
     if (lifeline := os.environ.pop(LIFELINE, None)) is not None:
         threading.Thread(target=leave_with_launcher, args=(int(lifeline),), name="lifeline", daemon=True).start()
     try:
@@ -156,7 +166,8 @@ def run_stage(main: Callable[[], None]) -> NoReturn:
 
 
 def leave_with_launcher(lifeline: int) -> None:
-    """Once the launcher is gone, end like on its SIGTERM, and after STOP_TIMEOUT_S like on its SIGKILL."""
+    """Once the launcher is gone, end like on its SIGTERM, and after STOP_TIMEOUT_S like on its
+    SIGKILL."""
     os.read(lifeline, 1)  # nobody writes: this returns at the end
     log.warning("the launcher is gone, stopping")
     signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)

@@ -1,6 +1,7 @@
 """The wiring: every stream and key this system uses, who writes it, who reads it, what it carries.
 
-Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they say is messages.py.
+Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they
+say is messages.py.
 """
 
 from dataclasses import dataclass
@@ -8,20 +9,22 @@ from dataclasses import dataclass
 from shared.wire.messages import Control, GenerateRequest, StepCandidates, StepDecisions, StepEvents, TokenizedRequest
 
 LOG_TTL_S = 3600  # of a finished request's token log: how long a client may still read it
-RUNNING_LOG_TTL_S = 7 * 24 * 3600  # of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
+# of a running request's: a backstop, far beyond any generation, and any jump of Redis' clock
+RUNNING_LOG_TTL_S = 7 * 24 * 3600
 REPLICA_STREAM_TTL_S = 600  # of a one-reader stream whose reader no longer renews it
 CONTROL_WINDOW_S = 600  # how long control messages are kept; every reader polls far more often
 MAX_DEAD_LETTERS = 10_000
 FILE_TTL_S = 30 * 24 * 3600  # of files and batches, at most
 
-# The one field of a stream entry; group entries also carry the request's id and gateway in the clear, so that a message that
-# does not decode can still fail its request.
+# The one field of a stream entry; group entries also carry the request's id and gateway in the
+# clear, so that a message that does not decode can still fail its request.
 MESSAGE, REQUEST_ID, GATEWAY_ID = b"m", b"r", b"g"
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStream:
-    """Shared by the replicas of one stage: each entry goes to one of them and stays pending until its work is done."""
+    """Shared by the replicas of one stage: each entry goes to one of them and stays pending until
+    its work is done."""
 
     key: str
     message_type: type
@@ -190,7 +193,8 @@ def batch_queued_key(batch_id: str) -> str:
 
 
 def upkeep_key(name: str) -> str:
-    """Set by the worker that does this part of the upkeep, for as long as nobody else need do it."""
+    """Set by the worker that does this part of the upkeep, for as long as nobody else need do
+    it."""
     return f"upkeep:{name}"
 
 

@@ -1,10 +1,13 @@
 """The token log: one stream a request, the truth about what was decided.
 
-The entry of the token at position p has the ID `p-0`, and an end without a token (cancelled, failed, none asked) after p tokens `p-1`. The scripts here
-are the only writers, and they keep three rules: a token follows the one before it (no gap), a position is decided once (whoever comes
-second is told what the log holds), and nothing follows an end. An entry that ends its request carries the field `e`.
+The entry of the token at position p has the ID `p-0`, and an end without a token (cancelled,
+failed, none asked) after p tokens `p-1`. The scripts here are the only writers, and they keep three
+rules: a token follows the one before it (no gap), a position is decided once (whoever comes second
+is told what the log holds), and nothing follows an end. An entry that ends its request carries the
+field `e`.
 
-A step is written by one script, in this order: the logs, then the events, then the decisions. What compute acts on is already durable.
+A step is written by one script, in this order: the logs, then the events, then the decisions. What
+compute acts on is already durable.
 """
 
 from collections.abc import Sequence
@@ -14,7 +17,7 @@ from typing import Any
 import msgpack
 
 from shared.process.errors import Invalid, Lost
-from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode
+from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode, encode_around
 from shared.wire.streams import (
     LOG_TTL_S,
     MESSAGE,
@@ -36,7 +39,8 @@ from shared.wire.transport import Pipeline
 
 END = b"e"  # the field of an entry after which nothing follows
 
-# Of what a tenant holds (streams.held_key). A response ends: `release` counts what is left of it, which expires with its log, in place of what it held.
+# Of what a tenant holds (streams.held_key). A response ends: `release` counts what is left of it,
+# which expires with its log, in place of what it held.
 RELEASE = f"""
 local function release(account, member, left)
   if not redis.call('ZSCORE', account, member) then return end
@@ -83,10 +87,12 @@ local function write_end(key, id, event, inflight, request, is_refused)
 end
 """
 
-# ARGV[1]: msgpack of [inflight key, [[log key, request id, position, event, is end], …], [[stream key, message], …]]. One packed argument,
-# because hundreds of commands a step cost the client more than the whole decision. Returns what was refused: [index from 1, what the log
-# holds at that position or as its end; nil: the log has lost what came before]. What follows a refused entry in its log is refused with it, unseen:
-# it was computed upon that one. If anything was refused, no message is sent.
+# ARGV[1]: msgpack of [inflight key, [[log key, request id, position, event, is end], …], [[stream
+# key, message], …]]. One packed argument, because hundreds of commands a step cost the client more
+# than the whole decision. Returns what was refused: [index from 1, what the log holds at that
+# position or as its end; nil: the log has lost what came before]. What follows a refused entry in
+# its log is refused with it, unseen: it was computed upon that one. If anything was refused, no
+# message is sent.
 WRITE_STEP = (
     _COMMON
     + f"""
@@ -121,9 +127,11 @@ return refused
 """
 )
 
-# ARGV: log key, request id, inflight key, reader key, the gateway's events stream if nobody resumed ('' for none), the events streams' prefix, the
-# event before and after its position, a StepEvents message before and after its one event, '1' if the request was refused: then little of it
-# stays stored. The position is the log's own. The event of the end that the log holds, this one or an earlier one, goes to whoever reads the response.
+# ARGV: log key, request id, inflight key, reader key, the gateway's events stream if nobody resumed
+# ('' for none), the events streams' prefix, the event before and after its position, a StepEvents
+# message before and after its one event, '1' if the request was refused: then little of it stays
+# stored. The position is the log's own. The event of the end that the log holds, this one or an
+# earlier one, goes to whoever reads the response.
 WRITE_END = (
     _COMMON
     + f"""
@@ -144,9 +152,8 @@ end
 return last
 """
 )
-_NO_EVENT = msgpack.packb(b"")  # two bytes, which nothing before the event in a StepEvents has: the script puts the event in their place
-_POSITION = 0x7FFFFFFF  # stands for the position until the script knows it; its bytes are in no request id
-_POSITION_BYTES = b"\xce\x7f\xff\xff\xff"
+# before the event in a StepEvents: the script puts it there
+_ONE_EVENT = msgpack.Packer().pack_array_header(1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +169,8 @@ def log_entry(event: TokenEvent) -> LogEntry:
 
 
 def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages: Sequence[tuple[DirectStream, Any]]) -> None:
-    """Queue one step: append the entries to their logs and, unless one of them is refused, send the messages in order. WRITE_STEP says what is returned."""
+    """Queue one step: append the entries to their logs and, unless one of them is refused, send the
+    messages in order. WRITE_STEP says what is returned."""
     logs = [
         [log_key(each.event.request_id), each.event.request_id, each.event.position, each.payload, each.event.finish_reason is not None] for each in entries
     ]
@@ -172,23 +180,27 @@ def write_step(pipe: Pipeline, model: str, entries: Sequence[LogEntry], messages
 
 
 def end_request(pipe: Pipeline, model: str, request_id: str, gateway_id: str | None, *, error: RequestError | None = None, num_prompt_tokens: int = 0) -> None:
-    """End a request that will get no more tokens: with `error`, or as cancelled without one. A log that has an end keeps it. Safe to repeat."""
+    """End a request that will get no more tokens: with `error`, or as cancelled without one. A log
+    that has an end keeps it. Safe to repeat."""
     reason: FinishReason = "error" if error else "cancelled"
     write_end(pipe, model, TokenEvent(request_id, 0, None, "", num_prompt_tokens=num_prompt_tokens, finish_reason=reason, error=error), gateway_id)
 
 
 def write_end(pipe: Pipeline, model: str, event: TokenEvent, gateway_id: str | None, moments: tuple[Moments, ...] = ()) -> None:
-    """Queue an end without a token. Its position is the log's, whatever the event says. A log that has an end keeps it. Safe to repeat."""
+    """Queue an end without a token. Its position is the log's, whatever the event says. A log that
+    has an end keeps it. Safe to repeat."""
     request_id = event.request_id
-    head, tail = encode(replace(event, position=_POSITION)).split(_POSITION_BYTES, 1)  # the first occurrence: before it, there is only the request id
+    head, tail = encode_around(event, "position")  # the script puts the log's there
+    before, behind = encode_around(StepEvents((), moments), "events")
     stream = events(gateway_id).key if gateway_id else ""
     keys = (log_key(request_id), request_id, inflight_key(model), reader_key(response_of(request_id)), stream, events("").key)
     is_refused = event.error is not None and 400 <= event.error.status < 500
-    pipe.eval(WRITE_END, 0, *keys, head, tail, *encode(StepEvents((b"",), moments)).split(_NO_EVENT, 1), "1" if is_refused else "")
+    pipe.eval(WRITE_END, 0, *keys, head, tail, before + _ONE_EVENT, behind, "1" if is_refused else "")
 
 
-# ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when its log has an end: Redis may have lost that end
-# since it was written, and the entry is then what brings the request back.
+# ARGV: group stream, group, then for each entry its id and its request's log. An entry is done when
+# its log has an end: Redis may have lost that end since it was written, and the entry is then what
+# brings the request back.
 FINISH_ENDED = (
     _COMMON
     + """
@@ -205,14 +217,16 @@ end
 
 
 def finish_ended(pipe: Pipeline, stream: GroupStream, request_by_entry: dict[bytes, str]) -> None:
-    """Acknowledge and delete the entries whose requests have ended; leave those whose end is not in their logs to be claimed again."""
+    """Acknowledge and delete the entries whose requests have ended; leave those whose end is not in
+    their logs to be claimed again."""
     if request_by_entry:
         arguments = [each for entry_id, request_id in request_by_entry.items() for each in (entry_id, log_key(request_id))]
         pipe.eval(FINISH_ENDED, 0, stream.key, stream.group, *arguments)
 
 
 def queue_read(pipe: Pipeline, request_id: str, after_position: int = 0) -> None:
-    """Ask, within a pipeline (or of a client), for the log after a position; `parse_log` reads the reply."""
+    """Ask, within a pipeline (or of a client), for the log after a position; `parse_log` reads the
+    reply."""
     pipe.xrange(log_key(request_id), min=f"({after_position}-0" if after_position else "-")
 
 
@@ -222,7 +236,8 @@ def queue_entry(pipe: Pipeline, request_id: str, position: int) -> None:
 
 
 def parse_log(entries: Any, after_position: int = 0) -> list[TokenEvent]:
-    """The events of a log after a position, in order, up to the request's end. Raises Lost for a log with a gap, or with what is no event."""
+    """The events of a log after a position, in order, up to the request's end. Raises Lost for a
+    log with a gap, or with what is no event."""
     found: list[TokenEvent] = []
     position = after_position
     for entry_id, values in entries:
@@ -245,3 +260,8 @@ def decode_entry(payload: bytes) -> TokenEvent:
         return decode(TokenEvent, payload)
     except Invalid as error:
         raise Lost(f"the token log holds what nobody can read: {error}") from None
+
+
+def end_alone(event: TokenEvent) -> TokenEvent:
+    """The end that an event brings, without its token: its reader has that, or more."""
+    return replace(event, token_id=None, text="", logprobs=None, withheld=None, prompt_logprobs=None)

@@ -1,7 +1,7 @@
 """Moving messages over Redis Streams: append, read, claim, acknowledge, trim, and waiting for Redis to come back.
 
 Knows streams and bytes; what a message means is its reader's business. Synchronous, for the stages whose loop is a thread; the
-gateway, which is asyncio, has its own reader in services/gateway/subscriptions.py.
+gateway, which is asyncio, has its own reader in services/gateway/reading/subscriptions.py.
 
 Every error of Redis has its owner here. `is_temporary` says which ones pass (Redis is away, is loading, may not write at the moment, has come
 back empty): they are waited out, however long it takes, and shown as `Transport.problem`. Any other is a mistake of ours or of the
@@ -164,7 +164,7 @@ class Transport:
         return self.persist(attempt_all_or_nothing if atomic else attempt)
 
     def close(self) -> None:
-        """Hang up. What is used again connects anew."""
+        """Hang up. What is used again connects again."""
         self._line.close()
         self.client.close()
 
@@ -209,7 +209,7 @@ class DirectReader:
         self.last_id = latest[0][0].decode() if latest else "0-0"
 
     def take(self, reply: Any) -> list[Any]:
-        """This stream's messages in an XREAD reply. What does not decode goes to the dead-letter stream."""
+        """The stream's messages in an XREAD reply. What does not decode goes to the dead-letter stream."""
         messages: list[Any] = []
         for entry_id, values in entries_of(reply).get(self.stream.key.encode(), []):
             self.last_id = entry_id.decode()
@@ -288,7 +288,7 @@ class GroupReader:
             pipe.eval(RENEW, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids)
 
     def taken_over(self, entry_ids: list[bytes]) -> list[bytes]:
-        """Those of the entries that another consumer has claimed: this one was silent for too long."""
+        """The entries among these that another consumer has claimed: this one was silent for too long."""
         if not entry_ids:
             return []
         taken: Any = self.transport.persist(lambda: self.transport.client.eval(TAKEN_OVER, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids))
@@ -315,7 +315,7 @@ class GroupReader:
             self.transport.run(self.leave)
 
     def finish(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
-        """Their work is done: acknowledge and delete."""
+        """Acknowledge and delete entries whose work is done."""
         if entry_ids:
             pipe.xack(self.stream.key, self.stream.group, *entry_ids)
             pipe.xdel(self.stream.key, *entry_ids)

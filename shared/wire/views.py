@@ -1,4 +1,5 @@
-"""What a replica shows to those who watch the pipeline. Made only while somebody does, from the heartbeat's thread, and true to within a step."""
+"""Views: what a replica shows to those who watch the pipeline. Made only while somebody does, from
+the heartbeat's thread, and true to within a step."""
 
 from dataclasses import dataclass
 

@@ -1,4 +1,6 @@
-"""`make browser`: the playground in a headless Chromium, against `penstock up --chaos-demo` with the demo model. One line a check; exit code 1 if one fails.
+"""`make verify SUITE=browser`: the playground in a headless Chromium, against `penstock up --chaos-demo`.
+
+The model is the demo. It prints a line a check; the exit code is 1 if one fails.
 
 python -m tests.browser [name …] [--screenshots FOLDER]
 python -m tests.browser --picture docs/images/kill.gif      the README's picture, recorded anew with the default model
@@ -26,7 +28,7 @@ def main() -> int:
     parser.add_argument("--picture", type=Path, help="where the moving picture of a kill goes; instead of the checks")
     arguments = parser.parse_args()
     if not shutil.which("chromium") or not shutil.which("chromedriver"):
-        print("make browser needs Chromium and its driver: apt install chromium chromium-driver", file=sys.stderr)
+        print("make verify SUITE=browser needs Chromium and its driver: apt install chromium chromium-driver", file=sys.stderr)
         return 1
     if arguments.picture is not None:
         with tempfile.TemporaryDirectory() as folder:

@@ -292,7 +292,7 @@ def the_text_goes_on_when_replicas_are_killed(page: Page) -> None:
         page.run("document.querySelector(arguments[0]).click()", button)
         page.wait(f"{stage} was killed", lambda stage=stage: f"{stage} was killed" in page.text(".notice, .news"))
         if stage == "compute":
-            page.wait("the timeline tells of it", lambda: page.all(".course .of-lost") and "goes on at compute" in page.text(".news"))
+            page.wait("the timeline tells of it", lambda: page.all(".recent-request .of-lost") and "goes on at compute" in page.text(".news"))
     same_text(page.answer(), wanted)
     assert "resumed at token" in page.text(".note")
 

@@ -76,7 +76,7 @@ async def run(options: Options, faults: list[Fault], folder: Path) -> int:
         print(f"\n{report(history.judge)}\nidle consumers of dead replicas: {num_idle}", flush=True)
         print(f"{cluster.num_restarts} restarts, {store.num_starts - 1} of Redis; {time.monotonic() - started:.0f} s\n", flush=True)
         tally = history.judge.tally
-        print(f"{'ok' if not tally.wrong else f'{len(tally.wrong)} WRONG'}; again with: make chaos ARGS='{options.arguments}'", flush=True)
+        print(f"{'ok' if not tally.wrong else f'{len(tally.wrong)} WRONG'}; again with: make verify SUITE=chaos ARGS='{options.arguments}'", flush=True)
         seconds = round(time.monotonic() - started, 1)
         print(document(history.judge, rounds=rounds.number, seconds=seconds, restarts=cluster.num_restarts, idle_consumers=num_idle))
         return 1 if tally.wrong else 0
@@ -133,7 +133,7 @@ def main() -> int:
     if any(fault.needs == "clocks" for fault in faults) and find_library() is None:
         print("left out: faults of clocks, which need libfaketime (in Debian: apt install faketime)", flush=True)
         faults = [fault for fault in faults if fault.needs != "clocks"]
-    print(f"seed {options.seed}: make chaos ARGS='{options.arguments}'", flush=True)
+    print(f"seed {options.seed}: make verify SUITE=chaos ARGS='{options.arguments}'", flush=True)
     folder = options.folder or Path(tempfile.mkdtemp(prefix="chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     code = 130

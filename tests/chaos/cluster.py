@@ -16,7 +16,7 @@ from pathlib import Path
 import httpx
 import redis
 
-from shared.api_keys import add_key
+from services.requests.tenants.api_keys import add_key
 from shared.wire.messages import Replica, decode
 from tests.chaos.clocks import Clocks
 from tests.chaos.options import Options

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from shared.api_keys import add_key
+from services.requests.tenants.api_keys import add_key
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 

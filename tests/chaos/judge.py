@@ -149,6 +149,8 @@ class Judge:
             response = data.get("response") or {}
             if response.get("status") == "cancelled":  # before its text is looked at: it is cut short
                 check_cancel(request, "the response was cancelled")
+                if request.wrong is not None and request.wrong.kind == "missing":
+                    request.wrong = None  # the end of a text that was cut short came before the word that it was
             request.answer.add_event(data, request.known)
             request.answer.response_id = request.answer.response_id or response.get("id")
             if response.get("status") in ENDS:

@@ -1,4 +1,5 @@
-"""`make clients`: Penstock through the clients that applications use, each as docs/start/clients.md or its own documentation has it. A line a client,
+"""`make verify SUITE=clients`: Penstock through the clients that applications use, each as docs/start/clients.md or
+its own documentation has it. A line a client,
 with its version and how many calls it made; exit code 1 if one fails or can't be installed.
 
 `python -m tests.clients .venv/bin/python` starts the servers with the interpreter that is given. --only openai codex: these clients. --upgrade: the
@@ -123,7 +124,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="make clients")
+    parser = argparse.ArgumentParser(prog="make verify SUITE=clients")
     parser.add_argument("python", type=Path, help="the interpreter that has Penstock installed")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these clients")
     parser.add_argument("--upgrade", action="store_true", help="newest releases of what is installed in .clients")

@@ -1,4 +1,4 @@
-"""`make compose-test`: docker-compose.yml with real containers, from build to teardown. Not part of `make test`.
+"""`make verify SUITE=compose`: docker-compose.yml with real containers, from build to teardown. Not part of `make test`.
 
 Builds the images, brings the pipeline up, sends requests, scales tokenizers and samplers up and down under load, kills the worker of a batch, and compares
 every text with the undisturbed run. Then all of it once more with deploy/docker/secure.yml: HTTPS, API keys, and a Redis with a user for each stage. The

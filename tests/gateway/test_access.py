@@ -18,12 +18,12 @@ import pytest
 import trustme
 from pydantic import SecretStr
 
-from services.gateway.auth import KeyRing
-from services.gateway.batches.store import MAX_RUNNING
-from services.gateway.files.routes import MAX_UPLOADS, MAX_UPLOADS_OF_ONE
-from services.gateway.server import check_tls
+from services.gateway.api.files.routes import MAX_UPLOADS, MAX_UPLOADS_OF_ONE
+from services.gateway.http.auth import KeyRing
+from services.gateway.http.server import check_tls
 from services.operator import cli
-from shared.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
+from services.requests.batches.store import MAX_RUNNING
+from services.requests.tenants.api_keys import KeyFile, add_key, check_exposure, read_keys, revoke_key, rotate_key
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings
 from shared.wire.streams import quota_key, running_key

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
@@ -11,7 +12,8 @@ import psutil
 import pytest
 
 from bench.bodies import measure, shapes
-from services.gateway import body_worker
+from services.gateway import bodies
+from services.requests.neutral.schemas import ChatCompletionBody
 from shared.process.errors import Invalid
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
@@ -110,7 +112,7 @@ def helper(gateways: Deployment) -> list[psutil.Process]:
     found = []
     for child in gateway.children():
         with suppress(psutil.NoSuchProcess):  # killed, and the gateway has not heard of it yet
-            found += [child] if "services.gateway.body_worker" in child.cmdline() else []
+            found += [child] if "services.gateway.bodies" in child.cmdline() else []
     return found
 
 
@@ -159,4 +161,4 @@ def test_a_schema_of_megabytes_is_refused_in_the_helper(field: str) -> None:
     content = json.dumps(CHAT | {field: value, "tool_choice": "required"} if field == "tools" else CHAT | {field: value}).encode()
     assert len(content) > 4 * MIB
     with pytest.raises(Invalid):
-        body_worker.answer(bytes([body_worker.KINDS.index("chat")]) + content)
+        bodies.answer(pickle.dumps(ChatCompletionBody) + content)

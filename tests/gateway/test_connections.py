@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvicorn
 
-from services.gateway.protocol import MAX_HEAD_BYTES, patient
+from services.gateway.http.protocol import MAX_HEAD_BYTES, patient
 from shared.process.settings import GatewaySettings
 from shared.wire.streams import tombstone_key
 from tests.conftest import running_redis

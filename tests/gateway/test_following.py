@@ -5,7 +5,9 @@ from typing import Any
 
 import httpx
 
+from shared.wire.messages import RequestError
 from shared.wire.streams import inflight_key, log_key
+from shared.wire.token_log import end_request
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways
@@ -58,3 +60,25 @@ def test_what_redis_has_lost_is_an_error_and_a_log_with_a_gap_a_failure(gateways
     backstage.client.xdel(log_key(second.request_id), "2-0")
     found = wait_until(lambda: gateways.get(f"/v1/responses/{torn}").json(), description="an answer")
     assert found["status"] == "failed" and "gap" in found["error"]["message"]
+
+
+def test_a_log_that_redis_cut_and_that_ended_before_its_reader_ends_the_stream(gateways: Deployment, backstage: Backstage) -> None:
+    """A Redis that came back without its last writes: the request ended at a token that the reader has passed."""
+    response_id = gateways.post("/v1/responses", BODY).json()["id"]
+    (request,) = backstage.take()
+    backstage.write(request, 1, 2, 3, 4)
+    client, key = backstage.client, log_key(request.request_id)
+    with follow(gateways, response_id, "gateway-2") as response:
+        lines = response.iter_lines()
+        read = [next(lines)]
+        while not read[-1].endswith('"delta":"4 ","logprobs":[]}'):
+            read.append(next(lines))
+        kept = client.xrange(key, max="2-0")
+        client.delete(key)
+        for entry_id, values in kept:
+            client.xadd(key, values, id=entry_id)
+        with client.pipeline(transaction=False) as pipe:
+            end_request(pipe, NAME, request.request_id, None, error=RequestError("Redis has lost a part of this request's tokens"))
+            pipe.execute()
+        *_, failed = events_of(list(lines))
+    assert failed["type"] == "response.failed" and "lost a part" in failed["response"]["error"]["message"]

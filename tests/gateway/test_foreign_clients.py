@@ -4,17 +4,21 @@ import gzip
 import json
 import socket
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import pytest
 
-from services.gateway.ignored import HEADER
+from services.requests.bodies.ignored import HEADER
+from shared.model.context_length import context_exceeded, context_far_exceeded, sizes_of
+from shared.wire.messages import RequestError
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways
 from tests.gateway.test_answers import LOOK, answering
 from tests.gateway.test_ignored import ASKED, answered
+from tests.waiting import wait_until
 
 CHAT = ASKED["/v1/chat/completions"]
 
@@ -74,6 +78,85 @@ def test_a_broken_encoding_is_400_and_one_that_nobody_takes_is_415(gateways: Dep
 def test_a_byte_order_mark_is_no_part_of_the_body(gateways: Deployment) -> None:
     refused = post(gateways, b"\xef\xbb\xbf" + json.dumps({**CHAT, "n": 0}).encode())
     assert refused.json()["error"]["param"] == "n"
+
+
+def test_a_prompt_that_is_too_long_has_its_sizes_where_llama_cpp_s_clients_look(gateways: Deployment, backstage: Backstage) -> None:
+    error = context_exceeded("prompt", 8192, 9000, 1)
+    for path, kind in (("/v1/completions", "invalid_request_error"), ("/completion", "exceed_context_size_error")):
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(gateways.post, path, {"model": NAME, "prompt": "Hi"})
+            [request] = backstage.take()
+            backstage.end(request, error=RequestError(str(error), 400, error.param, error.code))
+            refused = asked.result()
+        told = refused.json()["error"]
+        assert (refused.status_code, told["type"], told["n_prompt_tokens"], told["n_ctx"]) == (400, kind, 9000, 8192)
+        assert told["code"] == (400 if path == "/completion" else "context_length_exceeded")
+    far = context_far_exceeded("input", 8192, 10_000)
+    assert sizes_of(str(far)) == (10_000, 8192) and sizes_of("something else") is None
+
+
+def test_sagemaker_s_endpoint_tells_by_the_fields_what_is_asked(gateways: Deployment, backstage: Backstage) -> None:
+    chat = answered(gateways, backstage, "/invocations", {"messages": CHAT["messages"]}).json()
+    assert (chat["object"], chat["choices"][0]["message"]["content"]) == ("chat.completion", "ok")
+    long = answered(gateways, backstage, "/invocations", {"model": NAME, "prompt": "x" * (1 << 17)}).json()
+    assert (long["object"], long["choices"][0]["text"]) == ("text_completion", "ok")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(gateways.post, "/invocations", {"model": NAME, "input": "Hi"})
+        [request] = backstage.take()
+        assert request.embedding is not None
+        backstage.end(request, error=RequestError("no", 400))
+        assert asked.result().status_code == 400
+    refused = gateways.post("/invocations", {"model": NAME}).json()["error"]
+    assert (refused["param"], refused["code"]) == ("messages", "missing_required_parameter")
+
+
+def test_slots_are_the_places_in_the_replicas_steps(deployment: Deployment) -> None:
+    own = Backstage(deployment.redis_url, load={"max_num_seqs": 3.0, "running": 2.0})
+    try:
+        start_gateways(deployment)
+        slots = deployment.get("/slots").json()
+        assert [(slot["id"], slot["is_processing"], slot["n_ctx"]) for slot in slots] == [(0, True, 100_000), (1, True, 100_000), (2, False, 100_000)]
+        assert deployment.get("/slots?fail_on_no_slot=1").status_code == 200
+    finally:
+        own.close()
+    full = Backstage(deployment.redis_url, load={"max_num_seqs": 1.0, "running": 1.0})
+    try:
+        wait_until(lambda: deployment.get("/slots?fail_on_no_slot=1").status_code == 503, description="no place is free")
+    finally:
+        full.close()
+
+
+def test_logprobs_of_the_whole_vocabulary_are_refused_by_name(gateways: Deployment) -> None:
+    for field in ({"prompt_logprobs": -1}, {"logprobs": -1}):
+        [name] = field
+        refused = gateways.post("/v1/completions", {"model": NAME, "prompt": "x"} | field)
+        told = refused.json()["error"]
+        assert (refused.status_code, told["param"]) == (400, name) and "whole vocabulary" in told["message"]
+
+
+def test_what_is_used_where_the_request_is_silent_is_said(deployment: Deployment) -> None:
+    """By the card of a model, for pages that show it, and by a response's object."""
+    own = Backstage(deployment.redis_url, sampling={"temperature": 0.2, "top_p": 0.9})
+    try:
+        start_gateways(deployment)
+        [card] = [each for each in deployment.get("/v1/models").json()["data"] if each["id"] == NAME]
+        assert card["sampling"] == {"temperature": 0.2, "top_p": 0.9, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+        for asked, told in (({}, (0.2, 0.9)), ({"temperature": 1}, (1.0, 0.9))):
+            response = answered(deployment, own, "/v1/responses", ASKED["/v1/responses"] | asked).json()
+            assert (response["temperature"], response["top_p"]) == told
+            again = deployment.get(f"/v1/responses/{response['id']}").json()
+            assert (again["temperature"], again["top_p"]) == told, "stored with it"
+    finally:
+        own.close()
+
+
+def test_a_batch_names_its_model_before_the_worker_has_read_its_file(gateways: Deployment) -> None:
+    line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": NAME, "prompt": "x"}}).encode()
+    for content, model in ((b"\xef\xbb\xbf\n" + line + b"\n" + line, NAME), (b"no JSON", None), (b'{"body": {"model": 7}}', None)):
+        upload = httpx.post(f"{gateways.url()}/v1/files", files={"file": ("x.jsonl", content)}, data={"purpose": "batch"})
+        body = {"input_file_id": upload.json()["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
+        made = gateways.post("/v1/batches", body).json()
+        assert made["model"] == model == gateways.get(f"/v1/batches/{made['id']}").json()["model"]
 
 
 def test_ollama_s_clients_find_a_level_that_they_know_and_what_they_read_of_a_model(gateways: Deployment) -> None:

@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from services.gateway import grammar_worker, grammars, pool
-from services.gateway.admission import Admission
-from services.gateway.client import connect
-from services.gateway.context import RequestContext
-from services.gateway.grammars import GrammarChecker
-from services.gateway.limits import Caller
-from services.gateway.metrics import Metrics
-from services.gateway.openai.routes import constraint_for
-from services.gateway.responses.stored import Store
+from services.requests.admission.admission import Admission
+from services.requests.client import connect
+from services.requests.context import RequestContext
+from services.requests.grammars import checker as grammars
+from services.requests.grammars import worker as grammar_worker
+from services.requests.grammars.checker import GrammarChecker
+from services.requests.helpers import pool
+from services.requests.prepare import constraint_for
+from services.requests.tenants.limits import Caller
+from services.requests.tenants.tenant import Tenant
 from shared.model.constraint import Constraint
 from shared.process.errors import Invalid, Rejected
 from shared.process.settings import GatewaySettings
-from shared.tenants import Tenant
 from shared.wire.stage import Stage
 
 GOOD, BAD = Constraint("regex", "a+", "guided_regex"), Constraint("regex", "[", "guided_regex")
@@ -215,12 +215,11 @@ def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url:
 
     async def run() -> None:
         stage, client, checker = Stage("gateway", settings), connect(settings), GrammarChecker()
-        admission = Admission(stage, client, settings, Metrics(stage))
+        admission = Admission(stage, client, settings)
 
         async def ask(constraint: Constraint) -> Caller:
             caller = Caller(tenant)
-            store = Store(client, client, 1.0)
-            context = RequestContext(settings=settings, stage=stage, client=client, grammars=checker, admission=admission, store=store, caller=caller)
+            context = RequestContext(settings=settings, stage=stage, client=client, grammars=checker, admission=admission, caller=caller)
             await constraint_for(context, constraint)
             return caller
 

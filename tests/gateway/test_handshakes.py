@@ -11,8 +11,8 @@ import httpx
 import pytest
 import trustme
 
-from services.gateway.handshake import Handshake, Handshakes
-from services.gateway.server import raise_file_limit
+from services.gateway.http.handshake import Handshake, Handshakes
+from services.gateway.http.server import raise_file_limit
 from tests.deployment import Deployment
 from tests.gateway.backstage import Backstage
 from tests.waiting import wait_until

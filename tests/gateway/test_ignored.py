@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.ignored import HEADER, MAX_NAMES
+from services.requests.bodies.ignored import HEADER, MAX_NAMES
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
 from tests.gateway.conftest import start_gateways

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from services.gateway.live.courses import Courses
-from services.gateway.live.watch import MAX_WATCHERS
-from services.gateway.subscription import Subscription
+from services.gateway.console.recent import RecentRequests
+from services.gateway.console.watch import MAX_WATCHERS
+from services.gateway.reading.subscription import Subscription
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
 from shared.wire.messages import GenerateRequest, Moments, encode
@@ -75,8 +75,8 @@ def test_snapshots_come_while_somebody_watches_and_only_then(gateways: Deploymen
         wait_until(lambda: client.pttl(WATCHED) > 0, description="the replicas know that somebody watches")
     assert {each["stage"] for each in third["replicas"]} == {"gateway", "tokenizer", "compute", "sampler"} and third["can_kill"] is False
     assert third["caches"][0]["sequences"][0]["block_runs"] == [5, 1] and third["caches"][0]["num_held_blocks"] == 1
-    course = third["courses"][0]
-    assert course["request_id"] == "chatcmpl-1.0" and [span["phase"] for span in course["spans"]] == ["tokenizing", "waiting", "decode"]
+    request = third["recent_requests"][0]
+    assert request["request_id"] == "chatcmpl-1.0" and [span["phase"] for span in request["spans"]] == ["tokenizing", "waiting", "decode"]
     client.delete(view_key(f"compute-of-{NAME}"))
     wait_until(lambda: not client.exists(WATCHED), description="nobody watches any more")
 
@@ -167,16 +167,16 @@ def test_a_client_that_said_so_may_come_back_and_else_is_cancelled_in_time(gatew
 
 
 def test_a_request_s_course_has_no_gap_when_its_replica_dies() -> None:
-    courses = Courses()
+    recent = RecentRequests()
     models = {"compute-1": NAME, "compute-2": NAME}
-    courses.see(101.0, [view(SEQUENCE, replica_id="compute-1")], models)
-    courses.see(102.0, [], {"compute-2": NAME})
-    assert [course.request_id for course in courses.lost()] == ["chatcmpl-1.0"]
+    recent.see(101.0, [view(SEQUENCE, replica_id="compute-1")], models)
+    recent.see(102.0, [], {"compute-2": NAME})
+    assert [request.request_id for request in recent.lost()] == ["chatcmpl-1.0"]
     moved = SequenceView("chatcmpl-1.0", True, "sampler-1", 0, 9, 0, 12, 5, 0, 0, 1, (5, 1), 100.0, 100.1, 103.0, 103.5)
-    courses.see(104.0, [view(moved, replica_id="compute-2")], {"compute-2": NAME})
-    courses.see(105.0, [view(replica_id="compute-2")], {"compute-2": NAME})
-    course = courses.shown(106.0)[0]
-    told = [(span["phase"], span["replica_id"], span["started_at"], span["ended_at"]) for span in course["spans"]]
+    recent.see(104.0, [view(moved, replica_id="compute-2")], {"compute-2": NAME})
+    recent.see(105.0, [view(replica_id="compute-2")], {"compute-2": NAME})
+    request = recent.shown(106.0)[0]
+    told = [(span["phase"], span["replica_id"], span["started_at"], span["ended_at"]) for span in request["spans"]]
     assert told == [
         ("tokenizing", None, 100.0, 100.1),
         ("waiting", "compute-1", 100.1, 100.3),
@@ -185,7 +185,7 @@ def test_a_request_s_course_has_no_gap_when_its_replica_dies() -> None:
         ("waiting", "compute-2", 103.0, 103.5),
         ("decode", "compute-2", 103.5, 104.0),
     ]
-    assert course["is_over"]
+    assert request["is_over"]
 
 
 def test_what_came_and_went_between_two_looks_is_known_from_its_gateway() -> None:
@@ -195,8 +195,8 @@ def test_what_came_and_went_between_two_looks_is_known_from_its_gateway() -> Non
     timeline.note(Moments("cmpl-2.0", 1, 100.1, 100.2, 100.4, "compute-1"))
     timeline.note(Moments("cmpl-2.0", 2, 100.1, 100.2, 100.5, "compute-1"))
     subscription.unfinished.clear()
-    courses = Courses()
-    courses.hear([subscription])
-    [course] = courses.shown(101.0)
-    assert [span["phase"] for span in course["spans"]] == ["tokenizing", "waiting", "prefill", "decode"]
-    assert course["is_over"] and course["spans"][-1]["ended_at"] == 100.5
+    recent = RecentRequests()
+    recent.hear([subscription])
+    [request] = recent.shown(101.0)
+    assert [span["phase"] for span in request["spans"]] == ["tokenizing", "waiting", "prefill", "decode"]
+    assert request["is_over"] and request["spans"][-1]["ended_at"] == 100.5

@@ -118,7 +118,7 @@ def test_a_redis_that_refuses_writes_is_waited_out_and_shown(deployment: Deploym
         assert deployment.get("/health").status_code == 503
         assert deployment.get("/ready").status_code == 503
         refused = deployment.post("/v1/completions", {"model": own.model, "prompt": "x"})
-        assert refused.status_code == 503 and refused.headers["Retry-After"] and refused.json()["error"]["code"] == "redis_away"
+        assert refused.status_code == 503 and refused.headers["Retry-After"] and refused.json()["error"]["code"] == "redis_unavailable"
         resumed = deployment.get(f"/v1/streams/{stream.chunks[0]['id']}")
         assert resumed.status_code == 503 and resumed.headers["Retry-After"]
         assert stream.error is None

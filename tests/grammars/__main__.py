@@ -20,8 +20,8 @@ import jsonschema
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from services.gateway.schemas.prepare import prepare
-from services.gateway.schemas.validate import problems_of
+from services.requests.schemas.prepare import prepare
+from services.requests.schemas.validate import problems_of
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
 from shared.process.errors import Invalid

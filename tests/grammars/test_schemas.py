@@ -4,19 +4,20 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
-from services.gateway.schemas.prepare import prepare
+from services.requests.schemas.prepare import prepare
 from shared.model.constraint import Constraint
 from shared.model.grammar import compile_grammar
+from tests.examples import examples
 from tests.grammars.generate import generate, vocabulary
 from tests.grammars.schemas import keeps_to, schemas
 
 AT_ONCE = 24
 
 
-@settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))
+@examples(8, phases=[Phase.explicit, Phase.reuse, Phase.generate], suppress_health_check=list(HealthCheck))
 @given(some=st.lists(schemas(), min_size=AT_ONCE, max_size=AT_ONCE), temperature=st.sampled_from([0.9, 2.0]), seed=st.integers(0, 1 << 32))
 def test_every_answer_that_has_ended_keeps_to_its_schema(some: list[Any], temperature: float, seed: int) -> None:
     asked = [prepare(Constraint("json_schema", json.dumps(each))).constraint for each in some]

@@ -1,4 +1,4 @@
-"""`make hostile`: malformed and hostile requests, to every route of a real pipeline with keys.
+"""`make verify SUITE=hostile`: malformed and hostile requests, to every route of a real pipeline with keys.
 
 Not part of `make test`. Each must get a clear answer: a 4xx whose body says why, in the shape of the
 route's API, or a 2xx where the request is good after all; never a 5xx. The gateway's memory must
@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from shared.api_keys import add_key
+from services.requests.tenants.api_keys import add_key
 from shared.wire.streams import DEAD_LETTER
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment

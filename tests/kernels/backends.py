@@ -1,15 +1,10 @@
 """The backends that tests compare."""
 
-from typing import Any
-
-import numpy as np
 import torch
 
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.cpu.backend import CpuBackend
 from services.compute.backends.torch.backend import TorchBackend
-
-Array = np.ndarray[Any, Any]
 
 CPU = torch.device("cpu")
 FLOAT32 = TorchBackend(torch.float32, CPU)

@@ -6,23 +6,23 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from services.compute.backends.backend import FoundRows, RowSearch, Wanted
-from services.compute.candidates.reduction import draw
+from services.compute.backends.backend import RowSearch, SearchRequest, SearchResult
+from services.compute.candidates.draw import draw
+from shared.model.arrays import Array
 from shared.model.decision import decide, pick
-from tests.kernels.backends import Array
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnSearch:
     """Over, but for the reading."""
 
-    found: FoundRows
+    found: SearchResult
     drawn: torch.Tensor
 
     def wait(self) -> None:
         pass
 
-    def read(self) -> FoundRows:
+    def read(self) -> SearchResult:
         return replace(self.found, values=self.found.values.copy())
 
     def read_drawn(self) -> Array:
@@ -40,7 +40,7 @@ class DrawingSearch:
     num_drawn: int = 0
     num_wrong: int = 0
 
-    def start(self, logits: torch.Tensor, wanted: Wanted) -> DrawnSearch:
+    def start(self, logits: torch.Tensor, wanted: SearchRequest) -> DrawnSearch:
         found = self.search.start(logits, wanted).read()
         drawn = draw_all(logits, wanted, found)
         is_wrong = np.array([self.rng.random() < self.share_wrong for _ in drawn], bool)
@@ -56,7 +56,7 @@ class DrawingSearch:
         return self.search.total_masses(logits, rows, largest, temperatures)
 
 
-def draw_all(logits: torch.Tensor, wanted: Wanted, found: FoundRows) -> Array:
+def draw_all(logits: torch.Tensor, wanted: SearchRequest, found: SearchResult) -> Array:
     """The rows' tokens, [R] int64, as the host draws them."""
     values = np.where(np.arange(found.values.shape[1]) < wanted.num_listed[:, None], found.values, np.float32(-np.inf))
     counts = (values > -np.inf).sum(axis=1).astype(np.int32)

@@ -49,7 +49,7 @@ from services.compute.sequence import Sequence
 from services.compute.weights.loader import load_weights
 from shared.model.files import DEMO_MODEL, ModelFiles, text_config
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import PromptLogprobs
+from shared.wire.logprobs import PromptLogprobs
 from tests.kernels.backends import CPU
 
 SIZES: dict[str, Any] = {
@@ -128,11 +128,13 @@ def reference_model(name: str, folder: Path, *, shard: str = "50GB", config: Pre
 
 
 class Engine:
-    """Scheduler, runner and greedy decisions in one place: compute's loop without Redis."""
+    """Scheduler, runner and greedy decisions in one place: compute's loop without Redis. Of another engine it takes the loaded model, and nothing else."""
+
+    runner: ModelRunner
 
     def __init__(
         self,
-        model: Path | ModelFiles,
+        model: "Path | ModelFiles | Engine",
         *,
         block_size: int = 16,
         num_blocks: int = 256,
@@ -149,12 +151,15 @@ class Engine:
     ) -> None:
         backend = choose_backend(dtype, CPU)
         executor: Model
-        location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
-        if model_impl == "native":
+        if isinstance(model, Engine):
+            executor = model.runner.model
+        elif model_impl == "native":
+            location, found = (model.weights, model.config) if isinstance(model, ModelFiles) else (model, json.loads((model / "config.json").read_text()))
             config = read_config(text_config(found), max_model_len)
             quantized: dict[str, Any] = {"quantization": quantization, "attention_output": attention_output, "lm_head": lm_head}
             executor = Decoder(config, load_weights(location, config, backend, **quantized), backend)
         else:
+            location = model.weights if isinstance(model, ModelFiles) else model
             executor = load_transformers_model(location, TorchBackend(dtype, CPU), max_model_len or SIZES["max_position_embeddings"])
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
         self.runner = ModelRunner(executor, cache)

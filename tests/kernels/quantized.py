@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-Tensor = torch.Tensor
 Written = tuple[dict[str, Tensor], Tensor]
 Writer = Callable[[Tensor], Written]
 

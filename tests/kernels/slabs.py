@@ -1,10 +1,10 @@
 """The native cache's layout, as services/compute/backends/cpu/cache.inc describes it, from rows [..., block_size, head_dim] or of int8 groups; and back."""
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.torch.reference import kv_group
 
-Tensor = torch.Tensor
 SLAB = 16
 
 

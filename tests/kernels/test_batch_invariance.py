@@ -30,11 +30,11 @@ def random_prompts() -> list[list[int]]:
 @pytest.mark.parametrize(("name", "quantization", "kv_group"), CASES)
 def test_a_sequence_has_the_same_logits_in_any_company(name: str, quantization: str, kv_group: int, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
-    folder = DEMO_MODEL if name == "demo" else tmp_path
+    loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path, dtype=torch.bfloat16, quantization=quantization)
     prompts = random_prompts()
 
     def run(some: list[list[int]], num_out: int = NUM_OUT, **options: object) -> tuple[list[list[int]], list[torch.Tensor]]:
-        engine = Engine(folder, dtype=torch.bfloat16, quantization=quantization, kv_group=kv_group, **options)
+        engine = Engine(loaded, dtype=torch.bfloat16, kv_group=kv_group, **options)
         outputs = engine.generate(some, num_out)
         return outputs, [torch.stack(engine.logits[number]) for number in range(len(some))]
 

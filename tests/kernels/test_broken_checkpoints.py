@@ -3,15 +3,13 @@
 import json
 import pickle
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -20,9 +18,11 @@ from services.compute.models.config import read_config
 from services.compute.weights.formats.options import Options
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
-from shared.model.files import open_model
+from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
+from tests.examples import examples
+from tests.forge import refused
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import Engine
 from tests.kernels.mutations import change_one
@@ -31,7 +31,6 @@ from tests.kernels.test_formats import BNB4, BNB8, CASES, awq_config, fp8_config
 from tests.kernels.test_models import prompts
 
 Tensors = dict[str, torch.Tensor]
-ROOT = Path(__file__).parent.parent.parent
 LAYER = "model.layers.1.mlp.down_proj."
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -246,12 +245,10 @@ def test_compute_ends_with_that_line_and_exit_code_2(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, layers_only(awq(64)), awq_config(64))
     (tmp_path / "tokenizer.json").write_text("{}")
     break_file(tmp_path, "truncated")
-    command = [sys.executable, "-m", "services.compute", "--model", str(tmp_path), "--redis-url", NOWHERE]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2
-    lines = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
+    said = refused("services.compute", tmp_path, model=str(tmp_path), redis_url=NOWHERE)
+    lines = [line for line in said.splitlines() if line.startswith("penstock: ")]
     assert len(lines) == 1 and "can't be read" in lines[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize(
@@ -312,7 +309,7 @@ def random_bytes(like: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_mutated_checkpoint_loads_or_is_refused(originals: dict[str, tuple[Path, Tensors]], data: st.DataObject) -> None:
     """A tensor gone, or with another shape, dtype or content: nothing but StartupError, in one line."""
     folder, tensors = originals[data.draw(st.sampled_from(sorted(originals)))]
@@ -335,12 +332,22 @@ def test_a_mutated_checkpoint_loads_or_is_refused(originals: dict[str, tuple[Pat
         assert one_line(error)
 
 
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_found_before_the_first_request(number: float, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
+    change(folder, put("weight", first(number)))
+    settings = ComputeSettings(model=str(folder), num_threads=1, kv_cache_memory="16MiB", redis_url=NOWHERE)
+    with pytest.raises(StartupError, match="what it computes are no numbers: the weights hold NaN") as raised:
+        build_engine(settings, open_model(str(folder), weights=True))
+    assert one_line(raised.value)
+
+
 NUMBERS = st.integers(-2, 200) | st.sampled_from([2**31 - 1, 2**62, 10**30]) | st.floats()
 VALUES = st.recursive(st.none() | st.booleans() | NUMBERS | st.text(max_size=5), lambda each: st.lists(each, max_size=3))
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[Path, Tensors]], data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(sorted(MUTATED)))
     folder, tensors = originals[name]
@@ -357,7 +364,7 @@ def test_a_mutated_configuration_is_read_or_refused(originals: dict[str, tuple[P
 @given(st.binary(max_size=400))
 @example(b"{}")
 @example(b'{"__metadata__": {}}')
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_a_mutated_header_is_refused(tmp_path_factory: pytest.TempPathFactory, noise: bytes) -> None:
     folder = tmp_path_factory.mktemp("header")
     (folder / "model.safetensors").write_bytes(len(noise).to_bytes(8, "little") + noise)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
@@ -28,6 +28,7 @@ from services.compute.weights.safetensors_source import SafetensorsSource
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
+from tests.examples import examples
 from tests.kernels.backends import CPU, FLOAT32
 from tests.kernels.families import CONFIGS, Engine, reference_model
 from tests.kernels.quantized import awq, layers_only, write_checkpoint
@@ -44,7 +45,7 @@ def correlated(rows: int, k: int, rank: int, generator: torch.Generator) -> torc
     return x
 
 
-@settings(deadline=None, max_examples=40)
+@examples(40)
 @given(
     n=st.integers(1, 40), k=st.integers(1, 150), rank=st.integers(1, 20), rows=st.integers(1, 200), group=st.sampled_from([32, 64, 128]),
     kind=st.sampled_from(["w4", "nf4"]), seed=st.integers(0, 2**31),

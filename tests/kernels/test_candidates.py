@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +14,12 @@ from services.compute.backends.buffers import ensure_works
 from services.compute.backends.choose import choose_backend
 from services.compute.backends.torch.row_search import CHUNK, TorchRowSearch, largest_on_device
 from services.compute.candidates import reduction as reduction_module
-from services.compute.candidates.reduction import NOT_FINITE, CandidateRows, reduce
+from services.compute.candidates.chain import NOT_FINITE
+from services.compute.candidates.reduction import reduce
+from services.compute.candidates.rows import CandidateRows
 from services.compute.candidates.sorted_head import SortedHead
 from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.decision import decide, pad, pick, uniform
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import StepCandidates, decode, encode
@@ -32,7 +34,7 @@ def make_logits(spread: float, seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-def draws(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> np.ndarray[Any, Any]:
+def draws(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> Array:
     """NUM_DRAWS tokens, at ROWS positions each of requests with other seeds, by way of the wire."""
     drawn = []
     for seed in range(NUM_DRAWS // ROWS):
@@ -49,7 +51,7 @@ def sent(rows: CandidateRows, which: list[int]) -> StepCandidates:
     return decode(StepCandidates, encode(rows.message(which, "c", 1, (), [])))
 
 
-def decided(step: StepCandidates, sequences: list[Sequence]) -> np.ndarray[Any, Any]:
+def decided(step: StepCandidates, sequences: list[Sequence]) -> Array:
     """What a sampler decides."""
     seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
     temperatures = np.array([sequence.params.temperature for sequence in sequences])
@@ -62,7 +64,7 @@ def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
     return dataclasses.replace(params, seed=seed)
 
 
-def exact(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> np.ndarray[Any, Any]:
+def exact(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> Array:
     """The distribution by its definition, on the whole row in float64."""
     row = logits.double().numpy().copy()
     for token in {7, 8, *(tokens or [])}:

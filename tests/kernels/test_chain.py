@@ -2,12 +2,11 @@
 
 import dataclasses
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
@@ -16,9 +15,11 @@ from services.compute.backends.choose import choose_backend
 from services.compute.candidates.chain import is_applied, truncate
 from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.decision import decide, pad, pick, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.wire.messages import StepCandidates, decode, encode
+from tests.examples import examples
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
 VOCAB = 800
@@ -94,7 +95,7 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(params=requests, seed=st.integers(0, 1 << 30), spread=st.sampled_from([0.2, 1.0, 4.0]), vocab=st.sampled_from([1, 2, 7, 130]), banned=st.integers(0, 5))
 def test_what_is_left_is_what_the_definition_leaves(params: SamplingParams, seed: int, spread: float, vocab: int, banned: int) -> None:
     row = torch.randn(vocab, generator=torch.Generator().manual_seed(seed)) * spread
@@ -106,7 +107,7 @@ def test_what_is_left_is_what_the_definition_leaves(params: SamplingParams, seed
     assert temperature == pytest.approx(expected_temperature, rel=1e-5)
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(params=requests, seed=st.integers(0, 1 << 30))
 def test_equal_logits_are_as_many_as_the_definition_leaves(params: SamplingParams, seed: int) -> None:
     """Rounded to halves: which of two tokens that are equally far from the entropy goes first is nobody's definition, how likely those are that stay is."""
@@ -132,7 +133,7 @@ CASES = {
 }
 
 
-def draws(logits: torch.Tensor, params: SamplingParams) -> np.ndarray[Any, Any]:
+def draws(logits: torch.Tensor, params: SamplingParams) -> Array:
     drawn = []
     for start in range(0, NUM_DRAWS, ROWS):
         sequences = [Sequence(handle, "r", [7, 8, *[0] * (start + handle)], 2, params) for handle in range(ROWS)]
@@ -143,7 +144,7 @@ def draws(logits: torch.Tensor, params: SamplingParams) -> np.ndarray[Any, Any]:
     return np.concatenate(drawn)
 
 
-def decided(step: StepCandidates, sequences: list[Sequence]) -> np.ndarray[Any, Any]:
+def decided(step: StepCandidates, sequences: list[Sequence]) -> Array:
     """What a sampler decides: it knows the requests' parameters, and of the chain what the message says."""
     seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
     temperatures = np.array([sequence.params.temperature for sequence in sequences])

@@ -2,24 +2,22 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.compute.models.config import read_config
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
+from tests.examples import examples
+from tests.forge import refused
 from tests.kernels.families import CONFIGS
 from tests.kernels.mutations import change_one
-
-ROOT = Path(__file__).parent.parent.parent
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -91,7 +89,7 @@ VALUES = st.recursive(
 
 
 @given(st.data())
-@settings(max_examples=600, deadline=None)
+@examples(600)
 def test_any_value_is_read_or_refused_in_one_line(data: st.DataObject) -> None:
     config = json.loads(json.dumps(FAMILIES[data.draw(st.sampled_from(sorted(FAMILIES)))]))
     change_one(config, data, VALUES)
@@ -113,10 +111,9 @@ def test_compute_ends_with_one_line_and_exit_code_2(text: str, message: str, tmp
     shutil.copy(DEMO_MODEL / "tokenizer.json", tmp_path)
     (tmp_path / "model.safetensors").touch()
     (tmp_path / "config.json").write_text(text)
-    command = [sys.executable, "-m", "services.compute", "--model", str(tmp_path), "--redis-url", "redis://127.0.0.1:1/0"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    [line] = [line for line in done.stderr.splitlines() if line.startswith("penstock: ")]
+    said = refused("services.compute", tmp_path, model=str(tmp_path), redis_url="redis://127.0.0.1:1/0")
+    assert "Traceback" not in said
+    [line] = [line for line in said.splitlines() if line.startswith("penstock: ")]
     assert message in line
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLParserLimits
 from scipy import stats
@@ -28,6 +28,7 @@ from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary, check_grammar, compile_grammar
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.process.errors import Invalid
+from tests.examples import examples
 from tests.grammars.generate import EOS, FILES, generate, make_constraints, tokenizer, vocabulary
 from tests.waiting import wait_until
 
@@ -180,7 +181,7 @@ def test_a_row_that_nothing_is_allowed_in_fails_beside_one_with_samplers(search:
     assert {handle: (failure.status, failure.code) for handle, failure in rows.failures.items()} == {1: (400, "nothing_allowed")}
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40)
 @given(data=st.data())
 def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
     """Foreseen, confirmed, taken back and replaced: the mask is always that of a matcher which has seen just these tokens."""

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.compute.backends.choose import choose_backend
@@ -13,6 +13,7 @@ from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Sequence
 from shared.model.dry_breakers import Breakers, pack_breakers, unpack_breakers
 from shared.model.sampling_params import DryParams, SamplingParams
+from tests.examples import examples
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
 
@@ -77,7 +78,7 @@ params = st.builds(
 )
 
 
-@settings(max_examples=1500, deadline=None)
+@examples(1500)
 @given(history=histories, dry=params, breakers=breakers)
 def test_the_penalties_are_llama_cpp_s(history: list[int], dry: DryParams, breakers: Breakers) -> None:
     tokens, penalties = dry_penalties(np.array(history, np.int64), dry, breakers)

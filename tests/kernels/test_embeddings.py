@@ -9,6 +9,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PretrainedConfig, PreTrainedTokenizerFast
 
@@ -20,6 +21,7 @@ from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
+from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings
 from shared.wire.messages import EmbeddingParams
 from tests.kernels.families import Engine, reference_model
@@ -121,6 +123,16 @@ def save_word_tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)])
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", cls_token="[CLS]", sep_token="[SEP]").save_pretrained(folder)
+
+
+def test_an_encoder_whose_weights_are_no_numbers_is_refused(encoder: Path) -> None:
+    tensors = load_file(encoder / "model.safetensors")
+    for tensor in tensors.values():
+        if tensor.ndim == 2:
+            tensor[0, 0] = float("nan")
+    save_file(tensors, encoder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(StartupError, match="what it computes are no numbers"):
+        build_engine(ComputeSettings(model=str(encoder), dtype="float32", num_threads=1, max_num_seqs=4), open_model(str(encoder), weights=True))
 
 
 def test_encoders_read_in_both_directions_and_alike_in_any_company(encoder: Path) -> None:

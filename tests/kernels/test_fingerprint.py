@@ -61,7 +61,7 @@ def test_contents_are_hashed_once(folder: Path) -> None:
     assert fingerprint_of(folder) == before
 
 
-@pytest.mark.parametrize("broken", ["", "[]", "{", '{"model.safetensors": 3}', '{"model.safetensors": [[1], 2]}'])
+@pytest.mark.parametrize("broken", ["", "[]", "{", '{"model.safetensors": 3}', '{"model.safetensors": [[1]]}', '{"model.safetensors": [[1], 2]}'])
 def test_a_broken_file_of_hashes_is_written_again(broken: str, folder: Path) -> None:
     before = fingerprint_of(folder)
     (folder / HASHES).write_text(broken)

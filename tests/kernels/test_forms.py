@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +19,7 @@ from services.compute.backends.torch.reference import quantize_groups, quantize_
 from services.compute.models.config import Packed, read_config
 from services.compute.weights.loader import Loader
 from shared.model.files import DEMO_MODEL
+from tests.examples import examples
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.test_native import EPS, error, randn
 
@@ -57,7 +58,7 @@ def largest_error(x: torch.Tensor, matrix: Int8Columns | Grouped, exact: torch.T
     rows=st.integers(1, 70), n=st.integers(1, 150), k=st.integers(1, 400), group=st.sampled_from([32, 64, 128]), has_bias=st.booleans(),
     has_residual=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_a_layer_of_any_form(form: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int) -> None:
     matrix, x = held(form, n, k, group, seed), randn(rows, k, seed=seed + 1)
     bias = randn(n, seed=seed + 2) if has_bias else None
@@ -106,7 +107,7 @@ def test_many_long_rows(form: str, group: int) -> None:
 
 
 @given(rows=st.integers(1, 9), k=st.integers(1, 300), group=st.sampled_from([16, 32, 64, 128]), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_activations_by_groups(rows: int, k: int, group: int, seed: int) -> None:
     """Each group is quantized as a row of its own would be."""
     x = randn(rows, k, seed=seed).float()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGML_QUANT_SIZES
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, LlamaConfig, Phi3Config, PretrainedConfig, PreTrainedModel
 
@@ -21,8 +21,10 @@ from services.compute.weights.gguf_source import GgufSource
 from services.compute.weights.loader import load_weights
 from services.operator.cli import main
 from shared.model.files import open_model
+from shared.model.gguf import checkpoint
 from shared.model.gguf.reader import BLOCKS
 from shared.process.errors import StartupError
+from tests.examples import examples
 from tests.kernels.backends import FLOAT32, native_backend
 from tests.kernels.families import CONFIGS, SIZES, Engine, assert_greedy
 from tests.kernels.gguf_files import FLOATS, HALVES, Kind, Writer, random_blocks
@@ -214,7 +216,7 @@ def load(path: Path) -> None:
     load_weights(files.weights, read_config(files.config), FLOAT32)
 
 
-@settings(deadline=None, max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@examples(150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_broken_file_is_one_line(data: st.DataObject, small_file: bytes, tmp_path: Path) -> None:
     """Bytes of the head changed, a length that lies, a tail cut off: it loads, or it is refused in one line."""
@@ -268,3 +270,18 @@ def test_what_is_wrong_is_named(small_file: bytes, tmp_path: Path) -> None:
 
 def test_the_sizes_of_types_are_the_gguf_packages() -> None:
     assert {int(kind): size for kind, size in GGML_QUANT_SIZES.items() if int(kind) in BLOCKS} == BLOCKS
+
+
+def test_a_folder_of_metadata_is_whoever_was_first_s(tmp_path: Path) -> None:
+    """What another process has written stays. A folder that is no such is no success."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "config.json").write_text("{}")
+    checkpoint._write(theirs, {"config.json": {"ours": True}})
+    assert (theirs / "config.json").read_text() == "{}"
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "notes.txt").touch()
+    with pytest.raises(OSError):
+        checkpoint._write(foreign, {"config.json": {}})
+    assert not list(tmp_path.glob(f"{checkpoint.ASIDE}*"))

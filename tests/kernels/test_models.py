@@ -84,29 +84,29 @@ def test_the_demo_answers_through_transformers_too() -> None:
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "qwen3", "mixtral", "qwen2-moe", "gemma2", "gemma3", "olmo2", "smollm3", "demo"])
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
-    folder = DEMO_MODEL if name == "demo" else tmp_path
+    loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
     some, num_tokens = prompts(12, SIZES["vocab_size"]), 24
-    alone = [Engine(folder).generate([prompt], num_tokens)[0] for prompt in some]
-    assert Engine(folder).generate(some, num_tokens) == alone
-    chunked = Engine(folder, max_num_seqs=16, max_batched_tokens=20)
+    alone = [Engine(loaded).generate([prompt], num_tokens)[0] for prompt in some]
+    assert Engine(loaded).generate(some, num_tokens) == alone
+    chunked = Engine(loaded, max_num_seqs=16, max_batched_tokens=20)
     assert chunked.generate(some, num_tokens) == alone
-    cramped = Engine(folder, num_blocks=18, strategy="paged")
+    cramped = Engine(loaded, num_blocks=18, strategy="paged")
     assert cramped.generate(some, num_tokens) == alone
     assert cramped.scheduler.num_preemptions > 0
-    assert Engine(folder, block_size=5, num_blocks=600).generate(some, num_tokens) == alone
+    assert Engine(loaded, block_size=5, num_blocks=600).generate(some, num_tokens) == alone
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "demo"])
 def test_a_shared_prefix_changes_no_token(name: str, tmp_path: Path) -> None:
     """Prompts with a beginning in common, while it is being computed, after it, and with evictions in between."""
     reference_model(name, tmp_path)
-    folder = DEMO_MODEL if name == "demo" else tmp_path
+    loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
     [system] = prompts(1, SIZES["vocab_size"], seed=9)
     system = (system + prompts(16, SIZES["vocab_size"], seed=9)[9])[:71]
     some = [system + prompt for prompt in prompts(8, SIZES["vocab_size"])]
-    alone = [Engine(folder).generate([prompt], NUM_TOKENS)[0] for prompt in some]
+    alone = [Engine(loaded).generate([prompt], NUM_TOKENS)[0] for prompt in some]
     for limits in ({}, {"num_blocks": 24, "strategy": "paged"}, {"block_size": 4, "num_blocks": 90, "max_batched_tokens": 70}):
-        engine = Engine(folder, **limits)
+        engine = Engine(loaded, **limits)
         assert engine.generate(some, NUM_TOKENS) == alone
         assert engine.generate(some[::-1], NUM_TOKENS) == alone[::-1]
         assert engine.scheduler.num_prefix_hits > 5 * len(system)
@@ -116,16 +116,16 @@ def test_a_shared_prefix_changes_no_token(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama3", "qwen2", "demo"])
 def test_choices_of_one_prompt_are_as_if_each_were_alone(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
-    folder = DEMO_MODEL if name == "demo" else tmp_path
+    loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
     for prompt in prompts(10, SIZES["vocab_size"])[::3]:
-        alone = Engine(folder).generate([prompt] * 4, 20, group_id="choices")
-        engine = Engine(folder, max_batched_tokens=33)
+        alone = Engine(loaded).generate([prompt] * 4, 20, group_id="choices")
+        engine = Engine(loaded, max_batched_tokens=33)
         for choice, tokens in enumerate(alone):
-            [after] = Engine(folder).generate([prompt + tokens[:1]], 19)
+            [after] = Engine(loaded).generate([prompt + tokens[:1]], 19)
             assert after == tokens[1:], f"choice {choice}"
         engine.generate([[5] * 40], 3)
         assert engine.generate([prompt] * 4, 20, group_id="choices") == alone
-        cramped = Engine(folder, num_blocks=4 * -(-(len(prompt) + 20) // 16) - 3, strategy="paged")
+        cramped = Engine(loaded, num_blocks=4 * -(-(len(prompt) + 20) // 16) - 3, strategy="paged")
         assert cramped.generate([prompt] * 4, 20, group_id="choices") == alone
 
 

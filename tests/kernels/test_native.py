@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.compute.backends.cpu.attention import NativeAttention
@@ -24,6 +24,7 @@ from services.compute.backends.torch.row_math import TorchRowMath
 from services.operator.cli import main
 from shared.model.files import DEMO_MODEL
 from shared.process.errors import StartupError
+from tests.examples import examples
 from tests.kernels.backends import native_backend
 from tests.kernels.families import Engine
 from tests.kernels.slabs import from_slabs, to_slabs
@@ -59,7 +60,7 @@ def torch_linear(mode: str, weight: torch.Tensor, bias: torch.Tensor | None, *, 
     rows=st.integers(1, 70), n=st.integers(1, 200), k=st.integers(1, 300), group=st.sampled_from([32, 64, 128]), has_bias=st.booleans(),
     has_residual=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-@settings(max_examples=40, deadline=None)
+@examples(40)
 def test_linear_layers(mode: str, rows: int, n: int, k: int, group: int, has_bias: bool, has_residual: bool, seed: int) -> None:
     x, weight = randn(rows, k, seed=seed), randn(n, k, seed=seed + 1, scale=0.1)
     bias = randn(n, seed=seed + 2) if has_bias else None
@@ -119,7 +120,7 @@ def test_an_mlp_with_gelu_and_no_norm_or_residual(mode: str, rows: int, hidden: 
 
 
 @given(rows=st.integers(1, 40), hidden=st.integers(1, 300), has_norm=st.booleans(), multiplier=st.sampled_from([1.0, 0.22]), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_adding_to_the_residual(rows: int, hidden: int, has_norm: bool, multiplier: float, seed: int) -> None:
     x, h, norm = randn(rows, hidden, seed=seed), randn(rows, hidden, seed=seed + 1, scale=3.0), randn(hidden, seed=seed + 2) if has_norm else None
     native_math = native_backend().row_math
@@ -141,7 +142,7 @@ def test_a_norm_by_itself_is_what_a_layer_does_before_it_multiplies(rows: int, h
 
 
 @given(rows=st.integers(1, 9), vocab=st.integers(1, 30_000), multiplier=st.sampled_from([1.0, 0.125]), cap=st.sampled_from([0.0, 30.0]), seed=st.integers(0, 9))
-@settings(max_examples=30, deadline=None)
+@examples(30)
 def test_finishing_logits(rows: int, vocab: int, multiplier: float, cap: float, seed: int) -> None:
     logits = torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 60
     expected = TorchRowMath().finish_logits(logits.double(), multiplier=multiplier, cap=cap)
@@ -270,7 +271,7 @@ def test_rotation_and_the_way_into_the_cache(norm_heads_of: tuple[int, int] | No
 
 
 @given(vocab=st.integers(1, 9000), rows=st.integers(1, 5), wanted=st.integers(1, 300), seed=st.integers(0, 99))
-@settings(max_examples=60, deadline=None)
+@examples(60)
 def test_the_largest_logits_and_the_mass_of_all(vocab: int, rows: int, wanted: int, seed: int) -> None:
     """Values are rounded, so that many are tied. A row's results are the same alone."""
     logits = (torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 16).round() / 4

@@ -14,7 +14,8 @@ from services.compute.candidates.prompt_logprobs import NOT_FINITE, prompt_logpr
 from services.compute.sequence import Sequence
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import PromptLogprobs, RequestError
+from shared.wire.logprobs import PromptLogprobs
+from shared.wire.messages import RequestError
 from tests.kernels.families import CONFIGS, SIZES, Engine, reference_model
 
 LENGTHS = (1, 2, 15, 16, 17, 33, 90, 64, 65, 100)
@@ -66,12 +67,10 @@ def test_they_are_the_same_bits_in_any_company(name: str, quantization: str, kv_
     reference_model(name, tmp_path)
     folder = DEMO_MODEL if name == "demo" else tmp_path
     prompts = random_prompts()
-
-    def engine(**options: Any) -> Engine:
-        return Engine(folder, dtype=torch.bfloat16, quantization=quantization, kv_group=kv_group, **options)
+    loaded = Engine(folder, dtype=torch.bfloat16, quantization=quantization)
 
     def run(some: list[list[int]], num_out: int = 3, num_top: int = 4, **options: Any) -> list[list[bytes]]:
-        made = engine(**options)
+        made = Engine(loaded, dtype=torch.bfloat16, kv_group=kv_group, **options)
         made.generate(some, num_out, prompt_logprobs=num_top)
         assert made.num_scored == sum(len(prompt) - 1 for prompt in some), "each row once, also of who was preempted"
         return [bits(made.prompts[number]) for number in range(len(some))]

@@ -1,30 +1,31 @@
-"""`python -m tests.lint [NAME …]`: the checks of texts that `make check` runs, one module each. One line a problem; exit code 1 if there is one.
+"""`python -m tests.lint [NAME ...]`: checks of what files say; `make check` runs it. Nothing is served.
 
---write writes what is generated, the reference and the contents of long pages, and checks then.
+A module of this folder with a function `problems() -> list[Problem]` is a check. It prints each
+problem with its file and line, and ends with 1 if there is one. With names, only these checks run.
+With --write it first writes what is generated: docs/reference/, and the contents of long pages.
 """
 
-import argparse
+import importlib
 import sys
-from collections.abc import Callable
+from pathlib import Path
 
-from tests.lint import contents, docs_links, named_files, prose, reference, site, yaml_files
+from tests.lint import contents, reference
 
-CHECKS: dict[str, Callable[[], list[str]]] = {
-    module.__name__.rpartition(".")[2]: module.problems for module in (reference, contents, prose, docs_links, named_files, yaml_files, site)
-}
+NOT_CHECKS = {"__main__", "pages", "problem"}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.lint", description=__doc__.splitlines()[0])
-    parser.add_argument("names", nargs="*", choices=[[], *CHECKS], help="checks to run; all by default")
-    parser.add_argument("--write", action="store_true", help="write what is generated")
-    arguments = parser.parse_args()
-    if arguments.write:
+    if "--write" in sys.argv[1:]:
         reference.write()
         contents.write()
-    found = [f"{name}: {problem}" for name, check in CHECKS.items() if name in (arguments.names or CHECKS) for problem in check()]
-    print("\n".join(found) if found else f"{', '.join(arguments.names or CHECKS)}: nothing found")
-    return 1 if found else 0
+    names = [each for each in sys.argv[1:] if each != "--write"] or sorted(
+        path.stem for path in Path(__file__).parent.glob("*.py") if path.stem not in NOT_CHECKS
+    )
+    found = [(name, problem) for name in names for problem in importlib.import_module(f"tests.lint.{name}").problems()]
+    for name, problem in found:
+        print(f"{problem} [{name}]")
+    print(f"{len(names)} checks, {len(found)} problems")
+    return bool(found)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import contextlib
 import json
 import re
 import signal
-import subprocess
 import sys
 import termios
 import time
@@ -17,6 +16,7 @@ import pyte
 import pytest
 
 from tests.deployment import Deployment
+from tests.forge import ForkedProcess
 from tests.waiting import wait_until
 
 WIDTH, HEIGHT = 80, 100
@@ -48,7 +48,7 @@ class Terminal:
     def send(self, text: str) -> None:
         self.process.send(text)
 
-    def send_question(self, text: str, compute: "subprocess.Popen[bytes]") -> None:
+    def send_question(self, text: str, compute: ForkedProcess) -> None:
         """Until it waits for the answer, which does not come: compute is stopped."""
         compute.send_signal(signal.SIGSTOP)
         self.send(text + "\r")

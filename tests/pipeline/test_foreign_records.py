@@ -11,16 +11,16 @@ import msgpack
 import pytest
 import redis
 
-from services.gateway.batches.store import BatchRecord, BatchStore
-from services.gateway.client import connect
-from services.gateway.files.storage import Storage
-from services.gateway.files.store import FileRecord, FileStore
-from services.jobs.office import Office
+from services.jobs.runtime import JobsRuntime
 from services.jobs.upkeep import sweep
 from services.jobs.worker import run_slice
+from services.requests.batches.store import BatchRecord, BatchStore
+from services.requests.client import connect
+from services.requests.files.storage import Storage
+from services.requests.files.store import FileRecord, FileStore
+from services.requests.tenants.tenant import EVERYBODY
 from shared.process.errors import Invalid
 from shared.process.settings import JobsSettings
-from shared.tenants import EVERYBODY
 from shared.wire.stage import Stage
 from shared.wire.streams import BATCHES_RUNNING, batch_key, batch_queued_key, file_key, files_key
 
@@ -34,16 +34,16 @@ def client(redis_url: str) -> "Iterator[redis.Redis]":
 
 
 @pytest.fixture
-def office(redis_url: str, tmp_path: Path) -> Iterator[Office]:
+def runtime(redis_url: str, tmp_path: Path) -> Iterator[JobsRuntime]:
     """A worker that takes no tasks, whose files are in a folder of `tmp_path`."""
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "data" / "files"))
-    office = Office(settings, Stage("jobs", settings))
-    office.start()
+    runtime = JobsRuntime(settings, Stage("jobs", settings))
+    runtime.start()
     try:
-        yield office
+        yield runtime
     finally:
-        office.close()
-        office.stage.transport.client.close()
+        runtime.close()
+        runtime.stage.transport.client.close()
 
 
 @pytest.fixture
@@ -61,20 +61,20 @@ def batch(batch_id: str, input_file_id: str = ID) -> BatchRecord:
 
 
 @pytest.mark.parametrize("batch_id", ["../../../victim", "../victim", "", ".", "batch_a/../../../../victim", "batch_*", "batch_\0"])
-def test_a_task_for_no_batch_removes_nothing(office: Office, client: "redis.Redis", victim: Path, batch_id: str) -> None:
+def test_a_task_for_no_batch_removes_nothing(runtime: JobsRuntime, client: "redis.Redis", victim: Path, batch_id: str) -> None:
     for ended in ({}, {"record": msgpack.packb(asdict(batch(batch_id))), "status": "completed"}):
         client.set(batch_queued_key(batch_id), "1")
         if ended:
             client.hset(batch_key(batch_id), mapping=ended)
-        office.call(run_slice(office, batch_id))
+        runtime.call(run_slice(runtime, batch_id))
         assert (victim / "precious.0").exists() and (victim.parent / "data" / "files" / "batches").exists()
 
 
-def test_a_task_for_a_batch_that_redis_does_not_know_leaves_its_folder(office: Office, client: "redis.Redis") -> None:
-    office.storage.write("batches/batch_restored/input", b"{}")
+def test_a_task_for_a_batch_that_redis_does_not_know_leaves_its_folder(runtime: JobsRuntime, client: "redis.Redis") -> None:
+    runtime.storage.write("batches/batch_restored/input", b"{}")
     client.set(batch_queued_key("batch_restored"), "1")
-    office.call(run_slice(office, "batch_restored"))
-    assert office.storage.read("batches/batch_restored/input") == b"{}"
+    runtime.call(run_slice(runtime, "batch_restored"))
+    assert runtime.storage.read("batches/batch_restored/input") == b"{}"
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_no_path_and_no_link_leads_out_of_the_files_folder(victim: Path) -> None
     assert [each.name for each in victim.iterdir()] == ["precious.0"] and (victim / "precious.0").read_text() == "a secret"
 
 
-def test_a_forged_batch_keeps_the_sweep_and_the_list_from_nobody(office: Office, redis_url: str, client: "redis.Redis") -> None:
+def test_a_forged_batch_keeps_the_sweep_and_the_list_from_nobody(runtime: JobsRuntime, redis_url: str, client: "redis.Redis") -> None:
     client.hset(batch_key("batch_garbage"), mapping={"record": b"\xc1", "status": b"\xff"})
     client.hset(batch_key("batch_half"), mapping={"status": "validating"})
     client.hset(batch_key("batch_other"), mapping={"record": msgpack.packb(asdict(batch("batch_good"))), "status": "validating"})
@@ -131,11 +131,11 @@ def test_a_forged_batch_keeps_the_sweep_and_the_list_from_nobody(office: Office,
     client.zadd("batches:", {b"\xff": 1})
     client.zadd("batches:", {"batch_garbage": 2, "batch_half": 3, "batch_other": 4, "batch_path": 5})
 
-    async def create(office: Office) -> list[str]:
-        await BatchStore(office.client).create(batch("batch_good"))
-        await sweep(office)
-        return [each.record.batch_id for each in await BatchStore(office.client).list_of("", None, 100)]
+    async def create(runtime: JobsRuntime) -> list[str]:
+        await BatchStore(runtime.client).create(batch("batch_good"))
+        await sweep(runtime)
+        return [each.record.batch_id for each in await BatchStore(runtime.client).list_of("", None, 100)]
 
-    assert office.call(create(office)) == ["batch_good"]
+    assert runtime.call(create(runtime)) == ["batch_good"]
     assert client.smembers(BATCHES_RUNNING) == {b"batch_good", b"\xff"}
     assert client.exists(batch_queued_key("batch_good"))

@@ -14,14 +14,14 @@ import msgpack
 import pytest
 import redis
 
-from services.gateway.batches.store import BatchRecord, BatchStore
-from services.gateway.client import connect
-from services.gateway.files.store import FileRecord
-from services.jobs.office import Office
 from services.jobs.run import MAX_BEGUN, BatchRun
+from services.jobs.runtime import JobsRuntime
 from services.jobs.worker import run_slice
+from services.requests.batches.store import BatchRecord, BatchStore
+from services.requests.client import connect
+from services.requests.files.store import FileRecord
+from services.requests.tenants.tenant import EVERYBODY
 from shared.process.settings import JobsSettings
-from shared.tenants import EVERYBODY
 from shared.wire.job_queue import make_queue, send_batch
 from shared.wire.stage import Stage
 from shared.wire.streams import BATCHES_RUNNING, JOB_QUEUE, batch_key, batch_lease_key, batch_queued_key, file_key
@@ -143,8 +143,8 @@ def test_a_batch_at_which_workers_die_ends_as_failed(deployment: Deployment, cli
 def test_a_mistake_of_ours_is_not_repeated_for_ever(redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     create(redis_url, "batch_a", tmp_path / "files")
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "files"))
-    office = Office(settings, Stage("jobs", settings))
-    office.start()
+    runtime = JobsRuntime(settings, Stage("jobs", settings))
+    runtime.start()
     errors: list[Exception] = [OSError("the disk is full"), *(ZeroDivisionError("ours") for _ in range(MAX_BEGUN))]
 
     async def fail(*_: Any) -> None:
@@ -154,12 +154,12 @@ def test_a_mistake_of_ours_is_not_repeated_for_ever(redis_url: str, client: "red
     while errors:
         client.set(batch_queued_key("batch_a"), "1")
         with pytest.raises((OSError, ZeroDivisionError)):
-            office.call(run_slice(office, "batch_a"))
+            runtime.call(run_slice(runtime, "batch_a"))
     client.set(batch_queued_key("batch_a"), "1")
-    office.call(run_slice(office, "batch_a"))
+    runtime.call(run_slice(runtime, "batch_a"))
     assert client.hget(batch_key("batch_a"), "status") == b"failed"
-    office.close()
-    office.stage.transport.client.close()
+    runtime.close()
+    runtime.stage.transport.client.close()
 
 
 def test_health_tells_of_workers_that_die_and_of_batches_that_nobody_has(deployment: Deployment, client: "redis.Redis") -> None:

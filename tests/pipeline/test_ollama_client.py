@@ -12,7 +12,7 @@ import numpy as np
 import ollama
 import pytest
 
-from services.gateway.ollama.schemas import read_messages
+from services.gateway.api.ollama.schemas import read_messages
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.test_openai_client import ANSWER
 

@@ -1,5 +1,6 @@
 """What a worker looks after now and then: batches that nobody has, Redis' memory, and what nobody needs any more."""
 
+import asyncio
 import io
 import os
 import signal
@@ -13,13 +14,13 @@ import msgpack
 import pytest
 import redis
 
-from services.gateway.batches.figures import queue_note
-from services.gateway.batches.store import BatchRecord
-from services.jobs.office import Office
+from services.jobs.runtime import JobsRuntime
 from services.jobs.upkeep import check_memory, sweep, tidy
 from services.jobs.worker import CONCURRENCY, add_tasks, run_slice
+from services.requests.batches.figures import queue_note
+from services.requests.batches.store import BatchRecord
+from services.requests.tenants.tenant import EVERYBODY
 from shared.process.settings import JobsSettings
-from shared.tenants import EVERYBODY
 from shared.wire.messages import decode_record
 from shared.wire.registry import Registry
 from shared.wire.stage import Stage
@@ -34,23 +35,23 @@ def client(redis_url: str) -> "Iterator[redis.Redis]":
         yield client
 
 
-def do(redis_url: str, folder: Path, *parts: Callable[[Office], Awaitable[object]]) -> None:
+def do(redis_url: str, folder: Path, *parts: Callable[[JobsRuntime], Awaitable[object]]) -> None:
     """Each part of the upkeep, whoever has just done it, by a worker that runs nothing."""
 
     async def doing() -> None:
         for part in parts:
             for name in ("sweep", "memory", "tidy"):
-                await office.client.delete(upkeep_key(name))
-            await part(office)
+                await runtime.client.delete(upkeep_key(name))
+            await part(runtime)
 
     settings = JobsSettings(redis_url=redis_url, files_url=str(folder))
-    office = Office(settings, Stage("jobs", settings))
-    office.start()
+    runtime = JobsRuntime(settings, Stage("jobs", settings))
+    runtime.start()
     try:
-        office.call(doing())
+        runtime.call(doing())
     finally:
-        office.close()
-        office.stage.transport.client.close()
+        runtime.close()
+        runtime.stage.transport.client.close()
 
 
 def record(batch_id: str) -> BatchRecord:
@@ -58,10 +59,10 @@ def record(batch_id: str) -> BatchRecord:
 
 
 def test_a_batch_that_no_live_worker_has_gets_one_task(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
-    async def create(office: Office) -> None:
+    async def create(runtime: JobsRuntime) -> None:
         for name in ("batch_lost", "batch_of_a_dead_worker", "batch_ended"):
-            await office.batches.create(record(name))
-        await office.batches.move("batch_ended", ("validating",), "failed")
+            await runtime.batches.create(record(name))
+        await runtime.batches.move("batch_ended", ("validating",), "failed")
 
     client.set(batch_lease_key("batch_of_a_dead_worker"), "jobs-dead/x", px=60_000)
     do(redis_url, tmp_path, create, sweep, sweep)
@@ -72,9 +73,9 @@ def test_a_batch_that_no_live_worker_has_gets_one_task(redis_url: str, client: "
 
 
 def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
-    async def create(office: Office) -> None:
+    async def create(runtime: JobsRuntime) -> None:
         for name in ("batch_a", "batch_b"):
-            await office.batches.create(record(name))
+            await runtime.batches.create(record(name))
 
     def wait_for(seconds: int) -> None:
         """Half as long as the mark of a task lives."""
@@ -98,14 +99,14 @@ def test_a_batch_that_waits_for_its_turn_is_not_sent_again_unless_tasks_are_lost
 
 
 def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client: "redis.Redis", tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def sweep_after_a_jump(office: Office) -> None:
-        await office.batches.create(record("batch_a"))
-        await office.client.set(upkeep_key("sweep"), "jobs-other", ex=3600)  # what is left of four seconds when Redis' clock has gone back
-        await office.client.set(batch_lease_key("batch_a"), "jobs-dead/x", ex=3600)
-        office.stage._heartbeat.registry = Registry((replace(office.stage.describe(), replica_id="jobs-dead"),))  # its name has an hour, too
-        await sweep(office)
-        add_tasks(office.queue, office)
-        for each in office.queue.conf.beat_schedule.values():
+    async def sweep_after_a_jump(runtime: JobsRuntime) -> None:
+        await runtime.batches.create(record("batch_a"))
+        await runtime.client.set(upkeep_key("sweep"), "jobs-other", ex=3600)  # what is left of four seconds when Redis' clock has gone back
+        await runtime.client.set(batch_lease_key("batch_a"), "jobs-dead/x", ex=3600)
+        runtime.stage._heartbeat.registry = Registry((replace(runtime.stage.describe(), replica_id="jobs-dead"),))  # its name has an hour, too
+        await sweep(runtime)
+        add_tasks(runtime.queue, runtime)
+        for each in runtime.queue.conf.beat_schedule.values():
             assert abs(each["schedule"].now().timestamp() - time.monotonic()) < 3600, "the worker's does not matter"
 
     do(redis_url, tmp_path, sweep_after_a_jump)
@@ -113,11 +114,11 @@ def test_a_clock_that_goes_back_does_not_stop_the_upkeep(redis_url: str, client:
 
 
 def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
-    async def create(office: Office) -> None:
-        await office.batches.create(record("batch_a"))
+    async def create(runtime: JobsRuntime) -> None:
+        await runtime.batches.create(record("batch_a"))
 
-    async def run(office: Office) -> None:
-        await run_slice(office, "batch_a")
+    async def run(runtime: JobsRuntime) -> None:
+        await run_slice(runtime, "batch_a")
 
     do(redis_url, tmp_path, create, run)
     assert client.hget(batch_key("batch_a"), "status") == b"validating", "no mark: it is one too many"
@@ -125,15 +126,39 @@ def test_of_two_tasks_for_a_batch_one_is_done(redis_url: str, client: "redis.Red
     assert client.hget(batch_key("batch_a"), "status") == b"failed", "it was looked at, and its file is nowhere"
 
 
+@pytest.mark.parametrize("taker", ["", "jobs-other/x"])
+def test_a_batch_whose_lease_ran_out_goes_on_unless_another_worker_has_it(taker: str, redis_url: str, client: "redis.Redis", tmp_path: Path) -> None:
+    line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
+
+    async def run(office: JobsRuntime) -> None:
+        file = await office.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
+        await office.batches.create(replace(record("batch_a"), input_file_id=file.file_id))
+        await office.send("batch_a")
+        running = asyncio.create_task(run_slice(office, "batch_a"))
+        while await office.client.hget(batch_key("batch_a"), "status") != b"in_progress":
+            assert not running.done()
+            await asyncio.sleep(0.05)
+        await office.client.delete("celery:jobs")
+        if taker:
+            await office.client.set(batch_lease_key("batch_a"), taker)
+        else:
+            await office.client.delete(batch_lease_key("batch_a"))
+        await running
+
+    do(redis_url, tmp_path, run)
+    assert client.llen("celery:jobs") == (0 if taker else 1)
+    assert client.get(batch_lease_key("batch_a")) == (taker.encode() or None)
+
+
 def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wait_for_their_turn(
     deployment: Deployment, client: "redis.Redis", tmp_path: Path
 ) -> None:
     line = b'{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": "x"}}'  # there are no stages: it waits
 
-    async def create(office: Office) -> None:
-        file = await office.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
+    async def create(runtime: JobsRuntime) -> None:
+        file = await runtime.files.add(io.BytesIO(line), "", "lines.jsonl", "batch", 3600, max_size=1 << 20)
         for number in range(CONCURRENCY + 2):
-            await office.batches.create(replace(record(f"batch_{number}"), input_file_id=file.file_id))
+            await runtime.batches.create(replace(record(f"batch_{number}"), input_file_id=file.file_id))
 
     def status_of(batch_id: str) -> Any:
         return client.hget(batch_key(batch_id), "status")
@@ -164,21 +189,21 @@ def test_what_waits_is_told_with_and_without_workers(redis_url: str, client: "re
     def figures() -> dict[bytes, bytes]:
         return dict(client.hgetall("batch-figures"))
 
-    async def create(office: Office) -> None:
-        await office.batches.create(replace(record("batch_old"), created_at=1000))
-        await office.batches.create(replace(record("batch_new"), created_at=2000))
+    async def create(runtime: JobsRuntime) -> None:
+        await runtime.batches.create(replace(record("batch_old"), created_at=1000))
+        await runtime.batches.create(replace(record("batch_new"), created_at=2000))
 
-    async def begin(office: Office) -> None:
-        await office.batches.move("batch_old", ("validating",), "in_progress", total=10)
-        async with office.client.pipeline(transaction=False) as pipe:
+    async def begin(runtime: JobsRuntime) -> None:
+        await runtime.batches.move("batch_old", ("validating",), "in_progress", total=10)
+        async with runtime.client.pipeline(transaction=False) as pipe:
             for counts in ({"completed": 3, "failed": 1}, {"completed": 2, "failed": 0}, {"completed": 3, "failed": 2}):  # the second: by who begins again
                 queue_note(pipe, "batch_old", counts)
             queue_note(pipe, "batch_of_nobody", {"completed": 3})
             await pipe.execute()
 
-    async def end(office: Office) -> None:
-        await office.batches.move("batch_old", ("in_progress",), "cancelled")
-        await office.batches.move("batch_new", ("validating",), "expired")
+    async def end(runtime: JobsRuntime) -> None:
+        await runtime.batches.move("batch_old", ("in_progress",), "cancelled")
+        await runtime.batches.move("batch_new", ("validating",), "expired")
 
     do(redis_url, tmp_path, create)
     assert figures() == {b"oldest_at": b"1000", b"progressed_at": b"1000"}, "nobody has swept yet"
@@ -224,10 +249,10 @@ def test_what_nobody_needs_goes_and_the_rest_stays(redis_url: str, client: "redi
     for name in ("batch_ended", "batch_running", "batch_unknown"):
         (folders / name / "parts").mkdir(parents=True)
 
-    async def create(office: Office) -> None:
-        await office.batches.create(record("batch_ended"))
-        await office.batches.create(record("batch_running"))
-        await office.batches.move("batch_ended", ("validating",), "failed")
+    async def create(runtime: JobsRuntime) -> None:
+        await runtime.batches.create(record("batch_ended"))
+        await runtime.batches.create(record("batch_running"))
+        await runtime.batches.move("batch_ended", ("validating",), "failed")
 
     for name in ("prompts:gone", "requests:waited-for"):
         client.xadd(name, {"m": "x"}, "1-0")

@@ -1,4 +1,4 @@
-"""`make proxy-test`: gateways behind a real nginx and a real Caddy, by the configurations of deploy/proxy. Not part of `make test`: it needs
+"""`make verify SUITE=proxies`: gateways behind a real nginx and a real Caddy, by the configurations of deploy/proxy. Not part of `make test`: it needs
 nginx and caddy (apt install nginx caddy; what is missing is left out, and said) and openssl.
 
 Shows that tokens are not held back, that a stream which waits stays open, that HTTPS, keys, limits and errors come through, that bodies are bounded,
@@ -26,7 +26,7 @@ from typing import Any
 import httpx
 import orjson
 
-from shared.api_keys import add_key
+from services.requests.tenants.api_keys import add_key
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment, free_port
 from tests.waiting import wait_until

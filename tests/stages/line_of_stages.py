@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from services.compute import admit
 from services.compute import service as compute_service
 from services.compute.engine import Engine, build_engine
-from services.compute.exchange import exchange
+from services.compute.exchange import inbox
 from services.compute.service import ComputeService
 from services.sampler import service as sampler_service
 from services.sampler.detokenizer import load_tokenizer
@@ -88,7 +88,7 @@ def hurried() -> Iterator[None]:
         patch.setattr(admit, "CLAIM_IDLE_MS", 100)
         patch.setattr(compute_service, "UPKEEP_EVERY_S", 0.05)
         patch.setattr(compute_service, "IDLE_WAIT_S", 0.02)
-        patch.setattr(exchange, "STANDING_MS", 50)
+        patch.setattr(inbox, "STANDING_MS", 50)
         patch.setattr(line, "REPLY_TIMEOUT_S", REPLY_TIMEOUT_S)
         patch.setattr(tokenizer_service, "CLAIM_IDLE_MS", 100)
         patch.setattr(tokenizer_service, "CLAIM_EVERY_S", 0.05)

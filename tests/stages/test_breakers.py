@@ -4,13 +4,14 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from services.tokenizer import breakers as breakers_module
 from services.tokenizer.breakers import BreakerTable
 from shared.model.dry_breakers import Breakers, unpack_breakers
 from shared.process.errors import Invalid
+from tests.examples import examples
 from tests.stages.line_of_stages import text_tokenizer
 
 
@@ -27,7 +28,7 @@ def places(token_ids: list[int], breakers: Breakers) -> list[tuple[int, int]]:
     return found
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(
     text=st.lists(st.sampled_from(["the gate", "gate", "way", "g", "ate", "\n", ": ", "é", "a token", '"'])).map("".join),
     breaker=st.sampled_from(["gate", "\n", ":", "é", '"', "a to"]),

@@ -75,7 +75,7 @@ def test_a_worker_that_stands_still_is_not_the_template_s_fault_either(monkeypat
     worker.suspend()
     monkeypatch.setattr(chat_template, "ANSWER_TIMEOUT_S", 0.1)
     [away] = template.render([say("nobody answers")])
-    assert isinstance(away, Invalid) and (away.code, away.status) == ("chat_template_away", 503)
+    assert isinstance(away, Invalid) and (away.code, away.status) == ("chat_template_unavailable", 503)
     monkeypatch.undo()
     assert template.render([say("another does")]) == ["<s>another does"]
 

@@ -2,8 +2,6 @@
 
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,12 +19,12 @@ from shared.wire.messages import TokenizedRequest
 from shared.wire.streams import DEAD_LETTER, inflight_key, log_key, prompts
 from shared.wire.token_log import parse_log
 from shared.wire.transport import append_to_group
+from tests import forge
 from tests.conftest import running_redis
 from tests.deployment import Deployment
 from tests.stages.line_of_stages import MODEL
 from tests.waiting import wait_until
 
-ROOT = Path(__file__).parent.parent.parent
 POISON_TOKEN = 1999
 NUM_KILLS = 5
 NUM_IN_FLIGHT = 3  # of the processes, the first ones, have steps in flight
@@ -64,7 +62,7 @@ def leases_end_with_processes(deployment: Deployment) -> Iterator[None]:
     is_over = threading.Event()
 
     def watch() -> None:
-        seen: dict[str, subprocess.Popen[bytes]] = {}
+        seen: dict[str, forge.ForkedProcess] = {}
         with deployment.redis() as client:
             while not is_over.wait(0.05):
                 seen |= deployment.processes
@@ -92,10 +90,7 @@ def start_fragile(deployment: Deployment, replica_id: str, **settings: str) -> s
         "FRAGILE_STEP_S": "0.01",
         **settings,
     }
-    with (deployment.folder / f"{replica_id}.log").open("ab") as log:
-        deployment.processes[replica_id] = subprocess.Popen(
-            [sys.executable, "-m", "tests.stages.fragile_compute"], cwd=ROOT, env=environment, stdout=log, stderr=log
-        )
+    deployment.processes[replica_id] = forge.start("tests.stages.fragile_compute", environment, deployment.folder / f"{replica_id}.log")
     return replica_id
 
 

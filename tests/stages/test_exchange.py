@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import redis
 
-from services.compute.candidates.reduction import REQUESTS_OWN, CandidateRows
-from services.compute.exchange import exchange as exchange_module
+from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
+from services.compute.exchange import inbox as inbox_module
 from services.compute.exchange import undecided as undecided_module
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
@@ -45,7 +45,7 @@ def rows_of(*keys: tuple[int, int]) -> CandidateRows:
 def ask(undecided: Undecided, rows: CandidateRows, step: int) -> None:
     """A step's rows, sent at once."""
     undecided.add(rows, step)
-    assert undecided.unsent() is not None
+    assert undecided.unsent(step) is not None
 
 
 def decision(handle: int, position: int, token_id: int = 5) -> Decision:
@@ -110,11 +110,11 @@ def test_patience_doubles_with_each_silence_and_begins_anew_when_the_sampler_spe
     while clock.now < began + 100:
         clock.now += 0.5
         if late := undecided.silent({1: "sampler-1"}):
-            undecided.of(late)
+            undecided.of(late, 2)
             asked.append(clock.now - began)
     gaps = [after - before for before, after in itertools.pairwise([0.0, *asked])]
     assert gaps == [gap + 0.5 for gap in (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S, LONGEST_PATIENCE_S)][: len(gaps)] and len(gaps) >= 5
-    undecided.heard("sampler-1")
+    undecided.record_reply("sampler-1", 1)
     clock.now += FIRST_PATIENCE_S + 0.1
     assert undecided.silent({1: "sampler-1"}) == [1]
 
@@ -124,13 +124,13 @@ def test_silence_gives_a_request_up_and_nothing_else_does(clock: Clock) -> None:
     undecided = Undecided()
     ask(undecided, rows_of((1, 1)), 1)
     for _ in range(10 * MAX_SILENCES):
-        undecided.of([1])
+        undecided.of([1], 2)
     assert undecided.given_up() == []
     for number in range(MAX_SILENCES + 1):
         assert undecided.given_up() == [], number
         clock.now += LONGEST_PATIENCE_S + 1
         assert undecided.silent({1: "sampler-1"}) == [1]
-        undecided.of([1])
+        undecided.of([1], 2)
     assert undecided.given_up() == [1]
 
 
@@ -144,20 +144,25 @@ def test_what_could_not_be_heard_is_no_silence(clock: Clock) -> None:
     assert undecided.silent({1: "sampler-1"}, seen_since=clock.now - FIRST_PATIENCE_S - 0.1) == [1]
 
 
-def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(clock: Clock) -> None:
-    """Others of its sequences go on, so it is never silent; yet this row will not come by itself."""
-    undecided = Undecided()
+@pytest.mark.parametrize("answers_later", [True, False])
+def test_a_row_that_a_busy_sampler_has_lost_is_asked_for_again(answers_later: bool, clock: Clock) -> None:
+    """Others of its sequences go on, so it is never silent; yet this row will not come by itself.
+
+    A later message's answer shows it at once: a sampler takes its messages in order.
+    """
+    undecided, asked_at, began = Undecided(), [], clock.now
     ask(undecided, rows_of((1, 1)), 1)
-    began, asked_at = clock.now, 0.0
     for step in range(2, 200):
         ask(undecided, rows_of((2, step)), step)
         clock.now += 0.5
-        undecided.heard("sampler-1")
+        undecided.record_reply("sampler-1", step if answers_later else 1)
         undecided.settle(step, [decision(2, step)])
         if undecided.silent({1: "sampler-1", 2: "sampler-1"}) == [1]:
-            asked_at = asked_at or clock.now - began
-            undecided.of([1])
-    assert LONGEST_PATIENCE_S <= asked_at <= LONGEST_PATIENCE_S + 1
+            asked_at.append(clock.now - began)
+            undecided.of([1], step)
+    gaps = [after - before for before, after in itertools.pairwise([0.0, *asked_at])]
+    wanted = (FIRST_PATIENCE_S, 4.0, 8.0, 16.0, LONGEST_PATIENCE_S) if answers_later else (LONGEST_PATIENCE_S,) * 3
+    assert all(seconds <= gap <= seconds + 1 for gap, seconds in zip(gaps, wanted, strict=False)) and len(gaps) >= 3
 
 
 # --- and on a real Redis
@@ -216,28 +221,28 @@ class Peer:
         wait_until(self.has_arrived, description="Redis has answered what was written")
 
     def has_arrived(self) -> bool:
-        self.exchange.collect(0, wait_s=0.05 if self.exchange._out.num_awaited else 0.0)
-        return not self.exchange._out.num_awaited
+        self.exchange.collect(0, wait_s=0.05 if self.exchange.outbox.line.num_awaited else 0.0)
+        return not self.exchange.outbox.line.num_awaited
 
     def close(self) -> None:
-        for line in (self.exchange._out, self.exchange._news, self.exchange._requests):
+        for line in (self.exchange.outbox.line, self.exchange.inbox.news, self.exchange.inbox.requests):
             line.close()
         self.stage.transport.close()
         self.client.close()
 
     def asked_soon(self, sampler: str) -> list[StepCandidates]:
         """What it has been sent, without waiting for anything more to be."""
-        if self.exchange._out.num_awaited:
-            self.exchange._confirm()
+        if self.exchange.outbox.line.num_awaited:
+            self.exchange.outbox.confirm()
         return self.asked(sampler)
 
     def asked_after_a_while(self, sampler: str) -> list[StepCandidates]:
         self.settle_down()
         return self.asked(sampler)
 
-    def tend(self) -> list[int]:
-        self.exchange._tended_at = 0.0
-        return self.exchange.tend()
+    def resend_overdue(self) -> list[int]:
+        self.exchange._looked_at = 0.0
+        return self.exchange.resend_overdue()
 
 
 @pytest.fixture(scope="module")
@@ -263,7 +268,7 @@ def make_peer(url: str) -> Iterator[Callable[..., Peer]]:
 @pytest.fixture
 def peer(make_peer: Callable[..., Peer], clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Peer:
     """Its patience never ends: no time passes for it."""
-    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
     return make_peer()
 
 
@@ -317,14 +322,14 @@ def test_sequences_move_with_all_that_is_undecided_when_samplers_come_and_go(pee
         assert keys_of(peer.asked(each)) == [[(handle, position) for handle in own[each]] for position in (1, 2, 3)]
 
     peer.live("sampler-1")
-    peer.tend()
+    peer.resend_overdue()
     peer.settle_down()
     (moved,) = peer.asked("sampler-1")
     assert keys_of([moved]) == [[(handle, position) for position in (1, 2, 3) for handle in own["sampler-2"]]]
     assert [intro.handle for intro in moved.intros] == own["sampler-2"]
 
     peer.live(*both)
-    peer.tend()
+    peer.resend_overdue()
     peer.settle_down()
     assert keys_of(peer.asked("sampler-2")) == [[(handle, position) for position in (1, 2, 3) for handle in own["sampler-2"]]]
     peer.exchange.send(rows_of(*((handle, 4) for handle in handles)))
@@ -341,13 +346,13 @@ def test_with_no_sampler_alive_rows_wait_and_go_to_the_first_that_comes(peer: Pe
     peer.settle_down()
     assert peer.client.keys("candidates:*") == []
     peer.live("sampler-1")
-    assert peer.tend() == []
+    assert peer.resend_overdue() == []
     peer.settle_down()
     assert keys_of(peer.asked("sampler-1")) == [[(1, 1), (1, 2)]]
 
 
 def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
     peer = make_peer(publish_interval_s=60.0, max_held=3)
     peer.live("sampler-1")
     peer.add(1, 2)
@@ -369,7 +374,7 @@ def test_rows_that_are_not_urgent_are_held_back_and_go_out_together(make_peer: C
 
 
 def test_held_rows_are_dropped_with_what_they_were_computed_upon(make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
     peer = make_peer(publish_interval_s=60.0, max_held=9)
     peer.live("sampler-1")
     peer.add(1, 2, 3)
@@ -403,7 +408,7 @@ def test_held_rows_wait_for_nothing_but_the_interval(make_peer: Callable[..., Pe
 
 def test_a_redis_that_is_away_for_long_fails_nobody(url: str, make_peer: Callable[..., Peer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every try to write is one more time that the rows are sent, and none that a sampler said nothing."""
-    monkeypatch.setattr(exchange_module, "STANDING_MS", 20)
+    monkeypatch.setattr(inbox_module, "STANDING_MS", 20)
     with FaultyRedis(socket_path(Path(url.removeprefix("unix://")).parent), tmp_path / "proxy.sock") as proxy:
         peer = make_peer(through=proxy.url)
         monkeypatch.setattr(peer.stage.transport.backoff, "failed", lambda _: 0.001)
@@ -413,7 +418,7 @@ def test_a_redis_that_is_away_for_long_fails_nobody(url: str, make_peer: Callabl
         for _ in range(30):
             proxy.arm(1, "READONLY")
             peer.settle_down()
-            assert peer.tend() == []
+            assert peer.resend_overdue() == []
         proxy.arm()
         wait_until(lambda: peer.asked_after_a_while("sampler-1"), description="the row has arrived")
 

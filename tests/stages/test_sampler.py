@@ -18,7 +18,8 @@ from services.sampler.rows import FAILED, UNKNOWN
 from services.sampler.service import SamplerService
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
-from shared.wire.messages import PromptLogprobs, SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
+from shared.wire.logprobs import PromptLogprobs
+from shared.wire.messages import SequenceIntro, StepCandidates, StepDecisions, StepEvents, TokenEvent, decode, encode
 from shared.wire.streams import DEAD_LETTER, MESSAGE, decisions, events, log_key
 from shared.wire.token_log import end_request, parse_log
 from tests.conftest import running_redis
@@ -116,6 +117,7 @@ def test_a_takeover_is_one_read_for_all_and_one_write(bench: Bench) -> None:
     told = bench.answer(*((handle, 21, 500, 319) for handle in handles), intros=tuple(map(intro, handles)))
     assert told == {(handle, 21): (500, 0) for handle in handles}
     assert bench.proxy.names.count(b"XRANGE") == len(handles) and bench.proxy.names.count(b"EVAL") == 1, bench.proxy.names
+    assert bench.proxy.num_writes == 2, "a read of the logs; the step, with the next read"
     assert all(len(bench.log(handle)) == 21 for handle in handles)
 
 
@@ -193,6 +195,16 @@ def test_what_was_computed_upon_another_history_is_passed_over(bench: Bench) -> 
     bench.fill(1, 300, 555, 302)
     told = bench.answer((1, 2, 301, 300), (1, 3, 302, 301), (1, 4, 303, 302), intros=(intro(1),))
     assert told == {(1, 2): (555, 0), (1, 3): (302, 0)} and len(bench.log(1)) == 3
+
+
+@pytest.mark.parametrize("num_logged", [1, 2, 3])
+def test_rows_behind_those_that_the_log_holds_are_decided_in_the_same_message(num_logged: int, bench: Bench) -> None:
+    """As compute asks a sampler that takes a sequence over: for all that it has not heard of, decided or not."""
+    tokens = (300, 301, 302, 303, 304)
+    bench.fill(1, *tokens[:num_logged])
+    rows = [(1, position, token, before) for position, (token, before) in enumerate(zip(tokens, (-1, *tokens), strict=False), 1)]
+    assert bench.answer(*rows, intros=(intro(1),)) == {(1, position): (token, 0) for position, token in enumerate(tokens, 1)}
+    assert [event.token_id for event in bench.log(1)] == list(tokens)
 
 
 @pytest.mark.parametrize("theirs", [301, 555])
@@ -291,3 +303,11 @@ def test_a_takeover_of_many_long_logs_keeps_computes_patience(server: tuple[str,
     monkeypatch.setattr(service_module, "ANSWER_EVERY_S", 0.0)
     found = measure(server[0], service_module.REBUILD_AT_ONCE, 300)
     assert found.answers == service_module.REBUILD_AT_ONCE, "one for each, as soon as it is ready"
+
+
+def test_rows_that_run_ahead_of_a_logged_one_are_decided_with_it(bench: Bench) -> None:
+    """Asked again after a takeover: the log holds the first row, and the others follow from it."""
+    bench.fill(1, 300)
+    told = bench.answer((1, 1, 300, -1), (1, 2, 500, 300), (1, 3, 501, 500), intros=(intro(1),))
+    assert told == {(1, 1): (300, 0), (1, 2): (500, 0), (1, 3): (501, 0)}
+    assert [event.token_id for event in bench.log(1)] == [300, 500, 501]

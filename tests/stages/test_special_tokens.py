@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -18,6 +18,7 @@ from shared.model.files import ModelFiles
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, EncodingParams, GenerateRequest, TokenizedRequest, ToolCall
+from tests.examples import examples
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<think>", "</think>"]
 CHATML = (
@@ -87,7 +88,7 @@ hostile = st.lists(pieces | st.sampled_from(SPECIAL), max_size=12).map("".join).
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=harmless)
 def test_a_harmless_conversation_has_transformers_tokens(kind: str, text: str) -> None:
     messages = [("system", "the penstock"), ("user", text)]
@@ -95,7 +96,7 @@ def test_a_harmless_conversation_has_transformers_tokens(kind: str, text: str) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=hostile)
 def test_what_a_user_spells_ends_no_turn(kind: str, text: str) -> None:
     """Of a turn there are as many control tokens as without it, and all of its text is there."""
@@ -109,7 +110,7 @@ def test_what_a_user_spells_ends_no_turn(kind: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@examples(60)
 @given(text=harmless.filter(lambda text: "\ufdd0" not in text), cut=st.integers(0, 12))
 def test_the_twin_encodes_as_the_tokenizer_does(kind: str, text: str, cut: int) -> None:
     """A text with the template's own special tokens, and none that is spelt."""

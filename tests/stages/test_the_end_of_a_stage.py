@@ -37,7 +37,7 @@ def test_no_heartbeat_outlives_its_stage(error: Exception | None, code: int, red
     stage._heartbeat.transport.close()
 
 
-@pytest.mark.parametrize(("helper", "question"), [("services.tokenizer.template_worker", b'["{{ x }}", {}, 20.0]'), ("services.gateway.grammar_worker", b"")])
+@pytest.mark.parametrize(("helper", "question"), [("services.tokenizer.template_worker", b'["{{ x }}", {}, 20.0]'), ("services.requests.grammars.worker", b"")])
 def test_a_helper_whose_stage_has_gone_says_nothing(helper: str, question: bytes) -> None:
     """As when a stage ends while it starts: its helper's first answer has no reader."""
     environment = os.environ | {"TRANSFORMERS_VERBOSITY": "error"}  # as a tokenizer has it

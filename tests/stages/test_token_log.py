@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
@@ -16,6 +16,7 @@ from shared.wire.messages import RequestError, StepDecisions, StepEvents, TokenE
 from shared.wire.streams import LOG_TTL_S, MESSAGE, RUNNING_LOG_TTL_S, decisions, events, inflight_key, log_key, reader_key
 from shared.wire.token_log import end_request, log_entry, parse_log, queue_read, write_step
 from tests.conftest import running_redis
+from tests.examples import examples
 from tests.stages.line_of_stages import MODEL, ids
 
 REQUESTS = ("a.0", "a.1", "b.0")
@@ -194,7 +195,7 @@ class Interleaving(RuleBasedStateMachine):
 @pytest.mark.hypothesis
 def test_no_interleaving_leaves_a_gap_a_second_token_or_a_place_taken(client: "redis.Redis") -> None:
     Interleaving.client = client
-    chosen = settings(max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck))
+    chosen = examples(60, stateful_step_count=30, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(Interleaving, settings=chosen)
 
 

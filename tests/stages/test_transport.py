@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import redis
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from services.operator.redis_server import socket_path
@@ -21,6 +21,7 @@ from shared.wire.messages import Control, GenerateRequest, encode
 from shared.wire.streams import CONTROL, DEAD_LETTER, GATEWAY_ID, MESSAGE, REQUEST_ID, GroupStream, requests
 from shared.wire.transport import Backoff, DirectReader, GroupReader, Transport, append_to_group, is_temporary
 from tests.conftest import running_redis
+from tests.examples import examples
 from tests.faulty_redis import ERRORS, FaultyRedis
 from tests.stages.line_of_stages import MODEL, ask
 from tests.waiting import wait_until
@@ -318,7 +319,7 @@ def test_what_does_not_decode_is_a_dead_letter_and_its_neighbours_are_read(value
     assert num_pending(client) == 0 and client.xlen(STREAM.key) == 0
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@examples(150, suppress_health_check=list(HealthCheck))
 @given(at=st.integers(0, 400), noise=st.binary(min_size=1, max_size=4))
 def test_a_damaged_message_is_read_or_a_dead_letter_never_an_exception(at: int, noise: bytes, client: "redis.Redis", transport: Transport) -> None:
     whole = encode(ask("r.1", "prompt", stop=("x",), logit_bias={5: 1.0}))

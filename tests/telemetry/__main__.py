@@ -1,4 +1,4 @@
-"""`make telemetry`: is what the pipeline tells of itself true? Real processes, a real Prometheus, an OTLP collector; some four minutes.
+"""`make verify SUITE=telemetry`: is what the pipeline tells of itself true? Real processes, a real Prometheus, an OTLP collector; some four minutes.
 
     python -m tests.telemetry [rules] [traces] [batches] [metrics]
 

@@ -1,4 +1,4 @@
-"""Anthropic's blocks as a chat's messages, and a chat's chunks as Anthropic's events, read by its own package."""
+"""Anthropic's blocks as a chat's messages, and what is said as Anthropic's events, read by its own package."""
 
 from typing import Any
 
@@ -10,30 +10,29 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from services.gateway.anthropic.blocks import read_messages
-from services.gateway.anthropic.chat import chat_of
-from services.gateway.anthropic.events import MessageEvents
-from services.gateway.openai.parse import parse
-from services.gateway.record import make_record
-from services.gateway.translate import is_broken_off
+from services.requests.answers.answer import Delta
+from services.requests.answers.translate import is_broken_off
+from services.requests.anthropic.blocks import read_messages
+from services.requests.anthropic.chat import chat_of
+from services.requests.anthropic.events import MessageEvents
+from services.requests.anthropic.schemas import MessagesBody
+from services.requests.bodies.parse import parse
+from services.requests.record import make_record
 from shared.process.errors import Invalid
 from shared.wire.messages import RequestError
-from tests.unit.test_response_events import USAGE, chats
+from tests.unit.deltas import USAGE, begun, call, chats, last_arguments
+from tests.unit.deltas import end as ended
 
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 
-def said(chat: list[Any], field: str) -> str:
-    return "".join(delta.get(field, "") for delta in chat)
-
-
 @given(chats, st.sampled_from(["stop", "length", "tool_calls"]), st.sampled_from([None, "end", 7]))
-def test_what_the_package_makes_of_the_events_is_the_whole_message(chat: list[Any], end: str, stop: Any) -> None:
+def test_what_the_package_makes_of_the_events_is_the_whole_message(chat: list[Delta], end: str, stop: Any) -> None:
     made = MessageEvents(make_record("message", "m", "m"))
     events = made.opening(None)
     for delta in chat:
-        events += made.chunk({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
-    events += made.chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": end, "stop_reason": stop}]}) + made.closing(USAGE)
+        events += made.add(delta)
+    events += made.add(ended(end, stop)) + made.closing(USAGE, {})
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
     for event in events:
@@ -47,40 +46,30 @@ def test_what_the_package_makes_of_the_events_is_the_whole_message(chat: list[An
     for before, after in zip(snapshot.content, whole.content, strict=True):
         assert before.type == "tool_use" or getattr(before, before.type) == getattr(after, before.type)
     assert (snapshot.stop_reason, snapshot.stop_sequence, snapshot.usage.output_tokens) == (whole.stop_reason, whole.stop_sequence, 4)
-    has_called = any("tool_calls" in delta for delta in chat)
+    has_called = bool(begun(chat))
     reasons = {"stop": "tool_use" if has_called else "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
     assert whole.stop_reason == ("stop_sequence" if stop == "end" else reasons[end])
     assert whole.usage.input_tokens == 2 and whole.usage.cache_read_input_tokens == 1
-    assert "".join(block.text for block in whole.content if block.type == "text") == said(chat, "content")
-    assert "".join(block.thinking for block in whole.content if block.type == "thinking") == said(chat, "reasoning_content")
-
-
-def last_arguments(chat: list[Any]) -> str:
-    """Of the last call in a chat's chunks."""
-    text = ""
-    for call in (call for delta in chat for call in delta.get("tool_calls", ())):
-        text = ("" if "id" in call else text) + call.get("function", {}).get("arguments", "")
-    return text
+    assert "".join(block.text for block in whole.content if block.type == "text") == "".join(delta.content for delta in chat)
+    assert "".join(block.thinking for block in whole.content if block.type == "thinking") == "".join(delta.reasoning for delta in chat)
 
 
 @pytest.mark.parametrize("arguments", ["", '{"a": ', '{"a": 1'])
 def test_a_call_that_was_cut_off_is_not_in_the_message(arguments: str) -> None:
     made = MessageEvents(make_record("message", "m", "m"))
-    for call, text in (("f", '{"a": 1}'), ("g", arguments)):
-        for delta in ({"id": f"call_{call}", "function": {"name": call, "arguments": ""}}, {"function": {"arguments": text}}):
-            made.chunk({"choices": [{"delta": {"tool_calls": [delta]}, "finish_reason": None}]})
-    made.chunk({"choices": [{"delta": {}, "finish_reason": "length"}]})
-    made.closing(USAGE)
+    for delta in [*call("f", ['{"a": 1}']), *call("g", [arguments]), ended("length")]:
+        made.add(delta)
+    made.closing(USAGE, {})
     assert [(block["name"], block["input"]) for block in made.whole()["content"]] == [("f", {"a": 1})]
     assert made.whole()["stop_reason"] == "max_tokens"
 
 
 def test_a_call_s_arguments_are_an_object() -> None:
     made = MessageEvents(make_record("message", "m", "m"))
-    for delta in ({"id": "call_1", "function": {"name": "f", "arguments": ""}}, {"function": {"arguments": '{"a"'}}, {"function": {"arguments": ": 1}"}}):
-        made.chunk({"choices": [{"delta": {"tool_calls": [delta]}, "finish_reason": None}]})
-    made.closing(USAGE)
-    assert made.content == [{"type": "tool_use", "id": "call_1", "name": "f", "input": {"a": 1}}]
+    for delta in call("f", ['{"a"', ": 1}"]):
+        made.add(delta)
+    made.closing(USAGE, {})
+    assert made.content == [{"type": "tool_use", "id": "call_f", "name": "f", "input": {"a": 1}}]
 
 
 def test_blocks_become_messages_with_calls_and_their_answers() -> None:
@@ -119,7 +108,7 @@ def test_blocks_become_messages_with_calls_and_their_answers() -> None:
 def test_a_wrong_field_has_anthropic_s_name(more: dict[str, Any], param: str) -> None:
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]} | more
     with pytest.raises(Invalid) as caught:
-        chat_of(parse("message", orjson.dumps(body)))  # type: ignore[arg-type]
+        chat_of(parse(MessagesBody, orjson.dumps(body)))
     assert caught.value.param == param, caught.value
 
 

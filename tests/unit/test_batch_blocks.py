@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from services.gateway.batches.store import Totals
-from services.gateway.files.storage import Storage
 from services.jobs import blocks
 from services.jobs.blocks import Block, OpenBlocks
-from services.jobs.output import Answer, find_parts, laid_by_folder
+from services.jobs.output import Answer, find_parts, spool_folder
+from services.requests.batches.store import Totals
+from services.requests.files.storage import Storage
 
 NUM_LINES, NUM_BYTES = 10, 1000
 
@@ -48,4 +48,4 @@ def test_long_answers_are_laid_by_and_written_in_order(at_once: bool, tmp_path: 
         lines = storage.read(f"batches/batch_a/parts/{name}").splitlines()
         assert lines == [b"+" + answer(number, place).line for place in range(NUM_LINES)]
     if not at_once:
-        assert storage.names(laid_by_folder("batch_a")) == [], "what was laid by goes with its block"
+        assert storage.names(spool_folder("batch_a")) == [], "what was laid by goes with its block"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import redis.asyncio
 
-from services.gateway.batches import store as stores
-from services.gateway.batches.figures import BatchFigures, queue_backlog
-from services.gateway.batches.store import BatchRecord, BatchStore
 from services.jobs.upkeep import backlog_of
-from shared.tenants import EVERYBODY
+from services.requests.batches import store as stores
+from services.requests.batches.figures import BatchFigures, queue_backlog
+from services.requests.batches.store import BatchRecord, BatchStore
+from services.requests.tenants.tenant import EVERYBODY
 from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING
 from tests.conftest import running_redis
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from services.gateway.batches.store import Totals
-from services.gateway.files.storage import Storage
 from services.jobs.input import check_input, read_block, read_index, weight_of
 from services.jobs.output import answered
+from services.requests.batches.store import Totals
+from services.requests.files.storage import Storage
 
 
 @pytest.mark.parametrize(

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import redis
 
-from services.gateway.batches.store import Batch, BatchRecord
-from services.gateway.record import make_record
 from services.jobs.asking import Asked
-from services.jobs.office import Office
 from services.jobs.run import BatchRun
+from services.jobs.runtime import JobsRuntime
+from services.requests.batches.store import Batch, BatchRecord
+from services.requests.record import make_record
+from services.requests.tenants.tenant import Tenant
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import JobsSettings
-from shared.tenants import Tenant
 from shared.wire.messages import GenerateRequest
 from shared.wire.stage import Stage
 from shared.wire.streams import inflight_key, requests, running_key
@@ -23,30 +23,30 @@ TENANT = Tenant("0123456789abcdef", "slow", max_concurrency=8)
 
 def test_a_line_that_waits_for_its_tenants_limit_holds_no_places(redis_url: str, tmp_path: Path) -> None:
     settings = JobsSettings(redis_url=redis_url, files_url=str(tmp_path / "files"), batch_requests=8)
-    office = Office(settings, Stage("jobs", settings))
+    runtime = JobsRuntime(settings, Stage("jobs", settings))
     record = make_record("text_completion", "m", "m", n=8, key="a", is_background=True)
     asked = Asked(record, [GenerateRequest(each, None, "m", SamplingParams(max_tokens=1), prompt="x") for each in record.request_ids], b"", lambda *_: None)  # type: ignore[arg-type]
     now = int(time.time())
     batch = Batch(BatchRecord("batch_a", TENANT, "/v1/completions", "file-x", "24h", now, now + 60), "in_progress", {})
 
     async def waiting() -> tuple[int, int]:
-        entering = asyncio.create_task(BatchRun(office, "batch_a")._enter(batch, asked))
+        entering = asyncio.create_task(BatchRun(runtime, "batch_a")._enter(batch, asked))
         async with asyncio.timeout(30):  # others have their turn at once, for all places
             await asyncio.sleep(0.2)
-            await office.places.take(8)
-        office.places.give(8)
-        num_admitted = await office.client.xlen(requests("m").key)
-        await office.client.hdel(inflight_key("m"), "interactive.0")
+            await runtime.places.take(8)
+        runtime.places.give(8)
+        num_admitted = await runtime.client.xlen(requests("m").key)
+        await runtime.client.hdel(inflight_key("m"), "interactive.0")
         await asyncio.wait_for(entering, 60)
-        return num_admitted, office.places.num_taken
+        return num_admitted, runtime.places.num_taken
 
     with redis.Redis.from_url(redis_url) as client:
         client.hset(inflight_key("m"), mapping={"": 1, "interactive.0": 1})
         client.hset(running_key(TENANT.tenant_id), "interactive.0", inflight_key("m"))
-        office.start()
+        runtime.start()
         try:
-            assert office.call(waiting()) == (0, 8)
+            assert runtime.call(waiting()) == (0, 8)
         finally:
-            office.close()
-            office.stage.transport.client.close()
+            runtime.close()
+            runtime.stage.transport.client.close()
         assert client.xlen(requests("m").key) == 8

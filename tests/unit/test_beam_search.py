@@ -4,11 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from services.gateway.openai.beam_search import BeamSearch
+from services.gateway.api.openai.beam_search import BeamSearch
+from tests.examples import examples
 
 VOCAB = 24
 
@@ -36,7 +37,7 @@ def search_with(model: Any, prompt: list[int], search: BeamSearch) -> BeamSearch
     return search
 
 
-@settings(max_examples=120, deadline=None)
+@examples(120)
 @given(
     model=st.sampled_from(range(len(MODELS))),
     prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=4),

@@ -9,7 +9,6 @@ import random
 from typing import Any
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -17,12 +16,13 @@ from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.reduction import begin_reduction, reduce
-from services.compute.flight import Flight, land, standing, take_off
+from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.model_runner import DrawnTokens
 from services.compute.scheduling.scheduler import Draft
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
+from tests.examples import examples
 from tests.kernels.drawing import DrawingSearch
 from tests.unit.sequences import BLOCK_SIZE, make_scheduler
 
@@ -115,27 +115,27 @@ class FlightMachine(RuleBasedStateMachine):
         before = self.flight
         if batch is None:
             if before is not None:
-                self.land(before)
+                self.collect(before)
             return before is not None
         computed = self.device.run(batch, before.drawn if before is not None else None)
         if before is not None:
-            self.land(before)
-        sequences = standing(batch, self.scheduler)
+            self.collect(before)
+        sequences = rows_still_valid(batch, self.scheduler)
         assert all(computed[handle] == tuple(each.token_ids) for handle, each in sequences.items()), "a row stands that was computed upon other tokens"
         logits = torch.stack([logits_of(computed[handle]) for handle in sequences]) if sequences else torch.zeros(0, VOCAB)
-        self.flight = take_off(batch, begin_reduction(logits, list(sequences.values()), self.search), self.scheduler)
+        self.flight = launch(batch, begin_reduction(logits, list(sequences.values()), self.search), self.scheduler)
         return True
 
-    def land(self, flight: Flight) -> None:
+    def collect(self, flight: Flight) -> None:
         self.flight = None
-        landing = land(flight, self.scheduler)
-        assert not landing.failures
-        for row, handle in enumerate(landing.rows.handles.tolist()):
-            sequence, position = self.sequences[handle], int(landing.rows.positions[row])
+        collected = collect(flight, self.scheduler)
+        assert not collected.failures
+        for row, handle in enumerate(collected.rows.handles.tolist()):
+            sequence, position = self.sequences[handle], int(collected.rows.positions[row])
             assert not sequence.is_pending and position == sequence.num_output_tokens
             own = Sequence(handle, "r", sequence.token_ids[:-1], sequence.num_prompt_tokens, sequence.params, sequence.eos_token_ids)
             alone = reduce(logits_of(tuple(own.token_ids))[None], [own], TorchRowSearch())
-            assert encode(landing.rows.message([row], "c", 1, (), [])) == encode(alone.message([0], "c", 1, (), []))
+            assert encode(collected.rows.message([row], "c", 1, (), [])) == encode(alone.message([0], "c", 1, (), []))
             assert sequence.token_ids[-1] == alone.chosen[0]
             self.sent[handle][position] = sequence.token_ids[-1]
 
@@ -186,4 +186,4 @@ class FlightMachine(RuleBasedStateMachine):
 
 
 TestFlight = FlightMachine.TestCase
-TestFlight.settings = settings(max_examples=20, stateful_step_count=25, deadline=None)
+TestFlight.settings = examples(20, stateful_step_count=25)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.model.gguf import checkpoint
+from shared.model.gguf import checkpoint, tokenizer
 from shared.model.gguf.checkpoint import remove_unused
 from shared.model.gguf.reader import GgufHead
 from shared.model.gguf.tokenizer import make_tokenizer
@@ -32,6 +32,20 @@ def test_tokens_whose_merges_would_fill_the_memory_are_refused() -> None:
         make_tokenizer(head_of(["a" * length for length in range(1, 701)]))  # fewer, of 114 million
     whole = make_tokenizer(head_of(["a" * length for length in range(1, 65)]))  # as a run of spaces is in real ones
     assert len(whole["model"]["merges"]) == 64 * 63 // 2
+
+
+def test_listed_merges_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    def merging(*merges: str) -> GgufHead:
+        metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.tokens": ["a", "b", "ab", "ba", "aba"], "tokenizer.ggml.merges": list(merges)}
+        return GgufHead(Path("hostile.gguf"), metadata, {})
+
+    whole = make_tokenizer(merging("a b", "b a", "a ba"))
+    assert whole["model"]["merges"] == [("a", "b"), ("b", "a"), ("a", "ba")]
+    with pytest.raises(StartupError, match=r"hostile\.gguf: 1048577 merges of 3145731 characters; at most"):
+        make_tokenizer(merging(*["a b"] * (tokenizer.MAX_MERGES + 1)))
+    monkeypatch.setattr(tokenizer, "MAX_MERGES", 2)
+    with pytest.raises(StartupError, match="more than 2 merges"):
+        make_tokenizer(head_of(["a" * length for length in range(1, 5)]))
 
 
 def test_the_cache_forgets_files_that_nobody_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

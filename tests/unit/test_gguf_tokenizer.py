@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 from gguf import GGUFWriter
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from shared.model.gguf.reader import GgufHead, read_head
 from shared.model.gguf.tokenizer import make_tokenizer, make_tokenizer_config
 from shared.process.errors import StartupError
+from tests.examples import examples
 
 TEXTS = [
     "Hello world", "  leading  spaces\n\n\tand tabs   \r\n", "def f(x):\n    return x**2 + 1234567.89  # ünïcödé",
@@ -131,7 +132,7 @@ def sentencepiece_file(request: pytest.FixtureRequest, tmp_path_factory: pytest.
     return to_gguf(sentencepiece(request.param), path, pre="default", scores=True, add_bos_token=False, add_space_prefix=request.param)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(text=any_text)
 def test_byte_level_tokens_are_the_originals(pair: tuple[Tokenizer, Tokenizer], text: str) -> None:
     original, made = pair
@@ -141,7 +142,7 @@ def test_byte_level_tokens_are_the_originals(pair: tuple[Tokenizer, Tokenizer], 
         assert made.decode(ids, skip_special_tokens=False) == original.decode(ids, skip_special_tokens=False)
 
 
-@settings(deadline=None, max_examples=150)
+@examples(150)
 @given(text=any_text)
 def test_sentencepiece_tokens_follow_from_the_scores(sentencepiece_file: GgufHead, text: str) -> None:
     made, prefix = build_once(sentencepiece_file), "▁" if sentencepiece_file.metadata["tokenizer.ggml.add_space_prefix"] else ""

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from gguf import GGUFReader, GGUFWriter
 
-from services.gateway.openai.parse import parse
-from services.gateway.openai.routes import with_model_defaults
-from services.gateway.openai.schemas import CompletionBody
 from services.operator import model_store
 from services.operator.model_store import WHEELS, pull
+from services.requests.bodies.parse import parse
+from services.requests.neutral.schemas import CompletionBody
+from services.requests.prepare import with_model_defaults
 from shared.model.files import DEMO_MODEL, open_model
 from shared.model.gguf.config import make_generation_config
 from shared.model.gguf.reader import read_head
@@ -36,7 +36,7 @@ class Context:
 
 
 def sampled(**asked: object) -> tuple[float, float]:
-    body = parse("completion", json.dumps({"model": "m", "prompt": "x", **asked}).encode())
+    body = parse(CompletionBody, json.dumps({"model": "m", "prompt": "x", **asked}).encode())
     assert isinstance(body, CompletionBody)
     params = with_model_defaults(Context(), body, body.params(), "m")  # type: ignore[arg-type]  # what it looks at of a context
     return params.temperature, params.top_p

@@ -1,12 +1,20 @@
 """Replicas with other settings beside each other: every gateway asks the same one, and /health warns of them."""
 
+import asyncio
+import shutil
 from itertools import permutations
+from pathlib import Path
 from types import SimpleNamespace
 
-from services.gateway.app import unlike_replicas
-from services.gateway.openai.routes import fingerprint_of, parsers_of
+import pytest
+from rich.console import Console
+
+from services.gateway import app
+from services.operator.status import Status, render
+from services.requests.files.storage import Storage
+from services.requests.prepare import fingerprint_of, parsers_of
 from shared.wire.messages import Replica
-from shared.wire.registry import Registry
+from shared.wire.registry import Registry, UnlikeReplicas, unlike_replicas
 
 OLD = Replica("tokenizer", "t-1", "host", 1, started_at=10.0, model="m", parsers={"tool_calls": "hermes"})
 NEW = Replica("tokenizer", "t-2", "host", 2, started_at=20.0, model="m", parsers={"tool_calls": "mistral"})
@@ -27,3 +35,27 @@ def test_health_warns_of_replicas_that_would_answer_differently() -> None:
     assert unlike_replicas([NEW_COMPUTE, alike, alone]) == []
     [warning] = unlike_replicas([NEW_COMPUTE, alike, alone, OLD_COMPUTE])
     assert warning.startswith("compute replicas of m have different fingerprints") and warning.endswith("fp_new (c-2, c-3), fp_old (c-1)")
+
+
+def test_the_log_warns_of_them_once_for_each_change_and_status_every_time(caplog: pytest.LogCaptureFixture) -> None:
+    told = UnlikeReplicas()
+    alike, unlike = Registry((NEW_COMPUTE,)), Registry((NEW_COMPUTE, OLD_COMPUTE))
+    for registry in (alike, unlike, unlike, alike, alike, unlike):
+        told.tell(registry)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line.startswith("compute replicas of m have different fingerprints") for line in lines] == [True, False, True], lines
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(render(Status([], [], {}, 0, unlike_replicas(unlike.replicas)), 200))
+    assert "fp_new (c-2), fp_old (c-1)" in shown.get()
+
+
+def test_health_warns_of_a_files_folder_that_is_nearly_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk's own figure, against a bound above and below it; the folder is made with the first file."""
+    files = SimpleNamespace(storage=Storage(str(tmp_path / "not" / "yet")))
+    context = SimpleNamespace(stage=SimpleNamespace(registry=Registry(())), files=files)
+    free = shutil.disk_usage(tmp_path).free
+    for least, is_told in ((free // 2, False), (free * 2, True)):
+        monkeypatch.setattr(app, "LEAST_FREE_BYTES", least)
+        told = asyncio.run(app.warnings(context, 0))  # type: ignore[arg-type]
+        assert [line.startswith("the files folder is full: ") and line.endswith(" MiB are free") for line in told] == [True] * is_told

@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
-from services.gateway.parsing.json_scanner import JsonScanner
-from services.gateway.parsing.pieces import Piece, merged
+from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser, Parsing
+from services.requests.parsing.json_scanner import JsonScanner
+from services.requests.parsing.pieces import Piece, merged
+from tests.examples import examples
 
 NAMES = ("get_weather", "add", "f")
 WEATHER = {"location": "Paris", "unit": "celsius"}
@@ -194,7 +195,7 @@ PIECES = [
 TEXTS = st.lists(st.one_of(st.sampled_from(PIECES), st.sampled_from([text for _, text, _, _ in FORMS]), st.text(max_size=4)), max_size=8).map("".join)
 
 
-@settings(max_examples=400, deadline=None)
+@examples(400)
 @given(
     text=TEXTS,
     form=st.sampled_from(["", *TOOL_CALLS, *FORCED]),
@@ -211,7 +212,7 @@ def test_however_a_text_is_cut_the_same_comes_out(text: str, form: str, reasonin
         assert parse(text, form, reasoning, cuts, max_calls) == whole
 
 
-@settings(max_examples=200, deadline=None)
+@examples(200)
 @given(text=TEXTS, form=st.sampled_from([*TOOL_CALLS]))
 def test_without_a_call_nothing_of_a_text_is_lost(text: str, form: str) -> None:
     pieces = parse(text, form)

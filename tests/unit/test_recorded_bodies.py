@@ -6,25 +6,31 @@ from typing import Any
 import orjson
 import pytest
 
-from services.gateway.anthropic.chat import chat_of as message_chat
-from services.gateway.anthropic.schemas import MessagesBody
-from services.gateway.ignored import collecting, pass_over
-from services.gateway.openai.answers import Answer, delta_of
-from services.gateway.openai.parse import parse
-from services.gateway.openai.schemas import ChatCompletionBody
-from services.gateway.record import make_record
-from services.gateway.responses.chat import chat_of as response_chat
-from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.schemas import ResponseBody
-from services.gateway.responses.tools import chat_name
+from services.requests.answers.answer import Answer
+from services.requests.answers.formats import delta_fields, message_fields
+from services.requests.anthropic.chat import chat_of as message_chat
+from services.requests.anthropic.schemas import MessagesBody
+from services.requests.bodies.body import Body
+from services.requests.bodies.ignored import collecting, pass_over
+from services.requests.bodies.parse import parse
+from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.record import make_record
+from services.requests.responses.chat import chat_of as response_chat
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.schemas import ResponseBody
+from services.requests.responses.tools import chat_name
+from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
-from tests.unit.test_response_events import USAGE
+from tests.unit.deltas import USAGE
 
 RECORDED = sorted(Path("tests/recorded").glob("*.json"))
 
 
+BODIES: dict[str, type[Body]] = {"chat": ChatCompletionBody, "message": MessagesBody, "response": ResponseBody}
+
+
 def chat_of(kind: str, body: dict[str, Any]) -> ChatCompletionBody:
-    parsed = parse(kind, orjson.dumps(body))
+    parsed = parse(BODIES[kind], orjson.dumps(body))
     pass_over(*parsed.passed_over)
     if isinstance(parsed, MessagesBody):
         return message_chat(parsed)
@@ -53,9 +59,7 @@ def test_a_real_client_s_body_is_taken_and_what_is_passed_over_is_named(path: Pa
 
 
 def codex(**more: Any) -> ResponseBody:
-    body = parse("response", orjson.dumps(read(Path("tests/recorded/codex.json"))["body"] | more))
-    assert isinstance(body, ResponseBody)
-    return body
+    return parse(ResponseBody, orjson.dumps(read(Path("tests/recorded/codex.json"))["body"] | more))
 
 
 def test_codex_s_tools_are_functions_of_the_chat_and_its_items_are_messages() -> None:
@@ -77,22 +81,21 @@ def test_calls_of_custom_tools_and_namespaces_come_back_by_their_own_names() -> 
     body = codex(parallel_tool_calls=True)
     calling = response_chat(body, []).calling()
     answer = Answer(calling.parsing("hermes", ""), "resp_1.0", has_reasoning=True)
-    made = ResponseEvents(make_record("response", "m", "m"), body.asked())
+    made = ResponseEvents(make_record("response", "m", "m"), body.asked(SamplingParams()))
     events = made.opening(None)
     calls = ('{"name": "apply_patch", "arguments": {"input": "a \\"b\\"\\n"}}', '{"name": "mcp__calendar__lookup", "arguments": {"day": 1}}')
     texts = [f"<tool_call>\n{call}\n</tool_call>" for call in calls]
     pieces = [text[at : at + 5] for text in texts for at in range(0, len(text), 5)]
     for number, piece in enumerate(pieces):
-        answer.add(piece, is_end=number == len(pieces) - 1)
-        events += made.chunk({"choices": [{"index": 0, "delta": delta_of(answer), "finish_reason": None}]})
-    made.closing(USAGE)
+        events += made.add(answer.add(piece, is_end=number == len(pieces) - 1))
+    made.closing(USAGE, {})
     patch, lookup = made.whole()["output"]
     assert (patch["type"], patch["name"], patch["input"]) == ("custom_tool_call", "apply_patch", 'a "b"\n')
     assert (lookup["type"], lookup["name"], lookup["namespace"]) == ("function_call", "lookup", "mcp__calendar__")
     assert orjson.loads(lookup["arguments"]) == {"day": 1}
     deltas = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
     assert "".join(deltas) == 'a "b"\n'
-    whole = answer.message()["tool_calls"]
+    whole = message_fields(answer)["tool_calls"]
     assert whole[0] == {"id": patch["call_id"], "type": "custom", "custom": {"name": "apply_patch", "input": 'a "b"\n'}}
 
 
@@ -144,9 +147,9 @@ def test_functions_are_tools_by_their_older_name() -> None:
     said, told = [message.to_wire() for message in chat.messages][1:]
     assert (said.tool_calls[0].name, told.role) == ("add", "tool") and told.tool_call_id == said.tool_calls[0].call_id
     answer = Answer(chat.calling().parsing("hermes", ""), "c.0", has_reasoning=True)
-    answer.add('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', is_end=True)
-    assert answer.message() == {"content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
-    assert delta_of(answer) == {"function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    delta = answer.add('<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>', is_end=True)
+    assert message_fields(answer) == {"content": None, "function_call": {"name": "add", "arguments": '{"a": 1}'}}
+    assert delta_fields(delta, is_legacy=True) == {"function_call": {"name": "add", "arguments": '{"a": 1}'}}
     for wrong, param in (
         ({"functions": [add], "tools": [{"type": "function", "function": add}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),

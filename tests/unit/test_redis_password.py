@@ -59,3 +59,10 @@ def test_a_password_that_somebody_wrote_is_not_taken(tmp_path: Path) -> None:
         password_of(tmp_path)
     assert password_for(tmp_path, 0) == "" and not (tmp_path / "redis-password").exists(), "a Redis without a port wants none"
     assert url_of(tmp_path) == f"unix://{socket_path(tmp_path)}"
+
+
+@pytest.mark.usefixtures("redis_url")
+def test_what_the_embedded_redis_keeps_is_for_nobody_else(tmp_path: Path) -> None:
+    """It is what was asked and answered."""
+    kept = [path for path in (tmp_path / "redis").rglob("*") if not path.is_socket()]
+    assert kept and [path.name for path in kept if path.stat().st_mode & 0o077] == []

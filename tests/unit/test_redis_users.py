@@ -1,4 +1,4 @@
-"""The users of deploy/redis/users.acl: what `make redis-test` shows with a Redis of its own, as far as the embedded server can."""
+"""The users of deploy/redis/users.acl: what `make verify SUITE=redis` shows with a Redis of its own, as far as the embedded server can."""
 
 import re
 from collections.abc import Iterator
@@ -45,9 +45,3 @@ def test_each_stage_can_end_a_request_and_only_jobs_can_list_keys(server: "redis
         assert server.xlen(log_key(request_id)) == 1 and not server.hexists(inflight_key("m"), request_id)
         assert not server.exists(open_key(f"resp_{user}"), stored_key(f"resp_{user}"), held_key("t"))
     assert server.xlen("events:gateway-1") == len(STAGES), "who reads a request hears of its end"
-
-
-@pytest.mark.parametrize("path", ["docs/operate/secure.md", "deploy/docker/make-secrets"])
-def test_what_sets_passwords_leaves_no_user_with_the_one_that_everybody_knows(path: str) -> None:
-    [loop] = re.findall(r"^ *for \w+ in ([A-Z ]+); do$", (ROOT / path).read_text(), re.MULTILINE)
-    assert sorted(loop.split()) == sorted(re.findall(r">(\w+)_PASSWORD", ACL))

@@ -1,5 +1,6 @@
-"""The typed events of a response, for any chunks of a chat: OpenAI's types, whole items, and the same numbers for every reader."""
+"""The typed events of a response, for any deltas of an answer: OpenAI's types, whole items, and the same numbers for every reader."""
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -9,42 +10,30 @@ from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from services.gateway.record import make_record
-from services.gateway.responses.events import ResponseEvents
-from services.gateway.responses.items import messages_of, read_input, with_ids
+from services.requests.answers.answer import Delta
+from services.requests.record import make_record
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.items import messages_of, read_input, with_ids
+from shared.wire.logprobs import TokenLogprob
 from shared.wire.messages import RequestError
+from tests.unit.deltas import USAGE, begun, chats, content
+from tests.unit.deltas import end as ended
 
-USAGE = {"prompt_tokens": 3, "completion_tokens": 4, "total_tokens": 7, "prompt_tokens_details": {"cached_tokens": 1}}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 ASKED = {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "metadata": {}}
 
-text = st.text(max_size=4)
-
-
-def call(name: str, parts: list[str]) -> list[dict[str, Any]]:
-    """The deltas of a function call."""
-    return [{"index": 0, "id": f"call_{name}", "function": {"name": name, "arguments": ""}}, *({"function": {"arguments": part}} for part in parts)]
-
-
-calls = st.builds(call, st.sampled_from("fg"), st.lists(text))
-deltas = st.one_of(
-    st.builds(lambda value: [{"content": value}], text),
-    st.builds(lambda value: [{"reasoning_content": value}], text),
-    st.builds(lambda parts: [{"tool_calls": [part]} for part in parts], calls),
-)
-chats = st.lists(deltas, max_size=8).map(lambda found: [delta for part in found for delta in part])
 ends = st.sampled_from(["stop", "length", "error", "cancelled"])
 
 
-def events_of(chat: list[Any], end: str, *, is_background: bool, after: int = -1) -> tuple[ResponseEvents, list[dict[str, Any]]]:
+def events_of(chat: list[Delta], end: str, *, is_background: bool, after: int = -1) -> tuple[ResponseEvents, list[dict[str, Any]]]:
     """All events as they reach a reader, and what made them."""
     record = make_record("response", "m", "m", is_background=is_background)
     made = ResponseEvents(record, ASKED, after=after)
     sent = b"".join(map(made.encode, made.opening(None)))
     for delta in chat:
-        sent += b"".join(map(made.encode, made.chunk({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})))
+        sent += b"".join(map(made.encode, made.add(delta)))
     if end in ("stop", "length"):
-        last = made.chunk({"choices": [{"index": 0, "delta": {}, "finish_reason": end}]}) + made.closing(USAGE)
+        last = made.add(ended(end)) + made.closing(USAGE, {})
     else:
         last = made.failed(RequestError("no", 499 if end == "cancelled" else 500, code=end), USAGE)
     sent += b"".join(map(made.encode, last))
@@ -52,7 +41,7 @@ def events_of(chat: list[Any], end: str, *, is_background: bool, after: int = -1
 
 
 @given(chats, ends, st.booleans())
-def test_events_are_openai_s_and_tell_what_the_object_holds(chat: list[Any], end: str, is_background: bool) -> None:
+def test_events_are_openai_s_and_tell_what_the_object_holds(chat: list[Delta], end: str, is_background: bool) -> None:
     made, events = events_of(chat, end, is_background=is_background)
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     for event in events:
@@ -60,7 +49,7 @@ def test_events_are_openai_s_and_tell_what_the_object_holds(chat: list[Any], end
     whole = made.whole()
     assert events[-1]["response"] == whole and Response.model_validate(whole).status == whole["status"]
     assert whole["status"] == {"stop": "completed", "length": "incomplete", "error": "failed", "cancelled": "cancelled"}[end]
-    kinds = {"message": ("content", "response.output_text.delta"), "reasoning": ("reasoning_content", "response.reasoning_text.delta")}
+    kinds = {"message": ("content", "response.output_text.delta"), "reasoning": ("reasoning", "response.reasoning_text.delta")}
     for index, item in enumerate(whole["output"]):
         own = [event for event in events if event.get("output_index") == index]
         assert own[0]["type"] == "response.output_item.added" and own[-1] == {**own[-1], "type": "response.output_item.done", "item": item}
@@ -69,9 +58,8 @@ def test_events_are_openai_s_and_tell_what_the_object_holds(chat: list[Any], end
         assert said == (item["arguments"] if item["type"] == "function_call" else item["content"][0]["text"])
     for kind, (field, _) in kinds.items():
         said = "".join(item["content"][0]["text"] for item in whole["output"] if item["type"] == kind)
-        assert said == "".join(delta.get(field, "") for delta in chat)
-    begun = [delta["tool_calls"][0] for delta in chat if "tool_calls" in delta]
-    assert [item["call_id"] for item in whole["output"] if item["type"] == "function_call"] == [call["id"] for call in begun if "id" in call]
+        assert said == "".join(getattr(delta, field) for delta in chat)
+    assert [item["call_id"] for item in whole["output"] if item["type"] == "function_call"] == [call.call_id for call in begun(chat)]
 
 
 def without_logprobs(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -80,29 +68,29 @@ def without_logprobs(output: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 @given(chats, ends)
-def test_logprobs_of_thoughts_and_calls_begin_no_message(chat: list[Any], end: str) -> None:
+def test_logprobs_of_thoughts_and_calls_begin_no_message(chat: list[Delta], end: str) -> None:
     """Each delta with the logprob of its token, also one whose text is held back."""
     plain, given = (ResponseEvents(make_record("response", "m", "m"), ASKED) for _ in range(2))
     for number, delta in enumerate(chat):
-        choice = {"index": 0, "delta": delta, "finish_reason": end if number == len(chat) - 1 else None}
-        plain.chunk({"choices": [choice]})
-        given.chunk({"choices": [choice | {"logprobs": {"content": [{"token": str(number), "logprob": -1.0, "bytes": [], "top_logprobs": []}]}}]})
+        last = replace(delta, finish_reason=end if number == len(chat) - 1 else None)
+        plain.add(last)
+        given.add(replace(last, logprobs=[TokenLogprob(str(number), b"", -1.0)]))
     for made in (plain, given):
-        made.closing(USAGE)
+        made.closing(USAGE, {})
     assert without_logprobs(given.output) == without_logprobs(plain.output)
     said = [entry["token"] for item in given.output if item["type"] == "message" for entry in item["content"][0]["logprobs"]]
-    assert {str(number) for number, delta in enumerate(chat) if delta.get("content")} <= set(said) and said == sorted(set(said), key=int)
+    assert {str(number) for number, delta in enumerate(chat) if delta.content} <= set(said) and said == sorted(set(said), key=int)
 
 
 @given(chats, ends, st.booleans(), st.integers(-1, 30))
-def test_a_reader_that_comes_back_gets_exactly_what_it_lacks(chat: list[Any], end: str, is_background: bool, after: int) -> None:
+def test_a_reader_that_comes_back_gets_exactly_what_it_lacks(chat: list[Delta], end: str, is_background: bool, after: int) -> None:
     everything = events_of(chat, end, is_background=is_background)[1]
     rest = events_of(chat, end, is_background=is_background, after=after)[1]
     assert [(event["type"], event["sequence_number"]) for event in rest] == [(event["type"], event["sequence_number"]) for event in everything[after + 1 :]]
 
 
 @given(chats)
-def test_what_the_model_said_goes_back_as_messages(chat: list[Any]) -> None:
+def test_what_the_model_said_goes_back_as_messages(chat: list[Delta]) -> None:
     """The output's items are an input; the messages hold every text and call in order."""
     output = events_of(chat, "stop", is_background=False)[0].whole()["output"]
     if not output:
@@ -110,7 +98,7 @@ def test_what_the_model_said_goes_back_as_messages(chat: list[Any]) -> None:
     messages, begins = messages_of(with_ids(read_input(output), "resp_x"))
     assert begins == sorted(begins) and len(begins) == len(messages)
     assert all(message["role"] == "assistant" for message in messages)
-    assert "".join(message["content"] for message in messages) == "".join(delta.get("content", "") for delta in chat)
+    assert "".join(message["content"] for message in messages) == "".join(delta.content for delta in chat)
     arguments = [call["function"]["arguments"] for message in messages for call in message.get("tool_calls", ())]
     assert arguments == [item["arguments"] for item in output if item["type"] == "function_call"]
 
@@ -144,4 +132,4 @@ def test_an_interruption_takes_no_number(code: str) -> None:
     (event,) = made.interrupted(RequestError("bye", 503, code=code))
     assert event["sequence_number"] == 1 and EVENT.validate_python(event).type == "error"
     assert code != "gateway_draining" or "starting_after=1" in event["message"]
-    assert made.chunk({"choices": [{"delta": {"content": "x"}}]})[0]["sequence_number"] == 2
+    assert made.add(content("x"))[0]["sequence_number"] == 2

@@ -10,7 +10,8 @@ from services.sampler.request_state import RequestState
 from services.sampler.stop import StopMatcher
 from shared.model.files import DEMO_MODEL
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import SequenceIntro, TokenEvent, TokenLogprob
+from shared.wire.logprobs import TokenLogprob
+from shared.wire.messages import SequenceIntro, TokenEvent
 
 TOKENIZER: Tokenizer = load_tokenizer(DEMO_MODEL)
 

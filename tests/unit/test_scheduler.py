@@ -297,6 +297,6 @@ def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
 
 def test_a_prompt_that_no_token_is_asked_of_counts_with_its_blocks() -> None:
     admission = Predicted(BlockManager(24, 4))
-    admission.survey([])
+    admission.observe([])
     assert admission.admits(make_sequence(1, list(range(60)), 0), [])
     assert not admission.admits(make_sequence(2, list(range(60)), 0), [])

@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -22,6 +21,7 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Draft
 from services.compute.sequence import ScoredTokens, Sequence
+from tests.examples import examples
 from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, counted, make_scheduler, make_sequence
 
 # What becomes of a foreseen token: it is decided; another is; it is, and ends the sequence; it is, and does not end it; the sequence ends without it.
@@ -315,4 +315,4 @@ def chained_hash(content: tuple[Any, ...]) -> bytes:
 
 
 TestScheduler = SchedulerMachine.TestCase
-TestScheduler.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+TestScheduler.settings = examples(200, stateful_step_count=40)

@@ -1,4 +1,4 @@
-"""What is told of the pipeline, as far as it needs none: lines of the log, timelines, tracing that is off or misconfigured, and the files for Prometheus."""
+"""What is told of the pipeline, as far as it needs none: lines of the log, timelines, and tracing that is off or misconfigured."""
 
 import io
 import json
@@ -15,24 +15,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
-import yaml
 
-from services.gateway.batches.figures import BatchFigures
-from services.gateway.metrics import Metrics
-from services.gateway.pipeline_state import PipelineState
-from services.gateway.timeline import Timeline
+from services.gateway.telemetry.timeline import Timeline
 from shared.process.errors import StartupError
-from shared.process.settings import StageSettings
 from shared.process.telemetry import JsonFormatter, get_logger
 from shared.process.tracing import CLOSE_TIMEOUT_S, open_tracer
-from shared.wire.messages import Moments, Replica
-from shared.wire.stage import Stage
+from shared.wire.messages import Moments
 from tests.collector import Collector
 from tests.deployment import free_port
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
-LOAD = ROOT / "deploy" / "observability"
 
 
 def line_of(formatter: logging.Formatter, event: str, **values: object) -> str:
@@ -193,33 +186,3 @@ def test_a_root_is_the_same_span_whoever_records_it(monkeypatch: pytest.MonkeyPa
         assert unsampled is not None and unsampled.trace_of(key) == ""
     finally:
         collector.stop()
-
-
-def shown() -> set[str]:
-    """The names of all series of /metrics, with their suffixes."""
-    names = set()
-    for family in Metrics(Stage("gateway", StageSettings(redis_url="unix:///nowhere"))).registry.collect():
-        names |= {family.name + suffix for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum")}[family.type]}
-    for family in PipelineState((Replica("compute", "c", "here", 1, 0.0),), {}, {}, BatchFigures()).collect():
-        names |= {family.name + suffix for suffix in {"counter": ("_total",), "histogram": ("_bucket", "_count", "_sum"), "gauge": ("",)}[family.type]}
-    return names
-
-
-def test_dashboard_and_alerts_ask_for_metrics_that_there_are() -> None:
-    dashboard = json.loads((LOAD / "grafana" / "dashboards" / "penstock.json").read_text())
-    panels = [panel for panel in dashboard["panels"] if panel["type"] != "row"]
-    rules = [rule for group in yaml.safe_load((LOAD / "alerts.yml").read_text())["groups"] for rule in group["rules"]]
-    assert len(panels) > 20 and len({panel["id"] for panel in panels}) == len(panels) and len(rules) > 10
-    expressions = [target["expr"] for panel in panels for target in panel["targets"]] + [rule["expr"] for rule in rules]
-    asked = {name for expression in expressions for name in re.findall(r"\bpenstock_\w+", expression)}
-    assert asked <= shown()
-    assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] in ("info", "warning", "critical") for rule in rules)
-
-
-def test_the_compose_file_mounts_what_there_is() -> None:
-    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    added = {name: service for name, service in services.items() if service.get("profiles") == ["observability"]}
-    assert set(added) == {"prometheus", "tempo", "grafana"} and all(re.fullmatch(r"[\w/]+:v?[\d.]+", service["image"]) for service in added.values())
-    sources = [volume.split(":")[0] for service in added.values() for volume in service["volumes"] if volume.startswith("./")]
-    assert len(sources) == 5 and all((ROOT / source).exists() for source in sources)
-    assert services["compute"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"] == services["gateway"]["environment"]["OTEL_EXPORTER_OTLP_ENDPOINT"]

@@ -7,10 +7,10 @@ from typing import Any, get_args
 import orjson
 import pytest
 
-from services.gateway.openai.parse import parse
-from services.gateway.openai.schemas import ChatCompletionBody
-from services.gateway.parsing.answer import FORCED, REASONING, TOOL_CALLS, AnswerParser
-from services.gateway.schemas.closing import closed
+from services.requests.bodies.parse import parse
+from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.parsing.answer import FORCED, REASONING, TOOL_CALLS, XML, AnswerParser
+from services.requests.schemas.closing import closed
 from shared.model.constraint import Constraint
 from shared.model.files import DEMO_MODEL
 from shared.model.grammar import Vocabulary, compile_grammar, load_vocabulary
@@ -29,9 +29,7 @@ ADD, LOOK = tool("add", parameters=SCHEMA), tool("look", description="Looks.")
 
 
 def read(**body: Any) -> ChatCompletionBody:
-    parsed = parse("chat", orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **body}))
-    assert isinstance(parsed, ChatCompletionBody)
-    return parsed
+    return parse(ChatCompletionBody, orjson.dumps({"model": "m", "messages": [{"role": "user", "content": "Hi"}], **body}))
 
 
 def named(name: str) -> dict[str, Any]:
@@ -50,6 +48,14 @@ def test_the_choice_says_who_may_be_called(choice: Any, mode: str, told: int, ca
     calling = read(tools=[ADD, LOOK], tool_choice=choice).calling()
     assert calling.mode == mode and len(calling.tools) == told and [each.function.name for each in calling.callable] == callable_
     assert json.loads(calling.tools_json or "[]") == [ADD, LOOK][:told]
+
+
+def test_xml_calls_are_read_with_the_parameters_that_are_texts() -> None:
+    """A value of any other type is read as JSON."""
+    schema = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "unit": True}}
+    calling = read(tools=[tool("forecast", parameters=schema), tool("look")]).calling()
+    assert list(calling.parsing(XML, "").texts) == ["forecast.city"]
+    assert list(calling.parsing("hermes", "").texts) == []
 
 
 def test_what_has_to_be_called_is_a_constraint() -> None:
@@ -184,10 +190,10 @@ def test_all_that_is_wrong_is_named() -> None:
     for words in ("field: mirostat", "field: grammar", "temperature: ", "n: ", "missing required parameter: messages[0].content"):
         assert words in str(error.value)
     with pytest.raises(Invalid) as missing:
-        parse("chat", b'{"model": "m"}')
+        parse(ChatCompletionBody, b'{"model": "m"}')
     assert (missing.value.code, missing.value.param) == ("missing_required_parameter", "messages")
     with pytest.raises(Invalid) as many:
-        parse("chat", orjson.dumps({f"field{number}": 1 for number in range(1_000_000)}))
+        parse(ChatCompletionBody, orjson.dumps({f"field{number}": 1 for number in range(1_000_000)}))
     assert len(str(many.value)) < 1000
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
 from shared.wire.messages import (
     ChatMessage,
     ChatOptions,
@@ -18,7 +19,6 @@ from shared.wire.messages import (
     EncodingParams,
     GenerateRequest,
     Moments,
-    PromptLogprobs,
     Replica,
     RequestError,
     SchedulingParams,
@@ -28,9 +28,7 @@ from shared.wire.messages import (
     StepEvents,
     TokenEvent,
     TokenizedRequest,
-    TokenLogprob,
     ToolCall,
-    TopLogprob,
 )
 from shared.wire.views import ComputeView, SequenceView
 

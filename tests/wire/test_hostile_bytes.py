@@ -4,11 +4,12 @@ from typing import Any
 
 import msgpack
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from shared.process.errors import Invalid
 from shared.wire.messages import TAGS, decode
+from tests.examples import examples
 from tests.wire.golden import GOLDEN
 
 NUMBERS = st.one_of(st.integers(-(1 << 63), (1 << 64) - 1), st.floats(), st.sampled_from([0, -1, 1 << 31, 1 << 32, 1 << 62]))
@@ -41,7 +42,7 @@ def test_any_bytes_are_a_message_or_invalid(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("golden", GOLDEN, ids=lambda golden: type(golden.message).__name__)
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@examples(120, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_message_with_any_field_changed_is_a_message_or_invalid(golden: Any, data: st.DataObject) -> None:
     tree = msgpack.unpackb(bytes.fromhex(golden.now), strict_map_key=False)

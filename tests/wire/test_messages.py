@@ -133,8 +133,11 @@ def test_candidates_whose_columns_do_not_fit_are_refused(wrong: dict[str, list[i
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"token_ids": i32(3)}, {"ranks": i32()}, {"top_token_ids": i32(6, 7)}, {"top_logprobs": f32()}, {"texts": ("a",)}],
-)
+    [
+        {"token_ids": i32(3)}, {"token_ids": i32(*range(9))}, {"ranks": i32()}, {"ranks": i32(*range(9))}, {"top_token_ids": i32(6, 7)},
+        {"top_logprobs": f32()}, {"texts": ("a",)}, {"texts": ("a",) * 9}, {"text_offsets": i32(0)}, {"text_offsets": i32(*range(9))},
+    ],
+)  # fmt: skip
 def test_logprobs_of_a_prompt_whose_columns_do_not_fit_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(Invalid, match="PromptLogprobs: "):
         replace(PROMPT_LOGPROBS, **wrong)

@@ -1,27 +1,29 @@
-"""Backend: what a model is made of. One is chosen at load (choose.py), and handed to all that make a part of the model or run one.
+"""Backend: what a model is made of. One is chosen at load (choose.py), and handed to all that make
+a part of the model or run one.
 
-`torch/` is the definition and runs anywhere, in any dtype; `cpu/` is native code for bfloat16; `cuda/` is Triton's kernels, for GPUs. Parts are objects that
-were made once: a linear layer with its weights in the form that it reads, an MLP, attention. All backends' parts have the same methods.
+`torch/` is the definition and runs anywhere, in any dtype; `cpu/` is native code for bfloat16;
+`cuda/` is Triton's kernels, for GPUs. Parts are objects that were made once: a linear layer with
+its weights in the form that it reads, an MLP, attention. All backends' parts have the same methods.
 
-A step is prepared once: all that depends on its batch goes into the backend's buffers, attention's plan among it. The forward pass then reads those only.
+A step is prepared once: all that depends on its batch goes into the backend's buffers, attention's
+plan among it. The forward pass then reads those only.
 
-x: [T, k], a row a token. Where a norm is given, x is normalized first; where a residual is given, the result is added to it.
+x: [T, k], a row a token. Where a norm is given, x is normalized first; where a residual is given,
+the result is added to it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
+from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
-
-Tensor = torch.Tensor
-Array = np.ndarray[Any, Any]
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
 
@@ -32,36 +34,40 @@ class Linear(Protocol):
         ...
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """The same in float32: the last layer, or a router. The result is good until the next call."""
+        """Compute the same in float32, for the last layer or a router. The result is good until the
+        next call."""
         ...
 
 
 class Mlp(Protocol):
     @property
     def linears(self) -> dict[str, Linear]:
-        """Its layers, by the names that a packed checkpoint has for them."""
+        """The MLP's layers, by the names that a packed checkpoint has for them."""
         ...
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
-        """down(activation(gate) * up), with gate and up of x, normalized where there is a norm; with has_residual, x is added. Returns [T, hidden]."""
+        """down(activation(gate) * up), with gate and up of x, normalized where there is a norm;
+        with has_residual, x is added. Returns [T, hidden]."""
         ...
 
 
 class Attention(Protocol):
     def plan(self, inputs: AttentionInputs, block_size: int) -> Any:
-        """What the layers' calls need to know of a step. Good until the next plan."""
+        """Prepare the layers' calls for a step. Good until the next plan."""
         ...
 
     def __call__(
         self, qkv: Tensor, kv: Tensor, plan: Any, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
     ) -> Tensor:
-        """Normalize and rotate q and k, write K and V, attend: see TorchAttention. The result is good until the plan's next call."""
+        """Normalize and rotate q and k, write K and V, attend: see TorchAttention. The result is
+        good until the plan's next call."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has some of them."""
+    """A layer's RMSNorms: what they multiply by, [hidden] unless it says otherwise. A family has
+    some of them."""
 
     before_attention: Tensor | None = None
     after_attention: Tensor | None = None
@@ -81,7 +87,8 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """How a decoder's layers are put together: the same for all, but for the lists, which have an entry for each."""
+    """How a decoder's layers are put together: the same for all, but for the lists, which have an
+    entry for each."""
 
     eps: float
     residual_multiplier: float
@@ -97,7 +104,8 @@ class Wiring:
 
 class Stack(Protocol):
     def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any) -> Tensor:
-        """All layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and returned. plan: attention's, of this step."""
+        """Run all layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
+        returned. plan: attention's, of this step."""
         ...
 
     def reserve(self, num_tokens: int) -> None:
@@ -106,7 +114,7 @@ class Stack(Protocol):
 
 
 class RowMath(Protocol):
-    """What is done to rows between layers, where a layer can't do it itself."""
+    """The work on rows between layers that a layer can't do itself."""
 
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
         """RMSNorm, for what several layers read. Returns [T, k]."""
@@ -117,53 +125,57 @@ class RowMath(Protocol):
         ...
 
     def finish_logits(self, logits: Tensor, *, multiplier: float, cap: float) -> Tensor:
-        """multiplier * logits, and then cap * tanh(it / cap) if there is a cap. logits: [R, vocab] float32, overwritten."""
+        """multiplier * logits, and then cap * tanh(it / cap) if there is a cap. logits: [R, vocab]
+        float32, overwritten."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
-class MassesWanted:
-    """Of some rows, the sum of exp((logit - the largest) / temperature)."""
+class MassRequest:
+    """Rows of which the sum of exp((logit - the largest) / temperature) is wanted."""
 
     rows: Array  # [n] int64, rising
     temperatures: Array  # [n] float32
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """What rows of logits [R, vocab], edited already, are searched for, and what else decides the draw from each."""
+class SearchRequest:
+    """The values wanted of rows of logits [R, vocab], which are edited already, and the rest of
+    what decides the draw from each."""
 
     params: Sequence[SamplingParams]  # [R]: of the draws
     u: Array  # [R] float64: the uniform numbers that decide them
     num_listed: Array  # [R] int32, from 1: how many of its largest logits are wanted
-    scored: MassesWanted  # for logprobs
-    whole: MassesWanted  # of rows whose draw depends on the mass of all tokens
+    scored: MassRequest  # for logprobs
+    whole: MassRequest  # of rows whose draw depends on the mass of all tokens
 
 
 @dataclass(frozen=True, slots=True)
-class FoundRows:
-    """As find_largest and total_masses have it. What is beyond a row's num_listed means nothing."""
+class SearchResult:
+    """The results of find_largest and total_masses. Values beyond a row's num_listed mean
+    nothing."""
 
     values: Array  # [R, max(num_listed)] float32
     token_ids: Array  # [R, max(num_listed)] int64
-    scored_masses: Array  # of Wanted.scored, [n] float64
-    whole_masses: Array  # of Wanted.whole, [n] float64
+    scored_masses: Array  # of SearchRequest.scored, [n] float64
+    whole_masses: Array  # of SearchRequest.whole, [n] float64
 
 
-class Search(Protocol):
-    """Under way."""
+class RunningSearch(Protocol):
+    """A row search that the device runs."""
 
     @property
     def drawn(self) -> Tensor | None:
-        """[R] int64, on the device, where the next step can read it before the host does: each row's token, unless that is beyond the list, or so near to
-        another's place that the device's exponentials and the host's fall on two sides. None: only the host draws."""
+        """[R] int64, on the device, where the next step can read it before the host does: each
+        row's token, unless that is beyond the list, or so near to another's place that the device's
+        exponentials and the host's fall on two sides. None: only the host draws."""
         ...
 
     def wait(self) -> None:
         """Until a device has come to it."""
         ...
 
-    def read(self) -> FoundRows:
+    def read(self) -> SearchResult:
         """Waits, too."""
         ...
 
@@ -175,23 +187,25 @@ class Search(Protocol):
 class RowSearch(Protocol):
     """Logits [R, vocab] float32 to what candidates are made of."""
 
-    def start(self, logits: Tensor, wanted: Wanted) -> Search:
-        """Begin the search, and do not wait for the device. The logits stay as they are until it is read."""
+    def start(self, logits: Tensor, wanted: SearchRequest) -> RunningSearch:
+        """Begin the search, and do not wait for the device. The logits stay as they are until it is
+        read."""
         ...
 
     def find_largest(self, logits: Tensor, k: int) -> tuple[Array, Array]:
-        """The k largest of each row, by falling value, ties by rising token id. Returns values and ids, [R, k]. Of a row with a NaN anywhere, the first
-        value is NaN."""
+        """The k largest of each row, by falling value, ties by rising token id. Returns values and
+        ids, [R, k]. Of a row with a NaN anywhere, the first value is NaN."""
         ...
 
     def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
-        """Of each of some rows [n] int64 the sum of exp((logit - largest) / temperature), float32 [n] both. Returns [n] float64."""
+        """Sum exp((logit - largest) / temperature) over each of some rows [n] int64; largest,
+        temperatures: float32 [n]. Returns [n] float64."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LargestStep:
-    """What working memory follows from."""
+    """Inputs for sizing the workspace."""
 
     linears: list[Linear]  # that get all of its tokens
     mlps: list[Mlp]  # which they are parts of, in part
@@ -206,7 +220,7 @@ class LargestStep:
 class Backend(Protocol):
     @property
     def dtype(self) -> torch.dtype:
-        """Of activations."""
+        """The dtype of activations."""
         ...
 
     @property
@@ -214,7 +228,8 @@ class Backend(Protocol):
 
     @property
     def arithmetic(self) -> str:
-        """The hardware and the libraries that a result's bits depend on. Equal on two machines: equal bits."""
+        """The hardware and the libraries that a result's bits depend on. Equal on two machines:
+        equal bits."""
         ...
 
     @property
@@ -227,22 +242,25 @@ class Backend(Protocol):
     def row_search(self) -> RowSearch: ...
 
     def is_kept(self, matrix: Matrix) -> bool:
-        """Whether a layer keeps the form in which the file holds its weights; else it is widened to dtype."""
+        """Whether a layer keeps the form in which the file holds its weights; else it is widened to
+        dtype."""
         ...
 
     def make_linear(
         self, matrix: Matrix, bias: Tensor | None = None, *, quantization: str = "none", group: int = 64, is_gated: bool = False, activation: str = "silu"
     ) -> Linear:
-        """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a gate, and the result activation(gate) * the other half;
-        activation: silu or gelu_tanh.
+        """A linear layer of a matrix [n, k] and bias [n]. With is_gated the first half of n is a
+        gate, and the result activation(gate) * the other half; activation: silu or gelu_tanh.
 
-        quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not kept; group: inputs that share a scale, with four bits.
-        Raises StartupError for a quantization that can't run here.
+        quantization: of QUANTIZATIONS, for what is not quantized already, or in a form that is not
+        kept; group: inputs that share a scale, with four bits. Raises StartupError for a
+        quantization that can't run here.
         """
         ...
 
     def restore_linear(self, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str) -> Linear:
-        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of another layer, StartupError where nothing reads them."""
+        """A layer of a checkpoint that `penstock quantize` packed. Raises ValueError for parts of
+        another layer, StartupError where nothing reads them."""
         ...
 
     def make_mlp(self, gate_up: Linear, down: Linear) -> Mlp:
@@ -254,11 +272,13 @@ class Backend(Protocol):
         ...
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> Stack | None:
-        """These layers as one call; None: they have to be called one by one. attention: of make_attention."""
+        """Make one call of these layers; None: they have to be called one by one. attention: of
+        make_attention."""
         ...
 
     def kv_token_bytes(self, num_kv_heads: int, head_dim: int, *, group: int) -> int:
-        """What a token's keys and values take of a layer's cache; group: dimensions that share a scale in a cache of int8, 0: a cache of dtype."""
+        """Bytes of a token's keys and values in a layer's cache; group: dimensions that share a
+        scale in a cache of int8, 0: a cache of dtype."""
         ...
 
     def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
@@ -266,5 +286,5 @@ class Backend(Protocol):
         ...
 
     def workspace_bytes(self, step: LargestStep) -> int:
-        """What the largest step takes beside weights and KV cache."""
+        """Bytes that the largest step takes beside weights and KV cache."""
         ...

@@ -1,30 +1,32 @@
-"""Buffers: what a step fills before its forward pass, and the pass reads. They stay where they are, so that a pass can be recorded once and run again."""
+"""Buffers: what a step fills before its forward pass, and the pass reads. They stay where they are,
+so that a pass can be recorded once and run again."""
 
 import math
-from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.host_memory import mapped_zeros
+from shared.model.arrays import Array
 
-Tensor = torch.Tensor
 
-
-def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what runs there; on a CPU they stay where they are."""
+def to_device(values: Array, device: torch.device) -> Tensor:
+    """A tensor of the numbers. They go to a GPU through pinned memory, and nobody waits for what
+    runs there; on a CPU they stay where they are."""
     tensor = torch.from_numpy(values)
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
 
 
 def ensure_works(device: torch.device) -> None:
-    """Raises what has gone wrong on a GPU, if anything has. It computes nothing from then on, and its error comes up wherever the host asks it next."""
+    """Raises what has gone wrong on a GPU, if anything has. It computes nothing from then on, and
+    its error comes up wherever the host asks it next."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 class Buffers:
-    """Tensors by name, which grow to the largest step. What a step gets is good until the next step takes the same name."""
+    """Tensors by name, which grow to the largest step. What a step gets is good until the next step
+    takes the same name."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -42,12 +44,12 @@ class Buffers:
             self._held[name] = held
         return held[:size].view(shape)
 
-    def fill(self, name: str, values: list[int] | np.ndarray[Any, Any]) -> Tensor:
+    def fill(self, name: str, values: list[int] | Array) -> Tensor:
         """The numbers as int64, to be read after `upload`."""
         return self.take(name, (len(values),), torch.int64).copy_(torch.as_tensor(values, dtype=torch.int64))
 
     def upload(self) -> None:
-        """What has been filled is there from now on. Here it is as soon as it is filled."""
+        """Copy what has been filled to the device. Here it is as soon as it is filled."""
 
     @property
     def num_bytes(self) -> int:

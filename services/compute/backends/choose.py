@@ -11,7 +11,8 @@ from shared.process.errors import StartupError
 
 
 def choose_device(name: str) -> torch.device:
-    """`auto` is a GPU where there is one that can be used. Raises StartupError for `cuda` where there is none."""
+    """`auto` is a GPU where there is one that can be used. Raises StartupError for `cuda` where
+    there is none."""
     if name == "cpu":
         return torch.device("cpu")
     reason = why_unusable()
@@ -21,12 +22,15 @@ def choose_device(name: str) -> torch.device:
 
 
 def choose_backend(dtype: torch.dtype, device: torch.device, *, allow_batch_variance: bool = False) -> Backend:
-    """Triton's kernels on a GPU; native code for bfloat16 on a CPU that it knows; else torch. Raises StartupError for a wrong PENSTOCK_KERNELS.
+    """Triton's kernels on a GPU; native code for bfloat16 on a CPU that it knows; else torch.
+    Raises StartupError for a wrong PENSTOCK_KERNELS.
 
-    allow_batch_variance: whether a row's bits may depend on the rows beside it, for speed. Raises StartupError on a CPU, where there is nothing to gain.
+    allow_batch_variance: whether a row's bits may depend on the rows beside it, for speed. Raises
+    StartupError on a CPU, where there is nothing to gain.
     """
     if device.type == "cuda":
-        from services.compute.backends.cuda.backend import CudaBackend  # with Triton, which a CPU does not need
+        # with Triton, which a CPU does not need
+        from services.compute.backends.cuda.backend import CudaBackend
 
         return CudaBackend(dtype, device, allow_batch_variance=allow_batch_variance)
     if allow_batch_variance:

@@ -1,15 +1,15 @@
-"""What a weight matrix [n, k] is before a backend packs it: dense, in int8 by output column, in groups of inputs, or in FP8.
+"""A weight matrix [n, k] before a backend packs it: dense, in int8 by output column, in groups of
+inputs, or in FP8.
 
-It is the form in which a file holds it. A backend packs that form as it is where it can; else the matrix is dequantized, and perhaps quantized anew.
+It is the form in which a file holds it. A backend packs that form as it is where it can; else the
+matrix is dequantized, and perhaps quantized again.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-
-Tensor = torch.Tensor
-
+from torch import Tensor
 
 SLICE = 1 << 22  # weights of a matrix that are widened at once
 FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -37,7 +37,7 @@ class Dense:
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What has codes in the place of weights."""
+    """A matrix that holds codes in the place of weights."""
 
     codes: Tensor  # [n, k]
 
@@ -72,7 +72,8 @@ class Int8Columns(Coded):
 
 @dataclass(frozen=True, slots=True)
 class Grouped(Coded):
-    """(value - zero) * scale + minimum, with one scale, and one zero or minimum if there is any, for each group of inputs of a column.
+    """(value - zero) * scale + minimum, with one scale, and one zero or minimum if there is any,
+    for each group of inputs of a column.
 
     The value is the code itself (eight bits), or what stands in `table` at the code (four bits).
     """
@@ -151,7 +152,7 @@ class Float8(Coded):
         return out
 
     def by_output(self) -> "Float8":
-        """The same with a scale for each output."""
+        """The matrix with a scale for each output."""
         scales = self.scales.repeat_interleave(self.height, 0)[: self.shape[0]]
         return Float8(self.codes, scales, self.group)
 
@@ -160,7 +161,8 @@ Matrix = Dense | Int8Columns | Grouped | Float8
 
 
 def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
-    """Matrices with the same inputs as one, along the outputs; dense, in `dtype`, unless all have the same form."""
+    """Matrices with the same inputs as one, along the outputs; dense, in `dtype`, unless all have
+    the same form."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -175,7 +177,8 @@ def concatenate(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
 
 
 def _join_float8(parts: Sequence[Float8]) -> Float8:
-    """Of the same dtype and groups. A block that would reach from one matrix into the next gets a scale for each output."""
+    """Join matrices of the same dtype and groups. A block that would reach from one matrix into the
+    next gets a scale for each output."""
     height = parts[0].height
     if any(each.height != height for each in parts) or any(each.shape[0] % height for each in parts[:-1]):
         parts = [each.by_output() for each in parts]

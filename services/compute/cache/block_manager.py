@@ -1,9 +1,10 @@
 """BlockManager: which sequence has which blocks of the KV cache. The tensors are kv_cache.py's.
 
-A block is held by the sequences in whose tables it is (its reference count), or it is free. A full block whose KV is written is also
-offered to the prefix cache, under a hash of its tokens chained to its parent's; it stays there when nobody holds it any more, until
-its place is needed: such blocks count as free, and are evicted in the order in which they were let go. A block that is cached
-or held twice is never written: who has to write into one gets a copy (copy-on-write).
+A block is held by the sequences in whose tables it is (its reference count), or it is free. A full
+block whose KV is written is also offered to the prefix cache, under a hash of its tokens chained to
+its parent's; it stays there when nobody holds it any more, until its place is needed: such blocks
+count as free, and are evicted in the order in which they were let go. A block that is cached or
+held twice is never written: who has to write into one gets a copy (copy-on-write).
 """
 
 import hashlib
@@ -21,9 +22,11 @@ class BlockManager:
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.ref_counts = [0] * num_blocks
-        self.block_hashes: list[bytes | None] = [None] * num_blocks  # of the blocks in the prefix cache
+        # of the blocks in the prefix cache
+        self.block_hashes: list[bytes | None] = [None] * num_blocks
         self.cached_blocks: dict[bytes, int] = {}
-        self.evictable: OrderedDict[int, None] = OrderedDict()  # cached, held by nobody; least recently let go first
+        # cached, held by nobody; least recently let go first
+        self.evictable: OrderedDict[int, None] = OrderedDict()
         self.empty: list[int] = list(range(num_blocks - 1, -1, -1))
         self.copies: dict[int, int] = {}  # to: from, for the next step
         self.num_evictions = 0
@@ -40,7 +43,8 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let the sequence write up to its num_tokens-th token: blocks for all, and its own copy of the first it writes into if that is shared.
+        """Let the sequence write up to its num_tokens-th token: blocks for all, and its own copy of
+        the first it writes into if that is shared.
 
         All or nothing. Returns whether there were enough free blocks.
         """
@@ -60,7 +64,8 @@ class BlockManager:
         return True
 
     def free(self, sequence: Sequence) -> None:
-        """Take all of the sequence's blocks back, the last first: what begins like it can use the beginning for longer."""
+        """Take all of the sequence's blocks back, the last first: what begins like it can use the
+        beginning for longer."""
         for block_id in reversed(sequence.block_table):
             self._release(block_id)
         sequence.block_table.clear()
@@ -68,8 +73,8 @@ class BlockManager:
         sequence.has_shared_tail = False
 
     def match(self, sequence: Sequence) -> list[int]:
-        """The cached blocks of the longest prefix of the sequence that is computed, of its reusable tokens: a cached block is never written, and what is
-        foreseen may come otherwise."""
+        """The cached blocks of the longest prefix of the sequence that is computed, of its reusable
+        tokens: a cached block is never written, and what is foreseen may come otherwise."""
         found: list[int] = []
         if self.prefix_caching:
             for number in range(sequence.num_reusable_tokens // self.block_size):
@@ -80,7 +85,8 @@ class BlockManager:
         return found
 
     def share(self, sequence: Sequence, block_ids: list[int], num_tokens: int) -> None:
-        """Begin a sequence with blocks that hold its first num_tokens tokens already. The last of them may be full in part only."""
+        """Begin a sequence with blocks that hold its first num_tokens tokens already. The last of
+        them may be full in part only."""
         assert not sequence.block_table and num_tokens < sequence.num_tokens
         for block_id in block_ids:
             if self.ref_counts[block_id] == 0:
@@ -94,18 +100,21 @@ class BlockManager:
         sequence.has_shared_tail = num_tokens % self.block_size != 0
 
     def common_blocks(self, parent: Sequence, child: Sequence) -> list[int]:
-        """The parent's blocks that a fork keeps sharing: those before the one that the child writes first."""
+        """The parent's blocks that a fork keeps sharing: those before the one that the child writes
+        first."""
         return parent.block_table[: min(parent.num_prompt_tokens, child.num_tokens - 1) // self.block_size]
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
-        """Begin a child with its parent's blocks, as far as the two have their tokens in common: the prompt, but for the token it needs logits of."""
+        """Begin a child with its parent's blocks, as far as the two have their tokens in common:
+        the prompt, but for the token it needs logits of."""
         num_tokens = min(parent.num_prompt_tokens, child.num_tokens - 1)
         assert parent.num_computed_tokens >= num_tokens
         self.share(child, parent.block_table[: self.num_blocks_for(num_tokens)], num_tokens)
         parent.has_shared_tail = parent.has_shared_tail or child.has_shared_tail
 
     def commit(self, sequence: Sequence) -> None:
-        """Offer the sequence's full blocks, whose tokens are decided and whose KV is written, to the prefix cache. Of two equal blocks the first stays."""
+        """Offer the sequence's full blocks, whose tokens are decided and whose KV is written, to
+        the prefix cache. Of two equal blocks the first stays."""
         num_full = min(sequence.num_computed_tokens, sequence.num_decided_tokens) // self.block_size
         if not self.prefix_caching:
             return
@@ -127,7 +136,8 @@ class BlockManager:
         return copies
 
     def _hash(self, sequence: Sequence, number: int) -> bytes:
-        """Of the sequence's number-th block: its tokens, all before them, and the salt."""
+        """The hash of the sequence's number-th block: of its tokens, all before them, and the
+        salt."""
         hashes = sequence.block_hashes
         while len(hashes) <= number:
             start = len(hashes) * self.block_size
@@ -137,7 +147,8 @@ class BlockManager:
         return hashes[number]
 
     def _shared_tail(self, sequence: Sequence) -> int | None:
-        """Where in its table the block is that the sequence would write next, if it must not."""
+        """The place in the table of the block that the sequence would write next, if it must
+        not."""
         number = sequence.num_computed_tokens // self.block_size
         if number >= len(sequence.block_table):
             return None

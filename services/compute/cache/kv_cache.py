@@ -1,4 +1,5 @@
-"""KVCache: the tensors behind the block ids, and how many there can be. Who has which block is block_manager.py's."""
+"""KVCache: the tensors behind the block ids, and how many there can be. Who has which block is
+block_manager.py's."""
 
 from typing import Protocol
 
@@ -15,7 +16,7 @@ CUDA_SHARE, CPU_SHARE = 0.9, 0.25  # of the free memory: a GPU is the server's o
 
 
 class CacheShape(Protocol):
-    """What a model's configuration says of its cache."""
+    """The part of a model's configuration that sizes its cache."""
 
     @property
     def num_layers(self) -> int: ...
@@ -31,21 +32,25 @@ class KVCache:
     """Keys and values of every layer, as the backend lays them out."""
 
     def __init__(self, config: CacheShape, backend: Backend, *, num_blocks: int, block_size: int, group: int = 0) -> None:
-        """group: dimensions that share a scale in a cache of int8; 0: a cache of the backend's dtype."""
+        """group: dimensions that share a scale in a cache of int8; 0: a cache of the backend's
+        dtype."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         heads, head_dim = config.num_kv_heads, config.head_dim
-        self.layers = [backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group) for _ in range(config.num_layers)]  # [2, num_blocks, ...]
+        # [2, num_blocks, ...]
+        self.layers = [backend.make_kv_layer(num_blocks, block_size, heads, head_dim, group=group) for _ in range(config.num_layers)]
 
     def copy_blocks(self, block_copies: tuple[tuple[int, int], ...]) -> None:
-        """From, to. All are read before any is written: a block that is copied from may be copied to as well."""
+        """Copy blocks, (from, to). All are read before any is written: a block that is copied from
+        may be copied to as well."""
         sources, targets = to_device(np.array(block_copies, np.int64), self.layers[0].device).unbind(1)
         for layer in self.layers:
             layer[:, targets] = layer[:, sources]
 
 
 def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
-    """The groups that --kv-cache-dtype and --kv-cache-group ask for; 0: none. Raises StartupError if they don't divide the heads."""
+    """The groups that --kv-cache-dtype and --kv-cache-group ask for; 0: none. Raises StartupError
+    if they don't divide the heads."""
     if settings.kv_cache_dtype == "auto":
         return 0
     asked = settings.kv_cache_group
@@ -56,7 +61,8 @@ def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
 
 
 def choose_num_blocks(settings: ComputeSettings, config: CacheShape, backend: Backend, workspace_bytes: int) -> int:
-    """As many blocks as fit in the memory asked for, or in a share of what is free now and stays so. Raises StartupError if not even one does.
+    """As many blocks as fit in the memory asked for, or in a share of what is free now and stays
+    so. Raises StartupError if not even one does.
 
     workspace_bytes: what the largest step will take.
     """

@@ -1,30 +1,33 @@
-"""llama.cpp's chain of samplers over a whole row: top-n-sigma, top-k, typical-p, top-p, min-p, XTC, and the temperature last of all.
+"""llama.cpp's chain of samplers over a whole row: top-n-sigma, top-k, typical-p, top-p, min-p, XTC,
+and the temperature last of all.
 
-Each stage sees the probabilities at temperature 1 of what the one before has left, and leaves a stretch of the sorted row: a prefix, or, of typical-p
-and XTC, a stretch from further inside. So a row of which `truncate` has taken the others away (their logits are minus infinity) is a plain row: what is
-left is drawn at the temperature that `truncate` gives, by the rules of shared/model/decision.py, and the sampler need not know of the chain.
+Each stage sees the probabilities at temperature 1 of what the one before has left, and leaves a
+stretch of the sorted row: a prefix, or, of typical-p and XTC, a stretch from further inside. So a
+row of which `truncate` has taken the others away (their logits are minus infinity) is a plain row:
+what is left is drawn at the temperature that `truncate` gives, by the rules of
+shared/model/decision.py, and the sampler need not know of the chain.
 
-Sources: Holtzman et al. 2020 (top-p); Meister et al. 2023 (typical-p); "Top-nσ", Tang et al. 2024; Nguyen et al. 2024 (min-p); XTC and dynamic
-temperature as llama.cpp defines them. Equal logits stand in the order of their token ids.
+Sources: Holtzman et al. 2020 (top-p); Meister et al. 2023 (typical-p); "Top-nσ", Tang et al. 2024;
+Nguyen et al. 2024 (min-p); XTC and dynamic temperature as llama.cpp defines them. Equal logits
+stand in the order of their token ids.
 """
-
-from typing import Any
 
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.model.decision import XTC, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
-
-Array = np.ndarray[Any, Any]
 
 MAX_TEMPERATURE = 100.0
 NOT_FINITE = "the model's numbers for this request's next token are not finite"
 
 
 def truncate(row: Array, params: SamplingParams, chain: ChainParams, position: int) -> tuple[Array, float]:
-    """What the chain takes away of a row of logits [vocab] float32, as booleans [vocab], and the temperature of the draw among the others.
+    """The tokens that the chain takes away from a row of logits [vocab] float32, as booleans
+    [vocab], and the temperature of the draw among the others.
 
-    position: of the token to be decided. Raises ArithmeticError for a row with a NaN or without a finite largest logit.
+    position: of the token to be decided. Raises ArithmeticError for a row with a NaN or without a
+    finite largest logit.
     """
     if not np.isfinite(row.max()):
         raise ArithmeticError(NOT_FINITE)
@@ -47,14 +50,15 @@ def truncate(row: Array, params: SamplingParams, chain: ChainParams, position: i
 
 
 def probabilities(values: Array) -> Array:
-    """At temperature 1, of falling logits [n] float64."""
+    """Probabilities at temperature 1 of falling logits [n] float64."""
     weights = np.exp(values - values[0])
     found: Array = weights / weights.sum()
     return found
 
 
 def typical(values: Array, mass: float) -> tuple[int, int]:
-    """The stretch [begin, end) of tokens whose surprise is nearest to its mean, the entropy: as few as have more than `mass` together."""
+    """The stretch [begin, end) of tokens whose surprise is nearest to its mean, the entropy: as few
+    as have more than `mass` together."""
     p = probabilities(values)
     surprise = np.log(np.exp(values - values[0]).sum()) - (values - values[0])
     distance = np.abs(surprise - float((p * surprise).sum()))
@@ -63,7 +67,8 @@ def typical(values: Array, mass: float) -> tuple[int, int]:
     border = distance[order[count - 1]]
     within = np.flatnonzero(distance <= border)
     begin, end = int(within[0]), int(within[-1]) + 1
-    surplus = end - begin - count  # several are as far away as the last one: the less likely ones go first, then the likeliest
+    # several are as far away as the last one: the less likely ones go first, then the likeliest
+    surplus = end - begin - count
     tied = min(surplus, int(np.count_nonzero(distance[end - surplus : end] == border)) if surplus else 0)
     return begin + surplus - tied, end - tied
 
@@ -76,7 +81,8 @@ def is_applied(chain: ChainParams, seed: int, position: int) -> bool:
 
 
 def temperature(values: Array, base: float, chain: ChainParams) -> float:
-    """The request's, or with a range one within it by how even the candidates are: their entropy's share of the largest possible."""
+    """The request's, or with a range one within it by how even the candidates are: their entropy's
+    share of the largest possible."""
     if chain.dynatemp_range == 0.0:
         return base
     low, high = max(0.0, base - chain.dynatemp_range), base + chain.dynatemp_range
@@ -88,7 +94,7 @@ def temperature(values: Array, base: float, chain: ChainParams) -> float:
 
 
 def dropped(row: Array, values: Array, begin: int, end: int) -> Array:
-    """Which tokens of the row are not at the places [begin, end) of its sorted values."""
+    """Tokens of the row that are not at the places [begin, end) of its sorted values."""
     first, last = np.float32(values[begin]), np.float32(values[end - 1])
     outside: Array = ~((row <= first) & (row >= last))
     for value in {float(first), float(last)}:

@@ -1,4 +1,5 @@
-"""Compiled grammars: one text is compiled once for all who bring it, and what is kept is bounded by bytes.
+"""Compiled grammars: one text is compiled once for all who bring it, and what is kept is bounded by
+bytes.
 
 The library does not tell how much memory a grammar holds. It spends its processor time on making
 expressions and states, so the time bounds the bytes: BYTES_PER_S is the most that was measured.
@@ -44,7 +45,7 @@ class Grammar:
 
 
 class GrammarCache:
-    """Its methods belong to the loop; grammars are compiled in threads."""
+    """Compiled grammars. The methods belong to the loop; grammars are compiled in threads."""
 
     def __init__(self, load: Callable[[], Vocabulary]) -> None:
         """load: called once, in a thread, when the first grammar comes."""
@@ -62,7 +63,8 @@ class GrammarCache:
         return self._vocabulary
 
     def get(self, constraint: Constraint, running: Iterable[Grammar]) -> "Future[Grammar]":
-        """The constraint's grammar, once it is compiled. running: those of the sequences that run."""
+        """The constraint's grammar, once it is compiled. running: those of the sequences that
+        run."""
         key, vocabulary = key_of(constraint), self.vocabulary
         known = self.kept.get(key) or next((each for each in running if each.key == key), None)
         if known is not None:
@@ -95,7 +97,8 @@ class GrammarCache:
             self._free(self.kept.popitem(last=False)[1])
 
     def release(self, grammar: Grammar, *, has_failed: bool) -> None:
-        """A sequence that ran it has ended; it may have grown. has_failed: through the grammar, which is not kept then."""
+        """A sequence that ran it has ended; it may have grown. has_failed: through the grammar,
+        which is not kept then."""
         if has_failed:
             self.kept.pop(grammar.key, None)
         else:
@@ -104,7 +107,8 @@ class GrammarCache:
             self._free(grammar)
 
     def _free(self, grammar: Grammar) -> None:
-        """Its memory goes back to the allocator with the last reference, and to the system by `tidy`."""
+        """Drop the grammar. The memory goes back to the allocator with the last reference, and to
+        the system by `tidy`."""
         self._num_freed_bytes += grammar.size_bytes
 
     def tidy(self) -> None:

@@ -1,8 +1,9 @@
-"""The grammars of the sequences that run: compiled beside the loop, and asked for masks while the model computes.
+"""The grammars of the sequences that run: compiled beside the loop, and asked for masks while the
+model computes.
 
-No step waits for one row's mask longer than the budget that its loop gives. A row whose mask is late
-sits out: its sequence runs again when the mask is there, and gets the same text. A matcher whose masks
-take long is asked before its row runs, in threads of its own.
+No step waits for one row's mask longer than the budget that its loop gives. A row whose mask is
+late sits out: its sequence runs again when the mask is there, and gets the same text. A matcher
+whose masks take long is asked before its row runs, in threads of its own.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -12,7 +13,8 @@ from dataclasses import dataclass, field
 from services.compute.candidates.compiled import Grammar, GrammarCache
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.matcher import Filling, Matcher, Turn, replay_some
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary
 from shared.wire.messages import RequestError
@@ -25,10 +27,11 @@ REPLAY_SLICE_S = 0.05  # of processor time; those who need more take turns
 
 @dataclass(frozen=True, slots=True)
 class Masks:
-    """What the grammars of one step's sequences allow."""
+    """Masks of the tokens that the grammars of one step's sequences allow."""
 
     by_handle: dict[int, Array] = field(default_factory=dict)  # [num_bytes(vocab_size)] uint8 each
-    failures: dict[int, RequestError] = field(default_factory=dict)  # whose grammars can't say it, and why
+    # whose grammars can't say it, and why
+    failures: dict[int, RequestError] = field(default_factory=dict)
     late: frozenset[int] = frozenset()  # handles whose masks are still being filled
 
 
@@ -68,7 +71,8 @@ class Masking:
 
 
 class Constraints:
-    """Its methods belong to the loop; what they start runs in threads."""
+    """The grammars of this replica's sequences. The methods belong to the loop; what they start
+    runs in threads."""
 
     def __init__(self, load: Callable[[], Vocabulary], vocab_size: int) -> None:
         """load: called once, in a thread, when the first constraint comes."""
@@ -76,7 +80,8 @@ class Constraints:
         self.grammars = GrammarCache(load)
         self.matchers: dict[int, Matcher] = {}  # by handle
         self.opening: dict[int, Opening] = {}  # by handle: sequences that wait for their grammars
-        self.late: dict[int, Matcher] = {}  # by handle: those whose masks come before their rows run
+        # by handle: those whose masks come before their rows run
+        self.late: dict[int, Matcher] = {}
         self._maskers = ThreadPoolExecutor(NUM_MASKERS, "mask")
         self._slow_maskers = ThreadPoolExecutor(NUM_SLOW_MASKERS, "slow-mask")
         self._replayers = ThreadPoolExecutor(NUM_REPLAYERS, "replay")
@@ -86,7 +91,8 @@ class Constraints:
         self.opening[sequence.handle] = Opening(sequence, constraint, self.grammars.get(constraint, self._running()))
 
     def opened(self) -> list[tuple[Sequence, RequestError | None]]:
-        """The sequences whose grammars have come since; and those whose grammars can't, and why: they are to be forgotten."""
+        """The sequences whose grammars have come since; and those whose grammars can't, and why:
+        they are to be forgotten."""
         found: list[tuple[Sequence, RequestError | None]] = []
         for opening in list(self.opening.values()):
             try:
@@ -101,7 +107,8 @@ class Constraints:
         return found
 
     def start(self, sequences: Collection[Sequence]) -> Masking | None:
-        """Begin with the masks of the tokens that follow these sequences; None: none of them has a grammar."""
+        """Begin with the masks of the tokens that follow these sequences; None: none of them has a
+        grammar."""
         matchers = {each.handle: matcher for each in sequences if (matcher := self.matchers.get(each.handle)) is not None}
         if not matchers:
             return None
@@ -121,7 +128,7 @@ class Constraints:
         return Masking(matchers, filling, frozenset(stale))
 
     def hold_back(self, handles: Iterable[int]) -> None:
-        """These rows were late: they sit out until their masks are there."""
+        """Hold back rows whose masks were late: they sit out until their masks are there."""
         self.late.update({handle: self.matchers[handle] for handle in handles})
 
     def sitting_out(self) -> frozenset[int]:
@@ -152,7 +159,8 @@ class Constraints:
         return [matcher.grammar for matcher in self.matchers.values()]
 
     def _advance(self, opening: Opening) -> Matcher | None:
-        """The matcher, if it has come to its sequence's last token. Raises what its threads did, and Invalid."""
+        """The matcher, if it has come to its sequence's last token. Raises what its threads did,
+        and Invalid."""
         if not opening.compiling.done():
             return None
         sequence = opening.sequence

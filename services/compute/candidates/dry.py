@@ -1,23 +1,22 @@
-"""DRY, "don't repeat yourself": what would go on with a repetition is made less likely, the more so the longer the repetition is, as llama.cpp does it.
+"""DRY, "don't repeat yourself": what would go on with a repetition is made less likely, the more so
+the longer the repetition is, as llama.cpp does it.
 
 A pure function of the history: the prompt and the output so far.
 """
 
-from typing import Any
-
 import numpy as np
 
+from shared.model.arrays import Array
 from shared.model.dry_breakers import Breakers
 from shared.model.sampling_params import DryParams
-
-Array = np.ndarray[Any, Any]
 
 MAX_REPEAT = 256  # tokens beyond allowed_length: what repeats more is penalized like this
 MAX_EXPONENT_LOG = 88.7228391  # of the largest float32
 
 
 def dry_penalties(token_ids: Array, params: DryParams, breakers: Breakers) -> tuple[Array, Array]:
-    """The tokens that lose something, each once, int64, and how much, float32. token_ids: the history, [n] int64."""
+    """The tokens that lose something, each once, int64, and how much, float32. token_ids: the
+    history, [n] int64."""
     nothing = np.zeros(0, np.int64), np.zeros(0, np.float32)
     window = len(token_ids) if params.penalty_last_n < 0 else min(params.penalty_last_n, len(token_ids))
     if window <= params.allowed_length or window < 2:
@@ -40,7 +39,8 @@ def dry_penalties(token_ids: Array, params: DryParams, breakers: Breakers) -> tu
 
 
 def repeatable(history: Array, breakers: Breakers, most: int) -> int:
-    """How many tokens back from the end of the history a repetition may reach: to the first breaker, `most` of them at most."""
+    """How many tokens back from the end of the history a repetition may reach: to the first
+    breaker, `most` of them at most."""
     reach = max((len(tail) for tails in breakers.values() for tail in tails), default=0)
     tokens = history[: -(most + reach + 2) : -1].tolist()
     for back, token in enumerate(tokens):
@@ -51,7 +51,8 @@ def repeatable(history: Array, breakers: Breakers, most: int) -> int:
 
 
 def repeat_lengths(history: Array, longest: int) -> Array:
-    """For each place but the last, how many tokens up to it are the same as those up to the end; no more than `longest`. Returns [len(history) - 1]."""
+    """For each place but the last, how many tokens up to it are the same as those up to the end; no
+    more than `longest`. Returns [len(history) - 1]."""
     lengths = np.zeros(len(history) - 1, np.int64)
     ends = np.flatnonzero(history[:-1] == history[-1]) if longest else np.zeros(0, np.int64)
     lengths[ends] = 1

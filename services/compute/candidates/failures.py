@@ -1,4 +1,4 @@
-"""What fails one request alone, as its client is told."""
+"""Errors of one request alone, as its client is told."""
 
 from shared.process.errors import Invalid
 from shared.wire.messages import RequestError

@@ -1,8 +1,8 @@
 """Matcher: a sequence's place in its grammar; and the filling of masks, in threads.
 
-A matcher's state is a function of its sequence's output tokens, decided and foreseen, and of nothing
-else. So it is made again wherever the tokens are (after a crash, at another replica), goes forward
-with them, and back where foreseen ones are taken back.
+A matcher's state is a function of its sequence's output tokens, decided and foreseen, and of
+nothing else. So it is made again wherever the tokens are (after a crash, at another replica), goes
+forward with them, and back where foreseen ones are taken back.
 
 Matchers of one text share what the library has worked out of it. Should that outgrow its limits,
 through whoever, a sequence gets a matcher of its own: what ends in an error depends on the
@@ -20,7 +20,8 @@ from llguidance import LLMatcher
 from services.compute.candidates.compiled import Grammar
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import num_bytes
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary, compile_grammar
 from shared.process.errors import Invalid
@@ -57,7 +58,8 @@ class Matcher:
         return self.seconds > SLOW_S
 
     def step_to(self, sequence: Sequence) -> "Turn":
-        """How it comes to the sequence's last token. What was decided when it was last asked stands; what was foreseen then may have come otherwise."""
+        """How it comes to the sequence's last token. What was decided when it was last asked
+        stands; what was foreseen then may have come otherwise."""
         first, known = sequence.num_prompt_tokens + self.num_decided, self.token_ids[self.num_decided :]
         present = sequence.token_ids[first:]
         num_same = next((at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), min(len(known), len(present)))
@@ -79,7 +81,7 @@ class Turn:
         return not self.num_taken_back and not self.new_token_ids and self.matcher.filling is not None
 
     def take(self, filling: "Filling") -> None:
-        """From now on the matcher is the filling's."""
+        """Give the matcher to the filling."""
         matcher, sequence = self.matcher, self.sequence
         del matcher.token_ids[len(matcher.token_ids) - self.num_taken_back :]
         matcher.token_ids.extend(self.new_token_ids)
@@ -88,7 +90,8 @@ class Turn:
 
 
 class Filling:
-    """Masks that a thread fills, one after the other. An outcome is a mask, [num_bytes(vocab_size)] uint8, or why there is none."""
+    """Masks that a thread fills, one after the other. An outcome is a mask, [num_bytes(vocab_size)]
+    uint8, or why there is none."""
 
     def __init__(self, turns: list[Turn], vocabulary: Vocabulary, vocab_size: int, slow_lane: ThreadPoolExecutor) -> None:
         self.outcomes: dict[int, Array | RequestError] = {}  # by handle
@@ -102,13 +105,14 @@ class Filling:
             turn.take(self)
 
     def run(self) -> None:
-        """In a thread."""
+        """Fill a mask, in a thread."""
         for turn, row in zip(self._turns, self._rows, strict=True):
             if not self._fill(turn, row):
                 self._slow_lane.submit(self._refill, turn, row)
 
     def _fill(self, turn: Turn, row: Array) -> bool:
-        """Whether there is an outcome. There is none where the matcher has to be made again, and that takes long."""
+        """Whether there is an outcome. There is none where the matcher has to be made again, and
+        that takes long."""
         matcher, began = turn.matcher, time.thread_time()
         try:
             if turn.num_taken_back:
@@ -124,7 +128,7 @@ class Filling:
         return True
 
     def _refill(self, turn: Turn, row: Array) -> None:
-        """In a thread of the slow lane."""
+        """Catch up and fill a mask, in a thread of the slow lane."""
         began = time.thread_time()
         try:
             self._judge(turn.matcher, row, began)
@@ -133,7 +137,8 @@ class Filling:
             self._end(turn, error_of(error), began)
 
     def _judge(self, matcher: Matcher, row: Array, began: float) -> None:
-        """Fill the row by a matcher of its own if the shared one is worn out. Raises Invalid for a grammar that is too complex."""
+        """Fill the row by a matcher of its own if the shared one is worn out. Raises Invalid for a
+        grammar that is too complex."""
         if matcher.state.is_error():
             matcher.state = replay(matcher.constraint, self._vocabulary, matcher.token_ids)
             matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
@@ -150,12 +155,15 @@ class Filling:
             matcher.grammar.seconds += matcher.seconds
         self.outcomes[turn.sequence.handle] = outcome
         if len(self.outcomes) == self._num_turns:
-            self._turns = []  # they hold the matchers, which hold this: no grammar is to wait for the garbage collector
+            # they hold the matchers, which hold this: no grammar is to wait for the garbage
+            # collector
+            self._turns = []
             self.is_done.set()
 
 
 def replay_some(matcher: Matcher, token_ids: list[int], vocabulary: Vocabulary, slice_s: float) -> None:
-    """Take in the output's tokens, as many as the time allows. Raises Invalid for an output that the grammar does not allow."""
+    """Take in the output's tokens, as many as the time allows. Raises Invalid for an output that
+    the grammar does not allow."""
     began = time.thread_time()
     while len(matcher.token_ids) < len(token_ids):
         some = token_ids[len(matcher.token_ids) : len(matcher.token_ids) + REPLAY_TOKENS]

@@ -1,7 +1,8 @@
-"""The logprobs of a prompt's tokens: what the model's own logits say of the token that stands there, and of the likeliest.
+"""The logprobs of a prompt's tokens: what the model's own logits say of the token that stands
+there, and of the likeliest.
 
-A prompt's rows come slice by slice, and each slice is reduced at once, so that the logits of a long prompt are never in memory together. A row's
-result depends on nothing but the row.
+A prompt's rows come slice by slice, and each slice is reduced at once, so that the logits of a long
+prompt are never in memory together. A row's result depends on nothing but the row.
 """
 
 from collections.abc import Callable, Iterable
@@ -12,8 +13,10 @@ import torch
 
 from services.compute.backends.backend import RowSearch
 from services.compute.batch import ScheduledBatch
-from services.compute.sequence import Array, ScoredTokens, Sequence
-from shared.wire.messages import PromptLogprobs, RequestError
+from services.compute.sequence import ScoredTokens, Sequence
+from shared.model.arrays import Array
+from shared.wire.logprobs import PromptLogprobs
+from shared.wire.messages import RequestError
 
 NOT_FINITE = "the model's numbers for this request's prompt are not finite"
 
@@ -21,7 +24,8 @@ NOT_FINITE = "the model's numbers for this request's prompt are not finite"
 def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Callable[[int], Sequence], search: RowSearch) -> dict[int, RequestError]:
     """Score the batch's target_ids, for the sequences that `get` finds by handle.
 
-    slices: [n, vocab] float32 each, the rows that predict the targets, in their order. Returns by handle which prompts failed, and why.
+    slices: [n, vocab] float32 each, the rows that predict the targets, in their order. Returns by
+    handle which prompts failed, and why.
     """
     asked = [(get(row.handle), row.target_ids) for row in batch.rows if row.target_ids]
     if not asked:
@@ -44,7 +48,8 @@ def score_prompts(slices: Iterable[torch.Tensor], batch: ScheduledBatch, get: Ca
 
 @torch.inference_mode()
 def score_rows(logits: torch.Tensor, targets: Array, k: int, search: RowSearch) -> ScoredTokens:
-    """logits: [n, vocab] float32; targets: [n] int64, the token whose logprob each row gives; k: how many of the likeliest to list.
+    """logits: [n, vocab] float32; targets: [n] int64, the token whose logprob each row gives; k:
+    how many of the likeliest to list.
 
     A row without finite numbers, or with a NaN anywhere, has NaN for its logprobs.
     """
@@ -60,7 +65,8 @@ def score_rows(logits: torch.Tensor, targets: Array, k: int, search: RowSearch) 
 
 
 def num_larger(logits: torch.Tensor, values: torch.Tensor) -> Array:
-    """How many of each row are larger than its value. logits: [n, vocab], values: [n, 1]. Returns [n] int32."""
+    """How many of each row are larger than its value. logits: [n, vocab], values: [n, 1]. Returns
+    [n] int32."""
     is_host = logits.device.type == "cpu"  # there numpy counts eight times as fast as torch sums
     counts = np.count_nonzero(logits.numpy() > values.numpy(), axis=1) if is_host else (logits > values).sum(dim=1).cpu().numpy()
     larger: Array = counts.astype(np.int32)
@@ -76,7 +82,8 @@ def join_scored(parts: list[ScoredTokens]) -> ScoredTokens:
 
 
 def prompt_logprobs(sequence: Sequence) -> PromptLogprobs | None:
-    """What the sampler is told of the sequence's prompt, all of which is scored; None, if nothing was asked or its first token's entry holds it already."""
+    """The logprobs of the sequence's prompt, all of which is scored; None, if nothing was asked or
+    its first token's entry holds it already."""
     if sequence.params.prompt_logprobs is None or sequence.num_decided_tokens > sequence.num_prompt_tokens:
         return None
     whole = join_scored(sequence.scored)

@@ -1,99 +1,61 @@
-"""Logits to exact candidate sets: what decides each token, in a few bytes instead of the whole vocabulary.
+"""Logits to exact candidate sets: what decides each token, in a few bytes instead of the whole
+vocabulary.
 
-A row is first edited as its request asks (penalties, bias, banned tokens, the mask of its grammar). Then its largest logits are listed in
-order, and for rows that are drawn at random, the mass W of all tokens that top-k, top-p and min-p keep, and the token on which the draw
-falls if it falls beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as well. The header of
-shared/model/decision.py shows that this is exact. The list's length follows from the request's own parameters alone, never from the batch.
+A row is first edited as its request asks (penalties, bias, banned tokens, the mask of its grammar).
+Then its largest logits are listed in order, and for rows that are drawn at random, the mass W of
+all tokens that top-k, top-p and min-p keep, and the token on which the draw falls if it falls
+beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as
+well. The header of shared/model/decision.py shows that this is exact. The list's length follows
+from the request's own parameters alone, never from the batch.
 
-A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own request; the others go on. A device that fails is no row's
-mistake: compute ends with it, and another takes its requests over.
+A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own
+request; the others go on. A device that fails is no row's mistake: compute ends with it, and
+another takes its requests over.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from services.compute.backends.backend import FoundRows, MassesWanted, RowSearch, Search, Wanted
+from services.compute.backends.backend import MassRequest, RowSearch, RunningSearch, SearchRequest, SearchResult
 from services.compute.backends.buffers import ensure_works, to_device
 from services.compute.candidates.chain import NOT_FINITE, truncate
 from services.compute.candidates.constraints import Masks
+from services.compute.candidates.draw import draw
 from services.compute.candidates.dry import dry_penalties
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
-from services.compute.candidates.sorted_head import SortedHead, sort_until
+from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.sequence import Sequence
-from shared.model.decision import GREEDY, cumulative_mass, decide, falls_beyond, kept_count, pick, uniform
+from shared.model.arrays import Array
+from shared.model.decision import GREEDY, decide, pick, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.process.telemetry import get_logger
-from shared.wire.messages import RequestError, SequenceIntro, StepCandidates
+from shared.wire.messages import RequestError
 
 log = get_logger("penstock.compute")
 
-Array = np.ndarray[Any, Any]
 
-LISTED = 64  # candidates of a random row without top-k: nearly every draw of a trained model falls among them
+# candidates of a random row without top-k: nearly every draw of a trained model falls among them
+LISTED = 64
 MAX_LISTED = 256  # of a row with a large top-k
-REQUESTS_OWN = -1.0  # a row's temperature, where it is its request's
 NO_MASKS = Masks()
-
-
-@dataclass(frozen=True, slots=True)
-class CandidateRows:
-    """The undecided rows of one step, all sequences together; `message` has some of them for a sampler."""
-
-    handles: Array  # [R] int32
-    positions: Array  # [R] int32: in the token log, of the token to be decided
-    previous_token_ids: Array  # [R] int32: at the position before, which this row was computed upon; -1: it is the first
-    counts: Array  # [R] int32
-    token_ids: Array  # [R, K] int32, K = max(counts)
-    logits: Array  # [R, K] float32
-    logsumexp: Array  # [R] float32
-    kept_mass: Array  # [R] float64
-    tail_token_ids: Array  # [R] int32
-    tail_logits: Array  # [R] float32
-    chosen: Array  # [R] int32: what the sampler will decide
-    temperatures: Array  # [R] float32, where they depend on the row; REQUESTS_OWN elsewhere
-    failures: dict[int, RequestError] = field(default_factory=dict)  # by handle: rows that are not here, and why
-
-    def only(self, rows: list[int]) -> "CandidateRows":
-        """Some of them, without failures."""
-        return CandidateRows(**{each.name: getattr(self, each.name)[rows] for each in fields(self) if each.name != "failures"})
-
-    def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
-        """The message with these rows."""
-        counts = self.counts[rows]
-        is_listed = np.arange(self.token_ids.shape[1]) < counts[:, None]
-        return StepCandidates(
-            compute_id=compute_id,
-            step=step,
-            intros=intros,
-            forget=np.array(forget, np.int32),
-            handles=self.handles[rows],
-            positions=self.positions[rows],
-            counts=counts,
-            token_ids=self.token_ids[rows][is_listed],
-            logits=self.logits[rows][is_listed],
-            logsumexp=self.logsumexp[rows],
-            kept_mass=self.kept_mass[rows],
-            tail_token_ids=self.tail_token_ids[rows],
-            tail_logits=self.tail_logits[rows],
-            previous_token_ids=self.previous_token_ids[rows],
-            temperatures=self.temperatures[rows] if (self.temperatures[rows] != REQUESTS_OWN).any() else self.temperatures[:0],
-        )
 
 
 @dataclass(slots=True)
 class EditedRow:
-    """A row of logits that is ready to be reduced, and what its sequence was when it was edited: it may have gone on when the candidates are read."""
+    """A row of logits that is ready to be reduced, and what its sequence was when it was edited: it
+    may have gone on when the candidates are read."""
 
     handle: int
     position: int  # in the token log, of the token to be decided
     previous_token_id: int  # -1: none
-    params: SamplingParams  # of the draw: what the chain has done already is off, and the temperature is the row's
-    logsumexp: float | None = None  # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
+    # of the draw: what the chain has done already is off, and the temperature is the row's
+    params: SamplingParams
+    # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
+    logsumexp: float | None = None
     temperature: float = REQUESTS_OWN
 
 
@@ -103,10 +65,11 @@ class Reduction:
 
     logits: torch.Tensor  # [R, vocab] float32
     edited: list[EditedRow]  # [R]
-    wanted: Wanted
-    searching: Search
+    wanted: SearchRequest
+    searching: RunningSearch
     search: RowSearch
-    failures: dict[int, RequestError]  # by handle: rows that could not be edited, and are none of these
+    # by handle: rows that could not be edited, and are none of these
+    failures: dict[int, RequestError]
 
     @torch.inference_mode()
     def finish(self) -> CandidateRows:
@@ -134,23 +97,6 @@ class Reduction:
         return rows
 
 
-def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
-    """Some rows of some steps as one: those of each sequence in the order of their positions."""
-    first, indices = chosen[0]
-    if len(chosen) == 1 and len(indices) == len(first.handles):
-        return first
-    width = max(rows.token_ids.shape[1] for rows, _ in chosen)
-    order = np.argsort(np.concatenate([rows.positions[indices] for rows, indices in chosen]), kind="stable")
-
-    def stack(name: str) -> Any:
-        columns = [getattr(rows, name)[indices] for rows, indices in chosen]
-        if columns[0].ndim == 2:
-            columns = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in columns]
-        return np.concatenate(columns)[order]
-
-    return CandidateRows(**{each.name: stack(each.name) for each in fields(CandidateRows) if each.name != "failures"})
-
-
 def num_listed(params: SamplingParams, vocab_size: int) -> int:
     """How many candidates a request's rows list."""
     wanted = params.logprobs or 0
@@ -166,8 +112,9 @@ def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, m
 
 @torch.inference_mode()
 def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> Reduction:
-    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token each row decides; search:
-    of the model's backend; masks: of their grammars, where they have one: a row whose mask is late is left out.
+    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token
+    each row decides; search: of the model's backend; masks: of their grammars, where they have one:
+    a row whose mask is late is left out.
 
     Does not wait for the device, but where llama.cpp's chain looks at a whole row.
     """
@@ -190,7 +137,7 @@ def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: Row
 
 
 def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestError | None:
-    """What goes wrong, if anything does. Raises where that is the device."""
+    """The error of an attempt, if there is one. Raises where it is the device's."""
     try:
         attempt()
     except torch.OutOfMemoryError:
@@ -202,7 +149,7 @@ def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestErro
 
 
 def is_finite(rows: CandidateRows) -> Array:
-    """Of each row, whether its numbers are. [R] bool."""
+    """Whether each row's numbers are finite. [R] bool."""
     finite: Array = np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
     return finite
 
@@ -213,8 +160,9 @@ def check(rows: CandidateRows) -> None:
         raise ArithmeticError(NOT_FINITE)
 
 
-def wanted_of(edited: list[EditedRow], vocab_size: int) -> Wanted:
-    """What decides the draws of these rows. It follows from their requests and positions alone."""
+def wanted_of(edited: list[EditedRow], vocab_size: int) -> SearchRequest:
+    """The search that decides the draws of these rows. It follows from their requests and positions
+    alone."""
     params = [each.params for each in edited]
     u = np.zeros(len(edited))
     drawn = [row for row, each in enumerate(params) if not each.is_greedy]
@@ -224,7 +172,7 @@ def wanted_of(edited: list[EditedRow], vocab_size: int) -> Wanted:
     scored = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
     whole = np.array([row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)], np.int64)
     temperatures = np.array([params[row].temperature for row in whole], np.float32)
-    return Wanted(params, u, num, MassesWanted(scored, np.ones(len(scored), np.float32)), MassesWanted(whole, temperatures))
+    return SearchRequest(params, u, num, MassRequest(scored, np.ones(len(scored), np.float32)), MassRequest(whole, temperatures))
 
 
 def reduce_edited(logits: torch.Tensor, edited: list[EditedRow], search: RowSearch) -> CandidateRows:
@@ -233,8 +181,9 @@ def reduce_edited(logits: torch.Tensor, edited: list[EditedRow], search: RowSear
     return reduce_found(logits, edited, wanted, search.start(logits, wanted).read())
 
 
-def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: Wanted, found: FoundRows) -> CandidateRows:
-    """The candidates of rows that were searched. Raises ArithmeticError if the largest number of one is not finite: so it is where any is NaN."""
+def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRequest, found: SearchResult) -> CandidateRows:
+    """The candidates of rows that were searched. Raises ArithmeticError if the largest number of
+    one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
     values, token_ids, num = found.values, found.token_ids.astype(np.int32), wanted.num_listed
     if not np.isfinite(values[:, 0]).all():
@@ -263,10 +212,11 @@ def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: Wanted, 
 
 
 def edit(row: torch.Tensor, sequence: Sequence, search: RowSearch, grammar_mask: Array | None = None) -> EditedRow:
-    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then DRY, then what is not allowed, then llama.cpp's chain.
-    Raises Invalid if nothing is allowed.
+    """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then
+    DRY, then what is not allowed, then llama.cpp's chain. Raises Invalid if nothing is allowed.
 
-    Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and presence: over the output, as OpenAI defines them.
+    Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and
+    presence: over the output, as OpenAI defines them.
     """
     params = sequence.params
     if params.edits_logits:
@@ -304,59 +254,3 @@ def chained(row: torch.Tensor, edited: EditedRow, chain: ChainParams, search: Ro
     row[to_device(dropped, row.device)] = -torch.inf
     own = temperature if chain.dynatemp_range else REQUESTS_OWN
     return replace(edited, params=replace(params, temperature=temperature, top_k=0, top_p=1.0, min_p=0.0), logsumexp=logsumexp, temperature=own)
-
-
-def draw(logits: torch.Tensor, wanted: Wanted, values: Array, counts: Array, is_whole: Array, whole_masses: Array) -> tuple[Array, Array, Array]:
-    """For the rows that are drawn at random, the kept mass and the tail. is_whole: [R] bool, whether no token is beyond the list; whole_masses: as found.
-
-    Returns kept_mass, tail_token_ids, tail_logits, each [R].
-    """
-    num_rows = len(values)
-    kept_mass = np.full(num_rows, GREEDY)
-    tail_token_ids, tail_logits = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.float32)
-    rows = [row for row, each in enumerate(wanted.params) if not each.is_greedy]
-    if not rows:
-        return kept_mass, tail_token_ids, tail_logits
-    params, u = [wanted.params[row] for row in rows], wanted.u[rows]
-    mass = cumulative_mass(values[rows], np.array([each.temperature for each in params]))
-    totals = mass[np.arange(len(rows)), counts[rows] - 1]
-    whole = np.searchsorted(rows, wanted.whole.rows)
-    totals[whole] = np.maximum(totals[whole], whole_masses)
-    heads: dict[int, SortedHead] = {}
-    for at, (row, each) in enumerate(zip(rows, params, strict=True)):
-        count = int(counts[row])
-        listed, listed_mass = values[row, :count], mass[at, :count]
-        total = float(totals[at])
-        kept = kept_mass_of(each, listed_mass, listed, total, is_whole=bool(is_whole[row]))
-        if kept is None:
-            head = heads[at] = sort_until(logits[row], each.temperature, lambda head: kept_mass_of(each, head.mass, head.values, total) is not None)  # noqa: B023
-            kept = kept_mass_of(each, head.mass, head.values, total, is_whole=head.is_whole)
-            if kept is None:
-                raise ArithmeticError(NOT_FINITE)
-        kept_mass[row] = kept
-    for at in np.flatnonzero(falls_beyond(mass, counts[rows], kept_mass[rows], u)).tolist():
-        row, until = rows[at], u[at] * kept_mass[rows[at]]
-        head = heads.get(at) or sort_until(logits[row], params[at].temperature, lambda head: bool(head.mass[-1] > until))  # noqa: B023
-        place = min(int(np.searchsorted(head.mass, until, side="right")), len(head.mass) - 1)
-        tail_token_ids[row], tail_logits[row] = head.token_at(place), head.values[place]
-    return kept_mass, tail_token_ids, tail_logits
-
-
-def kept_mass_of(params: SamplingParams, mass: Array, values: Array, total: float, *, is_whole: bool = False) -> float | None:
-    """The mass of a row's kept tokens as far as its first ones, [count] mass and values, tell; None: more of them are needed.
-
-    total: the mass of all, where truncation depends on it.
-    """
-    if is_whole or 0 < params.top_k <= len(mass):
-        return float(mass[_count(mass, params, values, float(mass[-1])) - 1])
-    if params.top_k > 0:
-        return None
-    if params.top_p == 1.0 and params.min_p == 0.0:
-        return total
-    count = _count(mass, params, values, total)
-    is_bounded = count < len(mass) or (params.top_p < 1.0 and mass[-1] >= params.top_p * total)
-    return float(mass[count - 1]) if is_bounded else None
-
-
-def _count(mass: Array, params: SamplingParams, values: Array, total: float) -> int:
-    return kept_count(mass, params.top_k, params.top_p, params.min_p, params.temperature, values, total)

@@ -1,28 +1,33 @@
-"""Which tokens a request allows next, as a bit for each token of the vocabulary, and a row of logits without the others.
+"""The tokens that a request allows next, as a bit for each token of the vocabulary, and a row of
+logits without the others.
 
-A grammar's mask is what its matcher says, with these rules about ends. An end token (of the model, or one of stop_token_ids) is allowed where the grammar
-accepts. min_tokens and ignore_eos keep end tokens out, as long as the grammar allows anything else. allowed_token_ids and bad_words take their tokens out of
-what is left; where nothing is left, the request contradicts itself, and fails.
+A grammar's mask is what its matcher says, with these rules about ends. An end token (of the model,
+or one of stop_token_ids) is allowed where the grammar accepts. min_tokens and ignore_eos keep end
+tokens out, as long as the grammar allows anything else. allowed_token_ids and bad_words take their
+tokens out of what is left; where nothing is left, the request contradicts itself, and fails.
 """
 
 import numpy as np
 import torch
 
 from services.compute.backends.buffers import to_device
-from services.compute.sequence import Array, Sequence
+from services.compute.sequence import Sequence
+from shared.model.arrays import Array
 from shared.process.errors import Invalid
 
 _IS_SET = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").astype(bool)
-TERMS = np.where(_IS_SET, np.float32(0), np.float32(-np.inf))  # [256, 8]: what a byte of the mask adds to its eight logits
+# [256, 8]: what a byte of the mask adds to its eight logits
+TERMS = np.where(_IS_SET, np.float32(0), np.float32(-np.inf))
 
 
 def num_bytes(vocab_size: int) -> int:
-    """Of a mask: whole words of 32 bits, as the grammars' library fills them."""
+    """Bytes of a mask: whole words of 32 bits, as the grammars' library fills them."""
     return (vocab_size + 31) // 32 * 4
 
 
 def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: int) -> Array | None:
-    """The mask of the sequence's next token, [num_bytes(vocab_size)] uint8, bit i of byte b for token 8 b + i; None: all that is not banned.
+    """The mask of the sequence's next token, [num_bytes(vocab_size)] uint8, bit i of byte b for
+    token 8 b + i; None: all that is not banned.
 
     grammar_mask: what its grammar allows, of the same form. Raises Invalid if no token is left.
     """
@@ -32,7 +37,8 @@ def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: i
     mask = np.full(num_bytes(vocab_size), 255, np.uint8) if grammar_mask is None else grammar_mask.copy()
     if grammar_mask is not None:
         enders = np.array(sequence.eos_token_ids, np.int64)
-        if (mask[enders >> 3] >> (enders & 7) & 1).any():  # the library allows the model's end tokens exactly where the grammar accepts
+        # the library allows the model's end tokens exactly where the grammar accepts
+        if (mask[enders >> 3] >> (enders & 7) & 1).any():
             enders = np.concatenate((enders, np.array(params.stop_token_ids, np.int64)))
             others = mask & ~bits_of(enders, vocab_size)
             mask |= bits_of(enders, vocab_size)
@@ -50,7 +56,8 @@ def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: i
 
 
 def banned_tokens(sequence: Sequence) -> list[int]:
-    """What may not come next, without a grammar: ends before min_tokens, and the last tokens of bad words."""
+    """The tokens that may not come next, without a grammar: ends before min_tokens, and the last
+    tokens of bad words."""
     is_early = sequence.next_position <= sequence.params.min_tokens
     return [*sequence.eos_token_ids, *sequence.params.stop_token_ids, *bad_tokens(sequence)] if is_early else bad_tokens(sequence)
 
@@ -74,7 +81,8 @@ def bits_of(token_ids: Array, vocab_size: int) -> Array:
 
 
 def apply_mask(row: torch.Tensor, mask: Array) -> None:
-    """Adds -inf to the logits that the mask leaves out, in place. row: [vocab] float32. A NaN stays one, so that its row still fails."""
+    """Adds -inf to the logits that the mask leaves out, in place. row: [vocab] float32. A NaN stays
+    one, so that its row still fails."""
     if row.device.type == "cpu":
         numbers = row.numpy()
         numbers += TERMS.take(mask, axis=0).ravel()[: len(numbers)]
@@ -83,6 +91,6 @@ def apply_mask(row: torch.Tensor, mask: Array) -> None:
 
 
 def apply_on_device(row: torch.Tensor, mask: Array) -> None:
-    """The same where the row is not the host's: the mask's bits cross, not its terms."""
+    """Add the mask to a row that is not the host's: the mask's bits cross, not its terms."""
     terms = to_device(TERMS, row.device)
     row += terms[to_device(mask, row.device).long()].view(-1)[: len(row)]

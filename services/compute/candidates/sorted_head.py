@@ -1,24 +1,25 @@
-"""A row of logits in order, as far as somebody looks: which token stands at a place, and the mass up to there.
+"""A row of logits in order, as far as somebody looks: which token stands at a place, and the mass
+up to there.
 
-What has to be sorted is sorted without its token ids, many times faster, and a token is then found by its value. Equal logits stand in the order of
-their ids.
+What has to be sorted is sorted without its token ids, many times faster, and a token is then found
+by its value. Equal logits stand in the order of their ids.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 
+from shared.model.arrays import Array
 from shared.model.decision import cumulative_mass
 
-Array = np.ndarray[Any, Any]
-
-REACHES = (8.0, 20.0, float("inf"))  # temperatures below the largest: beyond the first lies a token's weight of e^-8
+# temperatures below the largest: beyond the first lies a token's weight of e^-8
+REACHES = (8.0, 20.0, float("inf"))
 
 
 class SortedHead:
-    """A row's largest logits in order, those within `reach` temperatures of the largest: `values` falling, and `mass`, what they sum up to."""
+    """A row's largest logits in order, those within `reach` temperatures of the largest: `values`
+    falling, and `mass`, what they sum up to."""
 
     def __init__(self, row: Array, temperature: float, reach: float) -> None:
         self._row = row
@@ -41,7 +42,7 @@ class SortedHead:
 
 
 def sort_until(row: torch.Tensor, temperature: float, is_enough: Callable[[SortedHead], bool]) -> SortedHead:
-    """As long a head of the row as it takes, or the whole row."""
+    """Sort as long a head of the row as it takes, or the whole row."""
     numbers = row.cpu().numpy()
     for reach in REACHES:
         head = SortedHead(numbers, temperature, reach)

@@ -1,4 +1,5 @@
-"""ActiveRequest: all that compute knows of a request that it answers for, from its claim to its end."""
+"""ActiveRequest: all that compute knows of a request that it answers for, from its claim to its
+end."""
 
 import time
 from dataclasses import dataclass, field

@@ -1,11 +1,12 @@
-"""Who knows whom: which sampler decides for which sequence, what it has been told of it, and what it may forget."""
+"""Samplers and sequences: which sampler decides for which sequence, what it has been told of it,
+and what it may forget."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from services.compute.candidates.prompt_logprobs import prompt_logprobs
-from services.compute.candidates.reduction import CandidateRows
+from services.compute.candidates.rows import CandidateRows
 from services.compute.exchange.active import ActiveRequest
 from shared.wire.messages import SequenceIntro, StepCandidates
 from shared.wire.registry import choose_replica
@@ -14,16 +15,19 @@ PROMPT_TAIL = 8  # last prompt tokens that seed the detokenizer
 
 
 class Samplers:
-    """Each sequence belongs to the live sampler that rendezvous hashing of its request id says; its first row there comes with an introduction."""
+    """Each sequence belongs to the live sampler that rendezvous hashing of its request id says; its
+    first row there comes with an introduction."""
 
     def __init__(self, compute_id: str, active: Mapping[int, ActiveRequest]) -> None:
         self.compute_id = compute_id
         self.active = active
         self.live: set[str] = set()
-        self._forget: dict[str, list[int]] = defaultdict(list)  # by sampler: handles it need not remember
+        # by sampler: handles it need not remember
+        self._forget: dict[str, list[int]] = defaultdict(list)
 
     def follow(self, live: set[str]) -> list[int]:
-        """The samplers that live now. Returns the handles of the sequences that belong to another than before, or did to none."""
+        """The samplers that live now. Returns the handles of the sequences that belong to another
+        than before, or did to none."""
         if live == self.live:
             return []
         self.live = live
@@ -37,7 +41,8 @@ class Samplers:
         return [handle for handle, active in self.active.items() if active.sampler_id is None]
 
     def address(self, rows: CandidateRows, step: int) -> list[tuple[str, StepCandidates]]:
-        """One message per sampler with its rows. While none is alive, none: `follow` tells when that ends."""
+        """Make one message per sampler with its rows. While none is alive, none: `follow` tells
+        when that ends."""
         by_sampler: dict[str, list[int]] = defaultdict(list)
         intros: dict[str, list[SequenceIntro]] = defaultdict(list)
         for index, handle in enumerate(rows.handles.tolist()):
@@ -54,7 +59,7 @@ class Samplers:
         ]
 
     def reintroduce(self, handles: Iterable[int]) -> None:
-        """Their samplers may have forgotten them, or never heard."""
+        """Introduce sequences again: their samplers may have forgotten them, or never heard."""
         for handle in handles:
             self.active[handle].sampler_id = None
 
@@ -65,7 +70,7 @@ class Samplers:
 
 
 def introduction(active: ActiveRequest) -> SequenceIntro:
-    """What a sampler must know of a sequence."""
+    """The introduction of a sequence to a sampler."""
     sequence, request = active.sequence, active.request
     scored = prompt_logprobs(sequence)
     wants_ids = sequence.params.returns_prompt_token_ids and sequence.num_decided_tokens == sequence.num_prompt_tokens

@@ -1,4 +1,4 @@
-"""ModelConfig: what the executor needs of a config.json, and a reader for every supported architecture."""
+"""ModelConfig: what the executor needs of a config.json, and a reader for each architecture."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,8 @@ Config = dict[str, Any]  # a parsed config.json
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """How a checkpoint's layers are quantized and packed; what `penstock quantize` writes into config.json as quantization_config."""
+    """How a checkpoint's layers are quantized and packed; what `penstock quantize` writes into
+    config.json as quantization_config."""
 
     quantization: str
     group: int
@@ -43,7 +44,8 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of attention and a gated MLP, layer upon layer. What has a default here is Llama's way; other families set it."""
+    """A decoder of attention and a gated MLP, layer upon layer. What has a default here is Llama's
+    way; other families set it."""
 
     vocab_size: int
     hidden_size: int
@@ -105,7 +107,8 @@ def architecture_of(config: Config) -> str:
 def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig:
     """The parsed config.json as a ModelConfig. Raises StartupError for what the executor can't run.
 
-    max_model_len: the longest sequence that will be computed, if it is not the model's own (see read_rope).
+    max_model_len: the longest sequence that will be computed, if it is not the model's own (see
+    read_rope).
     """
     architecture = architecture_of(config)
     reader = ARCHITECTURES.get(architecture)
@@ -135,12 +138,14 @@ def read_config(config: Config, max_model_len: int | None = None) -> ModelConfig
 
 
 def _packed(quantized: Config) -> Packed:
-    """quantization_config as penstock quantize wrote it; at first it packed the LM head like the layers, and did not say so."""
+    """quantization_config as penstock quantize wrote it; at first it packed the LM head like the
+    layers, and did not say so."""
     return Packed(quantized["quantization"], quantized["group"], quantized.get("attention_output", False), quantized.get("lm_head", True))
 
 
 def _llama(config: Config, max_model_len: int, *, rotary_share: float = 1.0) -> ModelConfig:
-    """What all families have in common, and nothing else. rotary_share: of a head's dimensions, how many are rotated."""
+    """The configuration that all families share, and nothing else. rotary_share: of a head's
+    dimensions, how many are rotated."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "silu"
     if activation not in ACTIVATIONS:
         raise StartupError(f"hidden_act {activation!r} is not supported; these are: {', '.join(ACTIVATIONS)}")
@@ -195,7 +200,7 @@ def _qwen3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen_windows(config: Config) -> tuple[int | None, ...]:
-    """By layer_types, or the layers from max_window_layers on; when switched on."""
+    """Windows by layer_types, or for the layers from max_window_layers on; when switched on."""
     first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
     kinds = config.get("layer_types") or [SLIDING if layer >= first else FULL for layer in range(num_layers)]
     return _windows(config, kinds) if config.get("use_sliding_window", False) else (None,) * num_layers
@@ -218,7 +223,8 @@ def _mixtral(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen2_moe(config: Config, max_model_len: int) -> ModelConfig:
-    """Of the layers before max_window_layers, every other has a window, the first among them; when switched on."""
+    """Qwen 2 MoE: of the layers before max_window_layers, every other has a window, the first among
+    them; when switched on."""
     first, num_layers = config.get("max_window_layers", 28), config["num_hidden_layers"]
     kinds = config.get("layer_types") or [SLIDING if layer < first and layer % 2 == 0 else FULL for layer in range(num_layers)]
     moe = replace(_qwen_moe(config), shared_intermediate_size=config["shared_expert_intermediate_size"])
@@ -233,7 +239,8 @@ def _qwen3_moe(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _qwen_moe(config: Config) -> MoeConfig:
-    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers. transformers 5 writes num_experts as num_local_experts."""
+    """Every decoder_sparse_step-th layer has a mixture, but for mlp_only_layers. transformers 5
+    writes num_experts as num_local_experts."""
     plain, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
     return MoeConfig(
         num_experts=config["num_experts"] if "num_experts" in config else config["num_local_experts"],
@@ -261,7 +268,7 @@ def _as_longrope(rope: Config) -> Config:
 
 
 def _gemma(config: Config, max_model_len: int) -> ModelConfig:
-    """Its first checkpoints say gelu and mean the tanh form."""
+    """Gemma. The first checkpoints say gelu and mean the tanh form."""
     activation = config.get("hidden_activation") or config.get("hidden_act") or "gelu_pytorch_tanh"
     activation = "gelu_pytorch_tanh" if activation == "gelu" else activation
     read = _llama(config | {"hidden_activation": activation}, max_model_len)
@@ -281,7 +288,8 @@ def _gemma2(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _gemma3(config: Config, max_model_len: int) -> ModelConfig:
-    """Five layers with a window, and RoPE of their own, for each that sees all. The text part of the multimodal models, too."""
+    """Five layers with a window, and RoPE of their own, for each that sees all. The text part of
+    the multimodal models, too."""
     kinds = _layer_types(config, pattern=int(config.get("sliding_window_pattern", 6)))
     read = _gemma2(config | {"layer_types": kinds}, max_model_len)
     local = config | {"rope_scaling": None, "rope_theta": config.get("rope_local_base_freq", 10000.0)}
@@ -307,7 +315,7 @@ def _olmo3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _exaone4(config: Config, max_model_len: int) -> ModelConfig:
-    """Where some layers have a window, the others do not rotate."""
+    """EXAONE 4: where some layers have a window, the others do not rotate."""
     read = _llama(config, max_model_len)
     has_windows = config.get("sliding_window") is not None
     pattern = config.get("sliding_window_pattern") or 4  # or a text such as LLLG
@@ -354,12 +362,13 @@ def _smollm3(config: Config, max_model_len: int) -> ModelConfig:
 
 
 def _layer_types(config: Config, *, pattern: int) -> list[str]:
-    """Of each layer: as config.json says, or each pattern-th sees all."""
+    """The kind of each layer: as config.json says, or each pattern-th sees all."""
     return config.get("layer_types") or [SLIDING if (layer + 1) % pattern else FULL for layer in range(config["num_hidden_layers"])]
 
 
 def _windows(config: Config, kinds: list[str]) -> tuple[int | None, ...]:
-    """Per layer, how many tokens attention sees, this one included. Raises StartupError for a kind of layer that attention can't be."""
+    """Per layer, how many tokens attention sees, this one included. Raises StartupError for a kind
+    of layer that attention can't be."""
     unknown = sorted(set(kinds) - {FULL, SLIDING})
     if unknown:
         raise StartupError(f"layers of the type {unknown[0]} are not supported; these are: {FULL}, {SLIDING}")

@@ -1,6 +1,8 @@
-"""The decoder of every supported family (config.py lists them). Their differences are fields of ModelConfig.
+"""The decoder of every supported family (config.py lists them). Their differences are fields of
+ModelConfig.
 
-It works on a ragged batch: the tokens of all sequences of a step in one row of T, no padding. Attention alone tells sequences apart.
+It works on a ragged batch: the tokens of all sequences of a step in one row of T, no padding.
+Attention alone tells sequences apart.
 """
 
 from collections.abc import Sequence
@@ -8,13 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.models.config import ModelConfig
-
-Tensor = torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +53,16 @@ class Decoder:
         heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim, 2 * len(config.ropes[0].inv_freq))
         self.attention = backend.make_attention(heads, Scores(config.attention_scale, config.attention_cap))
         multiplier = config.embedding_multiplier
-        self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)  # rounded, as where the models were trained
+        # rounded, as where the models were trained
+        self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
         self.wiring = Wiring(config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer)
         self.stack = backend.stack(weights.layers, self.attention, self.wiring)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
-        """Write the step's K and V. plan: of this batch; kv_layers: KVCache.layers. Returns what the last layer makes of each token, [T, hidden]: `logits`
-        of it is the head's. All that differs from step to step is read from the backend's buffers."""
+        """Write the step's K and V. plan: of this batch; kv_layers: KVCache.layers. Returns what
+        the last layer makes of each token, [T, hidden]: `logits` of it is the head's. All that
+        differs from step to step is read from the backend's buffers."""
         x = self.embed(batch.input_ids)
         if self.stack is not None:
             return self.stack(x, kv_layers, plan)
@@ -69,7 +72,8 @@ class Decoder:
 
     @torch.inference_mode()
     def plan(self, batch: ForwardBatch, block_size: int) -> Any:
-        """What attention needs to know of the batch, the same for every layer. Good until the backend's next plan."""
+        """Prepare attention for the batch, the same for every layer. Good until the backend's next
+        plan."""
         ropes = self._take_rotary_tables(len(batch.positions))
         inputs = AttentionInputs(batch.query_lens, batch.context_lens, batch.block_tables, batch.slot_mapping, ropes)
         plan = self.attention.plan(inputs, block_size)
@@ -78,7 +82,7 @@ class Decoder:
         return plan
 
     def run_layer(self, number: int, layer: LayerWeights, x: Tensor, kv: Tensor, plan: Any) -> Tensor:
-        """One layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
+        """Run one layer of a step. x: [T, hidden]; kv: the layer's cache. Returns [T, hidden]."""
         eps, norms, window, rope = self.config.rms_norm_eps, layer.norms, self.config.sliding_windows[number], self.config.rope_of_layer[number]
         qkv = layer.qkv(x, norm=norms.before_attention, eps=eps)
         h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=eps, rope=rope)
@@ -90,16 +94,18 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab] float32, good until the next call."""
+        """The logits of some tokens, rows [R] of what `forward` returned. Returns [R, vocab]
+        float32, good until the next call."""
         return self._finish(self.weights.lm_head.logits(hidden[rows], norm=self.weights.norm, eps=self.config.rms_norm_eps))
 
     @torch.inference_mode()
     def states(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """The last hidden states of some tokens, behind the last norm: rows [R] of what `forward` returned. Returns [R, hidden] float32."""
+        """The last hidden states of some tokens, behind the last norm: rows [R] of what `forward`
+        returned. Returns [R, hidden] float32."""
         return rms_norm(hidden[rows], self.weights.norm, self.config.rms_norm_eps).float()
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
-        """What a step of so many tokens takes beside weights and cache, of which so many get logits."""
+        """Bytes that a step takes beside weights and cache; num_logits of its tokens get logits."""
         self._take_rotary_tables(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
         linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]

@@ -1,4 +1,5 @@
-"""What a config.json leaves out: it has the default of the model's class in transformers, where that is another than Llama's."""
+"""Defaults of what a config.json leaves out: it has the default of the model's class in
+transformers, where that is another than Llama's."""
 
 from typing import Any
 

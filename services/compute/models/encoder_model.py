@@ -1,7 +1,8 @@
-"""Models that read a text in both directions and write none (BERT and its kin): transformers' own modules, for embeddings.
+"""Models that read a text in both directions and write none (BERT and its kin): transformers' own
+modules, for embeddings.
 
-There is no cache: every token sees all others, so a text is computed whole, in one step, each in a forward pass of its own. That is what makes its vector
-the same in any company.
+There is no cache: every token sees all others, so a text is computed whole, in one step, each in a
+forward pass of its own. That is what makes its vector the same in any company.
 """
 
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, AutoTokenizer
 from transformers.utils import logging
 
@@ -17,12 +19,11 @@ from services.compute.backends.torch.backend import TorchBackend
 from services.compute.models.decoder import ForwardBatch
 from shared.process.errors import StartupError
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class EncoderConfig:
-    """What scheduler and cache need of a model: the cache holds nothing, and is as small as it can be."""
+    """The configuration that scheduler and cache need: the cache holds nothing, and is as small as
+    it can be."""
 
     vocab_size: int
     num_layers: int = 1
@@ -43,7 +44,8 @@ class EncoderModel:
 
     @property
     def longest_text(self) -> int | None:
-        """As its positions go: some models leave out those up to the padding token's id."""
+        """The number of the model's positions: some models leave out those up to the padding
+        token's id."""
         config = self.model.config
         length = getattr(config, "max_position_embeddings", None)
         embeddings = getattr(self.model.base_model, "embeddings", None)
@@ -52,7 +54,7 @@ class EncoderModel:
         return None if length is None else int(length) - offset
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
-        """What the library's modules take is their own affair."""
+        """Nothing is reserved: what the library's modules take is their own affair."""
         return 0
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[int]:  # noqa: ARG002
@@ -65,16 +67,17 @@ class EncoderModel:
         return torch.cat([self.model(input_ids=text[None]).last_hidden_state[0] for text in torch.split(batch.input_ids, plan)])
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """None, for nothing is sampled: [0, vocab] float32."""
+        """No logits, for nothing is sampled: zeros [R, vocab] float32."""
         return hidden.new_zeros((len(rows), self.config.vocab_size), dtype=torch.float32)
 
     def states(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """As Decoder.states."""
+        """The same as Decoder.states."""
         return hidden[rows].float()
 
 
 def is_encoder(config: dict[str, Any], folder: Path) -> bool:
-    """Whether config.json is of a model that reads in both directions: its architecture fills in masked words, or is the bare model below such a one."""
+    """Whether config.json is of a model that reads in both directions: its architecture fills in
+    masked words, or is the bare model below such a one."""
     names = config.get("architectures") or []
     if any(part in str(name) for name in names for part in ("CausalLM", "LMHead", "ConditionalGeneration")) or config.get("is_decoder"):
         return False
@@ -86,12 +89,14 @@ def is_encoder(config: dict[str, Any], folder: Path) -> bool:
 
 
 class ClassifierModel(EncoderModel):
-    """An AutoModelForSequenceClassification as an executor: the state of each of a text's tokens is the head's output for the text."""
+    """An AutoModelForSequenceClassification as an executor: the state of each of a text's tokens is
+    the head's output for the text."""
 
     implementation = "transformers (classifier)"
 
     def __init__(self, model: Any, backend: TorchBackend, separator: int | None) -> None:
-        """separator: the token that ends the first text of a pair, where the model tells the two apart by types of tokens."""
+        """separator: the token that ends the first text of a pair, where the model tells the two
+        apart by types of tokens."""
         super().__init__(model, backend)
         self.separator = separator
 
@@ -106,7 +111,8 @@ class ClassifierModel(EncoderModel):
         return logits
 
     def _types(self, input_ids: Tensor) -> dict[str, Tensor]:
-        """0 for tokens up to the first separator, 1 for those behind it, of models that know two types."""
+        """0 for tokens up to the first separator, 1 for those behind it, of models that know two
+        types."""
         if self.separator is None or getattr(self.model.config, "type_vocab_size", 0) < 2:
             return {}
         ends = (input_ids == self.separator).long()
@@ -117,7 +123,8 @@ def load_classifier(folder: Path, backend: TorchBackend) -> ClassifierModel:
     """Raises StartupError, naming a tensor that is missing."""
     model = _load(AutoModelForSequenceClassification, folder, backend)
     if model.config.pad_token_id is None:
-        model.config.pad_token_id = model.config.vocab_size  # a decoder's head reads the last token that is no padding: all are
+        # a decoder's head reads the last token that is no padding: all are
+        model.config.pad_token_id = model.config.vocab_size
     return ClassifierModel(model, backend, AutoTokenizer.from_pretrained(folder, local_files_only=True).sep_token_id)
 
 
@@ -136,7 +143,8 @@ def _load(kind: Any, folder: Path, backend: TorchBackend) -> Any:
     except Exception as error:  # of safetensors, of the model's own code, of the library's checks
         words = str(error).strip().splitlines()
         raise StartupError(f"{folder}: transformers can't load the model: {words[0] if words else type(error).__name__}") from None
-    of_bare = (name for name in info["missing_keys"] if kind is not AutoModel or not name.startswith("pooler."))  # a vector that nothing here asks for
+    # a vector that nothing here asks for
+    of_bare = (name for name in info["missing_keys"] if kind is not AutoModel or not name.startswith("pooler."))
     if missing := sorted(of_bare):
         raise StartupError(f"{folder}: the checkpoint has no tensor {missing[0]}")
     return model.eval().to(backend.device)

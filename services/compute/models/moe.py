@@ -1,22 +1,24 @@
-"""Mixtures of experts: an MLP of many, of which a router gives each token a few (Shazeer et al., "Outrageously Large Neural Networks", 2017).
+"""Mixtures of experts: an MLP of many, of which a router gives each token a few (Shazeer et al.,
+"Outrageously Large Neural Networks", 2017).
 
-Tokens are grouped by expert, so that an expert's weights are read once a step. Each expert is a layer of the backend, whose rows do not depend on each
-other, and a token's results are added in the order in which the router ranks its own experts: what a token gets does not depend on whose expert else it is.
+Tokens are grouped by expert, so that an expert's weights are read once a step. Each expert is a
+layer of the backend, whose rows do not depend on each other, and a token's results are added in the
+order in which the router ranks its own experts: what a token gets does not depend on whose expert
+else it is.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Linear, RowMath
 from services.compute.models.sizes import LARGEST, LARGEST_MIXTURE, check_size
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
-    """What makes a decoder's MLPs mixtures."""
+    """The configuration of a decoder whose MLPs are mixtures."""
 
     num_experts: int
     num_active: int  # experts of a token
@@ -50,7 +52,8 @@ class SharedExpert:
 
 @dataclass(frozen=True, slots=True)
 class MoeMlp:
-    """An Mlp of backends/backend.py. Scores, weights and the sum of the experts' results are in float32."""
+    """An Mlp of backends/backend.py. Scores, weights and the sum of the experts' results are in
+    float32."""
 
     row_math: RowMath
     router: Linear  # hidden to num_experts
@@ -71,8 +74,10 @@ class MoeMlp:
         return linears
 
     def __call__(self, x: Tensor, *, norm: Tensor | None, eps: float, has_residual: bool = True) -> Tensor:
-        """The weighted sum of its experts' results for each row of x, [T, hidden], normalized; with has_residual, x is added. Returns [T, hidden]."""
-        normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)  # once, for all that read it
+        """The weighted sum of its experts' results for each row of x, [T, hidden], normalized; with
+        has_residual, x is added. Returns [T, hidden]."""
+        # once, for all that read it
+        normed = x if norm is None else self.row_math.norm(x, weight=norm, eps=eps)
         chosen, weights = choose_experts(self.router.logits(normed), self.num_active, has_normalized_weights=self.has_normalized_weights)
         results = self._run_experts(normed, chosen)
         total = x.float() if has_residual else torch.zeros_like(x, dtype=torch.float32)
@@ -84,7 +89,8 @@ class MoeMlp:
         return total.to(x.dtype)
 
     def _run_experts(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """chosen: [T, num_active] int64. Returns each token's results of its experts, [T, num_active, hidden]."""
+        """chosen: [T, num_active] int64. Returns each token's results of its experts, [T,
+        num_active, hidden]."""
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
         rows = x[order // self.num_active]
@@ -99,10 +105,11 @@ class MoeMlp:
 
 
 def choose_experts(logits: Tensor, num_active: int, *, has_normalized_weights: bool) -> tuple[Tensor, Tensor]:
-    """The experts of each token, the highest first, and their weights. logits: [T, experts] float32. Returns [T, num_active] int64 and float32.
+    """The experts of each token, the highest first, and their weights. logits: [T, experts]
+    float32. Returns [T, num_active] int64 and float32.
 
-    The softmax is over all experts, before the choice (Jiang et al., "Mixtral of Experts", 2024, section 2.1, chooses first: after normalization that is
-    the same). The sum has a fixed order.
+    The softmax is over all experts, before the choice (Jiang et al., "Mixtral of Experts", 2024,
+    section 2.1, chooses first: after normalization that is the same). The sum has a fixed order.
     """
     weights, chosen = logits.softmax(-1).topk(num_active)
     if has_normalized_weights:
@@ -114,5 +121,6 @@ def choose_experts(logits: Tensor, num_active: int, *, has_normalized_weights: b
 
 
 def sigmoid(scores: Tensor) -> Tensor:
-    """Of [T, 1], as the softmax of each score and 0: torch's own takes other instructions for the last few of many than for the others."""
+    """The sigmoid of [T, 1], as the softmax of each score and 0: torch's own takes other
+    instructions for the last few of many than for the others."""
     return torch.cat([scores, torch.zeros_like(scores)], dim=1).softmax(-1)[:, :1]

@@ -15,22 +15,26 @@ POSITIVE = ("factor", "rope_theta", "original_max_position_embeddings", "low_fre
 class Rope:
     """How q and k turn with their position. Frequencies of 0 leave them as they are."""
 
-    inv_freq: torch.Tensor  # [rotary_dim / 2] float32, after scaling; the dimensions from rotary_dim on are never rotated
+    # [rotary_dim / 2] float32, after scaling; the dimensions from rotary_dim on are never rotated
+    inv_freq: torch.Tensor
     scale: float = 1.0  # multiplies cos and sin (yarn, longrope)
 
 
 def no_rope(head_dim: int) -> Rope:
-    """Of a layer that does not know positions."""
+    """RoPE of a layer that does not know positions."""
     return Rope(torch.zeros(head_dim // 2))
 
 
 def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer_type: str = "full_attention") -> Rope:
-    """The rotary frequencies of the layers of a type, from rope_parameters, or from rope_scaling and rope_theta as they stood in config.json before.
+    """The rotary frequencies of the layers of a type, from rope_parameters, or from rope_scaling
+    and rope_theta as they stood in config.json before.
 
-    RoPE: Su et al., "RoFormer" (2021), equation 15. Scalings: linear (position interpolation, Chen et al. 2023), llama3 (Llama 3.1's
-    model code: long wavelengths are stretched, short ones kept, a ramp between), yarn (Peng et al. 2023, section 3.4), longrope (Ding et al. 2024,
-    section 3.3). A longrope model has two sets of factors, for sequences up to its original length and for longer ones. Cached keys can't change
-    theirs while a sequence grows, so max_model_len, the longest sequence that this server takes, chooses for all. Raises StartupError.
+    RoPE: Su et al., "RoFormer" (2021), equation 15. Scalings: linear (position interpolation, Chen
+    et al. 2023), llama3 (Llama 3.1's model code: long wavelengths are stretched, short ones kept, a
+    ramp between), yarn (Peng et al. 2023, section 3.4), longrope (Ding et al. 2024, section 3.3). A
+    longrope model has two sets of factors, for sequences up to its original length and for longer
+    ones. Cached keys can't change theirs while a sequence grows, so max_model_len, the longest
+    sequence that this server takes, chooses for all. Raises StartupError.
     """
     parameters = config.get("rope_parameters") or {}
     rope = dict(config.get("rope_scaling") or {}) | dict(parameters.get(layer_type, parameters) or {})
@@ -40,7 +44,8 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
     _check_positive("rope_theta", config.get("rope_theta"))
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or 10000.0)
     inv_freq = theta ** -(torch.arange(0, rotary_dim, 2, dtype=torch.int64).float() / rotary_dim)
-    if kind in ("default", "dynamic"):  # dynamic changes nothing up to the model's own length, and the server takes nothing longer
+    # dynamic changes nothing up to the model's own length, and the server takes nothing longer
+    if kind in ("default", "dynamic"):
         return Rope(inv_freq)
     if kind == "linear":
         return Rope(inv_freq / float(rope["factor"]))
@@ -54,7 +59,8 @@ def read_rope(config: dict[str, Any], rotary_dim: int, max_model_len: int, layer
 
 
 def _check_positive(name: str, value: Any) -> None:
-    """0 would count as not there, and a negative number make frequencies that no model was trained with."""
+    """0 would count as not there, and a negative number make frequencies that no model was trained
+    with."""
     if value is not None and not (type(value) in (int, float) and 0 < value < math.inf):
         raise StartupError(f"the config's {name} of rope must be a positive number, got {value!r}")
 
@@ -63,7 +69,8 @@ def _llama3(inv_freq: torch.Tensor, rope: dict[str, Any]) -> torch.Tensor:
     factor, original = float(rope["factor"]), float(rope["original_max_position_embeddings"])
     low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
     turns = original * inv_freq / (2 * math.pi)  # of each frequency over the original length
-    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: short wavelength, as it was; 0: long, stretched
+    # 1: short wavelength, as it was; 0: long, stretched
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)
     return inv_freq * (kept + (1 - kept) / factor)
 
 

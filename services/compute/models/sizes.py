@@ -1,4 +1,5 @@
-"""How large the sizes of a config.json may be. What no model has would fill the memory, or overflow, before the checkpoint's tensors contradict it."""
+"""How large the sizes of a config.json may be. What no model has would fill the memory, or
+overflow, before the checkpoint's tensors contradict it."""
 
 from typing import Any
 
@@ -12,7 +13,8 @@ LARGEST = {
     "head_dim": 4096,
     "max_position_embeddings": 1 << 40,
 }
-OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")  # null is as if they were not there
+# null is as if they were not there
+OPTIONAL = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 LARGEST_WINDOW = 2**31 - 1
 LARGEST_MIXTURE = 1 << 16  # experts
 

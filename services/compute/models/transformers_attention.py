@@ -1,4 +1,5 @@
-"""What stands behind transformers' modules instead of its caches: attention over the paged cache of a step, and the caches themselves.
+"""Attention behind transformers' modules instead of its caches: attention over the paged cache of a
+step, and the caches themselves.
 
 Two ways, of which a model takes the first that it can:
 
@@ -15,16 +16,16 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, Cache
 
 from services.compute.backends.torch.masked_attention import masked_attention
 from services.compute.backends.torch.reference import read_kv, write_kv
 from services.compute.models.decoder import ForwardBatch
 
-Tensor = torch.Tensor
-
 ATTENTION = "penstock"
-UNKNOWN_TERMS = ("position_bias", "indices", "block_indices")  # of attention: what this one does not compute
+# of attention: what this one does not compute
+UNKNOWN_TERMS = ("position_bias", "indices", "block_indices")
 
 
 class Unsupported(Exception):
@@ -32,13 +33,15 @@ class Unsupported(Exception):
 
 
 class MaskRule:
-    """Who sees whom in some layers of a forward pass: the library's own function of positions, before any mask is made of it."""
+    """The mask of some layers of a forward pass: the library's own function of positions, before
+    any mask is made of it."""
 
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
         self.function = function
 
     def __call__(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """queries: [n, queries], keys: [positions] int64. Returns [n, 1, queries, positions] bool. Nobody sees what comes after it."""
+        """queries: [n, queries], keys: [positions] int64. Returns [n, 1, queries, positions] bool.
+        Nobody sees what comes after it."""
         first = torch.zeros((1, 1, 1, 1), dtype=torch.int64, device=keys.device)
         queries, keys = queries[:, None, :, None], keys[None, None, None, :]
         return self.function(first, first, queries, keys) & (keys <= queries)
@@ -51,7 +54,7 @@ class MaskRule:
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """What a layer hands to the cache, for each token."""
+    """The keys and values that a layer hands to the cache, for each token."""
 
     num_kv_heads: int
     k_dim: int
@@ -69,7 +72,8 @@ class Form:
 
 class Step(Protocol):
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
-        """q: [T, heads, k_dim]; k, v: [T, kv_heads, k_dim or v_dim] of the step's tokens. Returns [T, heads, v_dim]."""
+        """q: [T, heads, k_dim]; k, v: [T, kv_heads, k_dim or v_dim] of the step's tokens. Returns
+        [T, heads, v_dim]."""
         ...
 
 
@@ -83,14 +87,16 @@ def register() -> None:
 
 
 def make_rule(*, mask_function: Callable[..., Tensor], **_: object) -> MaskRule:
-    """What stands for a mask. The rest of what the library says is about one sequence with a cache of its own."""
+    """Make the rule that stands for a mask. The rest of what the library says is about one sequence
+    with a cache of its own."""
     return MaskRule(mask_function)
 
 
 def attend_in_step(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: MaskRule | None, scaling: float | None = None, **terms: Any
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface. query, key, value: [1, heads, T, dim]. Returns [1, T, heads, v_dim]."""
+    """transformers' attention interface. query, key, value: [1, heads, T, dim]. Returns [1, T,
+    heads, v_dim]."""
     if unknown := [name for name in UNKNOWN_TERMS if terms.get(name) is not None]:
         raise Unsupported(f"its attention has {unknown[0]}")
     if not isinstance(attention_mask, MaskRule):
@@ -104,7 +110,8 @@ class PagedLayer:
     """One layer's part of the paged cache."""
 
     def __init__(self, kv: Tensor, head_dim: int, shape: LayerShape) -> None:
-        """kv: [2, blocks, kv_heads, block_size, head_dim], or of int8 groups. A layer with fewer heads or smaller ones uses a part of each row."""
+        """kv: [2, blocks, kv_heads, block_size, head_dim], or of int8 groups. A layer with fewer
+        heads or smaller ones uses a part of each row."""
         self.kv = kv[:, :, : shape.num_kv_heads]
         self.head_dim = head_dim
         self.shape = shape
@@ -115,7 +122,8 @@ class PagedLayer:
         write_kv(self.kv, k, v, slot_mapping)
 
     def read(self, block_tables: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """block_tables: [n, blocks] int64. Returns keys and values, [n, kv_heads, blocks * block_size, k_dim or v_dim]."""
+        """block_tables: [n, blocks] int64. Returns keys and values, [n, kv_heads, blocks *
+        block_size, k_dim or v_dim]."""
         k, v = (read_kv(self.kv[which][block_tables], self.head_dim, dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))
         return k[..., : self.shape.k_dim], v[..., : self.shape.v_dim]
 
@@ -130,7 +138,8 @@ class Group:
 
 
 def group_sequences(batch: ForwardBatch, block_size: int, *, is_each_alone: bool) -> list[Group]:
-    """Single tokens together for each power of two of blocks, so that at most half of what a group reads is padding; each chunk alone, or each sequence."""
+    """Single tokens together for each power of two of blocks, so that at most half of what a group
+    reads is padding; each chunk alone, or each sequence."""
     members: dict[tuple[int, int], list[tuple[int, int]]] = {}  # row and number of each sequence
     row = 0
     for number, (length, context) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
@@ -161,7 +170,8 @@ class RaggedStep:
         self.layers = layers
         self.slot_mapping = slot_mapping
         self.groups = groups
-        self.masks: dict[tuple[MaskRule, int], Tensor] = {}  # made once a step, shared by the layers
+        # made once a step, shared by the layers
+        self.masks: dict[tuple[MaskRule, int], Tensor] = {}
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, rule: MaskRule, form: Form) -> Tensor:
         paged = self.layers[layer]
@@ -179,7 +189,8 @@ class RaggedStep:
 
 
 class Probe:
-    """A step of one sequence of one token, which attends to nothing but itself: it finds out what the layers hand over."""
+    """A step of one sequence of one token, which attends to nothing but itself: it finds out what
+    the layers hand over."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, LayerShape] = {}
@@ -194,7 +205,8 @@ class Probe:
 
 
 class PassingCache(Cache):  # type: ignore[misc]
-    """For the ragged way: K and V are written when a layer attends. A model that asks for any other state finds none."""
+    """The cache of the ragged way: K and V are written when a layer attends. A model that asks for
+    any other state finds none."""
 
     def __init__(self) -> None:
         super().__init__(layers=[])
@@ -220,7 +232,8 @@ class PassingCache(Cache):  # type: ignore[misc]
 
 
 class SequenceCache(PassingCache):
-    """For one by one: the blocks of one sequence, which holds `length` tokens before the pass."""
+    """The cache of the one-by-one way: the blocks of one sequence, which holds `length` tokens
+    before the pass."""
 
     def __init__(self, layers: dict[int, PagedLayer], block_table: Tensor, slot_mapping: Tensor, length: int) -> None:
         """block_table: [blocks] int64; slot_mapping: [tokens] int64 of the pass's tokens."""
@@ -231,7 +244,8 @@ class SequenceCache(PassingCache):
         self.length = length
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-        """key_states, value_states: [1, kv_heads, tokens, dim]. Returns those of all tokens so far."""
+        """key_states, value_states: [1, kv_heads, tokens, dim]. Returns those of all tokens so
+        far."""
         paged, context = self.paged[layer_idx], self.length + len(self.slot_mapping)
         paged.write(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), self.slot_mapping)
         keys, values = paged.read(self.block_table[None], key_states.dtype)

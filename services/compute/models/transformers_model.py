@@ -1,7 +1,8 @@
-"""Every other model: transformers' own modules, over the paged cache. Slower than a native executor, and complete.
+"""Every other model: transformers' own modules, over the paged cache. Slower than a native
+executor, and complete.
 
-The library brings layers, positions, norms and logits; cache and attention are in transformers_attention.py. A checkpoint is data: code that comes with
-it is never run.
+The library brings layers, positions, norms and logits; cache and attention are in
+transformers_attention.py. A checkpoint is data: code that comes with it is never run.
 """
 
 import inspect
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
@@ -33,14 +35,13 @@ from services.compute.models.transformers_attention import (
 )
 from shared.process.errors import StartupError
 
-Tensor = torch.Tensor
-
-LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")  # their frequencies follow the longest sequence of a step
+# their frequencies follow the longest sequence of a step
+LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 @dataclass(frozen=True, slots=True)
 class TransformersConfig:
-    """What scheduler and cache need of a model."""
+    """The configuration that scheduler and cache need."""
 
     vocab_size: int
     num_layers: int  # that have K and V
@@ -59,11 +60,14 @@ class TransformersModel:
         shapes, vocab_size = probe(model, is_ragged=is_ragged)
         self.model = model
         self.backend = backend
-        self.shapes = dict(sorted(shapes.items()))  # of the layers that have K and V, by the library's numbers for them
+        # of the layers that have K and V, by the library's numbers for them
+        self.shapes = dict(sorted(shapes.items()))
         self.is_ragged = is_ragged
         self.implementation = f"transformers ({'ragged' if is_ragged else 'one by one'})"
         self._logit_rows = torch.zeros(0, dtype=torch.int64)  # of the last step
-        self._head_inputs: list[Tensor] = []  # of the last step, pass by pass: the hidden states [1, tokens, hidden] of which its logits were made
+        # of the last step, pass by pass: the hidden states [1, tokens, hidden] of which its logits
+        # were made
+        self._head_inputs: list[Tensor] = []
         model.get_output_embeddings().register_forward_pre_hook(lambda _, inputs: self._head_inputs.append(inputs[0]))
         self.parameters = set(inspect.signature(model.forward).parameters)
         self.config = TransformersConfig(
@@ -74,7 +78,8 @@ class TransformersModel:
         )
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:  # noqa: ARG002
-        """Of logits, in the model's dtype and in float32: what the library's modules take besides is their own affair."""
+        """Bytes of logits, in the model's dtype and in float32: what the library's modules take
+        besides is their own affair."""
         return num_logits * self.config.vocab_size * (self.backend.dtype.itemsize + 4)
 
     def plan(self, batch: ForwardBatch, block_size: int) -> list[Group]:
@@ -83,7 +88,8 @@ class TransformersModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, plan: list[Group], kv_layers: Sequence[Tensor]) -> Tensor:
-        """Write the step's K and V. Returns the logits of the batch's logit_rows, [R, vocab] float32: the library's head is a part of its models."""
+        """Write the step's K and V. Returns the logits of the batch's logit_rows, [R, vocab]
+        float32: the library's head is a part of its models."""
         self._logit_rows = batch.logit_rows
         self._head_inputs.clear()
         layers = {number: PagedLayer(kv, self.config.head_dim, shape) for (number, shape), kv in zip(self.shapes.items(), kv_layers, strict=True)}
@@ -96,11 +102,11 @@ class TransformersModel:
             current_step.reset(token)
 
     def logits(self, hidden: Tensor, rows: Tensor) -> Tensor:
-        """As Decoder.logits."""
+        """The same as Decoder.logits."""
         return hidden[torch.searchsorted(self._logit_rows, rows)]
 
     def states(self, hidden: Tensor, rows: Tensor) -> Tensor:  # noqa: ARG002
-        """As Decoder.states."""
+        """The same as Decoder.states."""
         return torch.cat(self._head_inputs)[torch.searchsorted(self._logit_rows, rows)].float()
 
     def _run_alone(self, batch: ForwardBatch, group: Group, layers: dict[int, PagedLayer]) -> Tensor:
@@ -126,8 +132,8 @@ class TransformersModel:
 
 
 def load_transformers_model(folder: Path, backend: TorchBackend, max_model_len: int | None) -> TransformersModel:
-    """Read config.json and the weights. max_model_len: of the sequences to come, in tokens; None: no bound. Raises StartupError for a model that can't run
-    over a paged cache, and says why."""
+    """Read config.json and the weights. max_model_len: of the sequences to come, in tokens; None:
+    no bound. Raises StartupError for a model that can't run over a paged cache, and says why."""
     register()
     config, model_class = read_library_config(folder)
     name = model_class.__name__
@@ -147,7 +153,8 @@ def load_transformers_model(folder: Path, backend: TorchBackend, max_model_len: 
 
 
 def read_library_config(folder: Path) -> tuple[Any, Any]:
-    """The library's config, and the class of the model. Raises StartupError for what is no language model of the library's own."""
+    """The library's config, and the class of the model. Raises StartupError for what is no language
+    model of the library's own."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # ValueError, KeyError, OSError, those of dataclasses: whatever config.json leads to
@@ -180,7 +187,8 @@ def load_modules(folder: Path, dtype: torch.dtype, device: torch.device, attenti
 
 
 def check_rope(config: Any, max_model_len: int | None) -> None:
-    """Raises StartupError where a sequence's rotary frequencies would follow the longest sequence of its step."""
+    """Raises StartupError where a sequence's rotary frequencies would follow the longest sequence
+    of its step."""
     text = config.get_text_config()
     rope = getattr(text, "rope_parameters", None) or {}
     for each in [rope, *(value for value in rope.values() if isinstance(value, dict))]:
@@ -191,7 +199,8 @@ def check_rope(config: Any, max_model_len: int | None) -> None:
 
 
 def probe(model: Any, *, is_ragged: bool) -> tuple[dict[int, LayerShape], int]:
-    """Run two tokens, to learn which layers have K and V, of what shape, and how many logits there are. Raises Unsupported if the model can't run so."""
+    """Run two tokens, to learn which layers have K and V, of what shape, and how many logits there
+    are. Raises Unsupported if the model can't run so."""
     parameters = inspect.signature(model.forward).parameters
     if "past_key_values" not in parameters:
         raise Unsupported("it has no KV cache")
@@ -225,5 +234,5 @@ def run_probe(model: Any, token_ids: list[int], step: Probe, cache: PassingCache
 
 
 def first_line(error: Exception) -> str:
-    """What went wrong, short enough for one line."""
+    """The error, short enough for one line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

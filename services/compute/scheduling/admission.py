@@ -1,24 +1,26 @@
-"""Who may begin: three strategies behind one interface, so that they can be compared on the same memory.
+"""Admission: three strategies behind one interface, so that they can be compared on the same
+memory.
 
-`reserve` holds a sequence's longest possible length from the start, as servers did before paging. `paged` gives blocks as they are
-needed and lets in whoever fits now; what runs later into a full cache is preempted. `predicted`, the default, is paged as well, but lets
-a sequence in only if the memory of all that would then run is expected to fit over their whole future. That expectation follows
-"Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS 2025), section 3: lengths come from the recent
-past, the peak of memory is sought over the future. The paper draws lengths at random; here the distribution is used as it is.
+`reserve` holds a sequence's longest possible length from the start, as servers did before paging.
+`paged` gives blocks as they are needed and lets in whoever fits now; what runs later into a full
+cache is preempted. `predicted`, the default, is paged as well, but lets a sequence in only if the
+memory of all that would then run is expected to fit over their whole future. That expectation
+follows "Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al., ASPLOS 2025),
+section 3: lengths come from the recent past, the peak of memory is sought over the future. The
+paper draws lengths at random; here the distribution is used as it is.
 """
 
 from collections.abc import Collection
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.output_lengths import OutputLengths
 from services.compute.sequence import Sequence
-
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 CONFIDENCE = 0.99  # asked of a predicted peak: with 0.95 more is preempted and no more is done
 COHORT_EVERY = 16  # admissions between predictions that are followed up
@@ -26,24 +28,27 @@ MAX_COHORTS = 8  # followed up at a time
 
 
 class Admission(Protocol):
-    """A strategy. `survey` comes once before any `admits` of a step; after each True the sequence begins."""
+    """A strategy. `observe` comes once before any `admits` of a step; after each True the sequence
+    begins."""
 
     preempts: bool  # what runs may have to give its place back
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         """Look at what runs."""
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
-        """Whether the sequence may begin, with the blocks `matched` found in the prefix cache or with another."""
+        """Whether the sequence may begin, with the blocks `matched` found in the prefix cache or
+        with another."""
 
     def num_tokens_held(self, sequence: Sequence, num_tokens: int) -> int:
-        """For how many tokens a sequence that begins takes blocks, when its first chunk ends at num_tokens."""
+        """The tokens for which a sequence that begins takes blocks, when its first chunk ends at
+        num_tokens."""
 
     def ended(self, sequence: Sequence, *, is_complete: bool) -> None:
         """A sequence has ended; is_complete: with its answer, not cancelled."""
 
     def metrics(self) -> dict[str, float]:
-        """What the strategy has to say of itself, totals."""
+        """The strategy's metrics, totals."""
 
 
 class Reserve:
@@ -54,7 +59,7 @@ class Reserve:
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         pass
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
@@ -71,7 +76,8 @@ class Reserve:
 
 
 class Paged:
-    """What the sequence has now, and one spare block for each that runs, so that who begins is not preempted at the next border."""
+    """Admits by the tokens that a sequence has now, with one spare block for each that runs, so
+    that who begins is not preempted at the next border."""
 
     preempts = True
 
@@ -79,7 +85,7 @@ class Paged:
         self.block_manager = block_manager
         self.num_running = 0
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         self.num_running = len(running)
 
     def admits(self, sequence: Sequence, matched: list[int]) -> bool:
@@ -101,7 +107,8 @@ class Paged:
 
 @dataclass(slots=True)
 class Cohort:
-    """A prediction to be followed up: the sequences it was made for, by handle, as they were, and how much longer each came to be."""
+    """A prediction to be followed up: the sequences it was made for, by handle, as they were, and
+    how much longer each came to be."""
 
     predicted_blocks: float
     members: dict[int, tuple[int, int, int]]  # num_tokens, num_output_tokens, num_shared_blocks
@@ -127,14 +134,15 @@ class Predicted:
         self.lengths = OutputLengths()
         self.calibration = Calibration()
         self._z = NormalDist().inv_cdf(confidence)
-        self._horizon = np.unique(np.geomspace(1, 1 << 24, 64).astype(np.int32)) - 1  # tokens from now, from 0 up, ever further apart
+        # tokens from now, from 0 up, ever further apart
+        self._horizon = np.unique(np.geomspace(1, 1 << 24, 64).astype(np.int32)) - 1
         self._running: list[Sequence] = []
         self._num_fixed_blocks = 0.0  # held now by more than one, or by nobody who was counted
         self._blocks: tuple[Array, Array, Array] = self._future([])
         self._cohorts: list[Cohort] = []
         self._num_admitted = 0
 
-    def survey(self, running: Collection[Sequence]) -> None:
+    def observe(self, running: Collection[Sequence]) -> None:
         self._running = list(running)
         self.lengths.estimate([each.num_output_tokens for each in running])
         self._blocks = self._future(self._running)
@@ -174,19 +182,23 @@ class Predicted:
         return {"predicted_peaks": seen.num_predictions, "predicted_peaks_exceeded": seen.num_exceeded, "predicted_peak_ratio_sum": seen.sum_of_ratios}
 
     def _future(self, sequences: list[Sequence], num_shared: int | None = None) -> tuple[Array, Array, Array]:
-        """Mean, variance and largest number of the blocks that the sequences hold after each step of the horizon, each [H] float64.
+        """Mean, variance and largest number of the blocks that the sequences hold after each step
+        of the horizon, each [H] float64.
 
-        A sequence with g tokens of output is still there after t more with the probability P(length > g + t) / P(length > g), and then
-        holds the blocks of t more tokens. num_shared: of the blocks that others hold; by default what each was begun with.
+        A sequence with g tokens of output is still there after t more with the probability P(length
+        > g + t) / P(length > g), and then holds the blocks of t more tokens. num_shared: of the
+        blocks that others hold; by default what each was begun with.
         """
         mean, variance, most = np.zeros((3, len(self._horizon)))
         if not sequences:
             return mean, variance, most
         now = np.array([len(each.token_ids) for each in sequences], np.int32)[:, None]
         outputs = now - np.array([each.num_prompt_tokens for each in sequences], np.int32)[:, None]
-        limits = np.array([max(each.params.max_tokens or 0, 1) for each in sequences], np.int32)[:, None]  # who asks for none holds its prompt all the same
+        # who asks for none holds its prompt all the same
+        limits = np.array([max(each.params.max_tokens or 0, 1) for each in sequences], np.int32)[:, None]
         shared = np.array([each.num_shared_blocks for each in sequences])[:, None] if num_shared is None else num_shared
-        size = int(np.searchsorted(self._horizon, (limits - outputs).max()))  # of the horizon, until the last must have ended
+        # of the horizon, until the last must have ended
+        size = int(np.searchsorted(self._horizon, (limits - outputs).max()))
         horizon = self._horizon[:size]
         is_possible = horizon < limits - outputs
         alive = is_possible * (self.lengths.survival(outputs + horizon) / self.lengths.survival(outputs))
@@ -198,7 +210,8 @@ class Predicted:
         return mean, variance, most
 
     def _compare(self, cohort: Cohort) -> None:
-        """The real peak comes when one of the sequences ends: all that lived longer had then grown as far as it had."""
+        """The real peak comes when one of the sequences ends: all that lived longer had then grown
+        as far as it had."""
         tokens, _, shared = np.array(list(cohort.members.values())).T
         remaining = np.array([cohort.num_remaining[handle] for handle in cohort.members])
         there = remaining[None, :] >= remaining[:, None]
@@ -213,13 +226,14 @@ STRATEGIES = ("predicted", "paged", "reserve")
 
 
 def make_admission(strategy: str, block_manager: BlockManager, *, confidence: float = CONFIDENCE) -> Admission:
-    """One of STRATEGIES. confidence: of `predicted`."""
+    """Make one of STRATEGIES. confidence: of `predicted`."""
     if strategy == "predicted":
         return Predicted(block_manager, confidence=confidence)
     return Paged(block_manager) if strategy == "paged" else Reserve(block_manager)
 
 
 def num_new_blocks(block_manager: BlockManager, num_tokens: int, matched: list[int]) -> int:
-    """The free blocks that a sequence takes for num_tokens tokens: new ones, and cached ones that nobody holds."""
+    """The free blocks that a sequence takes for num_tokens tokens: new ones, and cached ones that
+    nobody holds."""
     held = sum(block_manager.ref_counts[block_id] > 0 for block_id in matched)
     return block_manager.num_blocks_for(num_tokens) - held

@@ -1,4 +1,5 @@
-"""The generation loop without a pipeline: for simulation, benchmarks and tests. services/compute/service.py is the one with it."""
+"""The generation loop without a pipeline: for simulation, benchmarks and tests.
+services/compute/service.py is the one with it."""
 
 from collections.abc import Callable, Iterable
 
@@ -15,7 +16,8 @@ def has_all_tokens(sequence: Sequence) -> bool:
 
 
 def run_step(scheduler: Scheduler, decide: Decide, *, is_over: Callable[[Sequence], bool] = has_all_tokens) -> ScheduledBatch | None:
-    """Schedule a step; `decide` runs it and returns a token for each of its sampled sequences. Returns the step, or None if there was none to run."""
+    """Schedule a step; `decide` runs it and returns a token for each of its sampled sequences.
+    Returns the step, or None if there was none to run."""
     batch = scheduler.schedule()
     if batch is None:
         return None

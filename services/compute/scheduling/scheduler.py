@@ -1,21 +1,25 @@
 """The scheduler: which sequences run in a step, and how many tokens of each.
 
-There are no phases. Every sequence has tokens and a number of them computed; a step raises that number within a token budget. What is
-called decoding is a sequence that is one token behind, prefill one that is many behind. Those that are one token behind go first, so a
-long prompt fills the rest of the budget in chunks and never stalls them.
+There are no phases. Every sequence has tokens and a number of them computed; a step raises that
+number within a token budget. What is called decoding is a sequence that is one token behind,
+prefill one that is many behind. Those that are one token behind go first, so a long prompt fills
+the rest of the budget in chunks and never stalls them.
 
-One order rules who begins and who gives way: the rank, arrival time plus aging_s for each level of priority. All that waits ages alike, so
-ranks never change, a level of priority is worth aging_s of waiting, and nothing starves. The smallest rank begins first; when the KV
-cache is full the largest gives its blocks back, waits at its place, and is computed again when admission finds that it fits.
+One order rules who begins and who gives way: the rank, arrival time plus aging_s for each level of
+priority. All that waits ages alike, so ranks never change, a level of priority is worth aging_s of
+waiting, and nothing starves. The smallest rank begins first; when the KV cache is full the largest
+gives its blocks back, waits at its place, and is computed again when admission finds that it fits.
 
-Tenants share the places. Within a priority, each place that a tenant has already counts like aging_s of waiting for all others. If every place is
-taken, the first sequence of a tenant takes one from whoever has most.
+Tenants share the places. Within a priority, each place that a tenant has already counts like
+aging_s of waiting for all others. If every place is taken, the first sequence of a tenant takes one
+from whoever has most.
 
 Some may run apart (`apart`): in steps of their own, by turns with everybody else's.
 
-A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet. They are computed upon like any others, up to
-run_ahead of them; `confirm` says that the next one was decided, `truncate` that it was not. The very last may be PENDING, known to the device only, until
-`reveal` says what it is.
+A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet.
+They are computed upon like any others, up to run_ahead of them; `confirm` says that the next one
+was decided, `truncate` that it was not. The very last may be PENDING, known to the device only,
+until `reveal` says what it is.
 """
 
 from collections import Counter
@@ -25,11 +29,12 @@ from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
 from services.compute.scheduling.step_cost import StepCostFit
+from services.compute.scheduling.verdict import Begin, MakeRoom, Wait
 from services.compute.scheduling.waiting import WaitingQueue
 from services.compute.sequence import Sequence
 
 AGING_S = 30.0
-SURVEY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
+RETRY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
 
 
@@ -37,12 +42,15 @@ FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not k
 class Draft:
     """A step in the making."""
 
-    decodes: list[Sequence] = field(default_factory=list)  # one token behind: each computes that token and gets the next
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)  # and how many of its uncomputed tokens
+    # one token behind: each computes that token and gets the next
+    decodes: list[Sequence] = field(default_factory=list)
+    # and how many of its uncomputed tokens
+    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
 
 
 class Scheduler:
-    """Plain Python over plain data. `schedule` a step, and when it has run `append` a token to each sequence that was sampled."""
+    """Plain Python over plain data. `schedule` a step, and when it has run `append` a token to each
+    sequence that was sampled."""
 
     def __init__(
         self,
@@ -59,23 +67,30 @@ class Scheduler:
         self.block_manager = block_manager
         self.admission = admission
         self.max_num_seqs = max_num_seqs
-        self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)  # every running sequence can have its one token
+        # every running sequence can have its one token
+        self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
         self.run_ahead = run_ahead  # foreseen tokens upon which a sequence may be computed
-        self.splits_prompts = splits_prompts  # False: every token of the model's sees all others, so a prompt is computed in one step
-        self.apart: frozenset[int] = frozenset()  # handles that run in steps of their own, by turns with everybody else's
-        self.held: frozenset[int] = frozenset()  # handles that sit out: their grammars' masks are not there yet
+        # False: every token of the model's sees all others, so a prompt is computed in one step
+        self.splits_prompts = splits_prompts
+        # handles that run in steps of their own, by turns with everybody else's
+        self.apart: frozenset[int] = frozenset()
+        # handles that sit out: their grammars' masks are not there yet
+        self.held: frozenset[int] = frozenset()
         self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by handle
         self._num_running: Counter[str] = Counter()  # by tenant
         self.num_preemptions = 0
-        self.num_prefix_queries = 0  # prompt tokens looked up in the prefix cache, once for each sequence
+        # prompt tokens looked up in the prefix cache, once for each sequence
+        self.num_prefix_queries = 0
         self.num_prefix_hits = 0  # those that were found
         self._groups: dict[str, dict[int, Sequence]] = {}  # what runs of each group
-        self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
+        # the head of the queue that did not fit, and steps since
+        self._refused: tuple[int, int] | None = None
+        self._is_observed = False  # the admission has looked at what runs now
 
     @property
     def num_unfinished(self) -> int:
@@ -92,7 +107,8 @@ class Scheduler:
         return self.running[handle]
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next step, or None if there is nothing to compute. From here on its tokens count as computed."""
+        """The next step, or None if there is nothing to compute. From here on its tokens count as
+        computed."""
         self._is_apart = bool(self.apart) and not self._is_apart
         batch = self._schedule_step()
         if batch is None and self.apart:
@@ -121,14 +137,16 @@ class Scheduler:
         sequence.num_undecided_tokens += not is_decided
 
     def reveal(self, sequence: Sequence, token_id: int, *, is_continued: bool) -> None:
-        """The token that was PENDING. is_continued: what a step computes upon it already, if one does, stands; else it is to be computed, or never will be."""
+        """The token that was PENDING. is_continued: what a step computes upon it already, if one
+        does, stands; else it is to be computed, or never will be."""
         assert sequence.is_pending
         sequence.token_ids[-1] = token_id
         if not is_continued:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
 
     def take_back(self, sequence: Sequence) -> None:
-        """The step's row of the sequence comes to nothing: its last token is to be computed again."""
+        """The step's row of the sequence comes to nothing: its last token is to be computed
+        again."""
         sequence.num_computed_tokens = sequence.num_tokens - 1
         sequence.num_committed_blocks = min(sequence.num_committed_blocks, sequence.num_computed_tokens // self.block_manager.block_size)
         sequence.has_shared_tail = True  # its last block may be in the prefix cache by now
@@ -141,7 +159,8 @@ class Scheduler:
             self.block_manager.commit(sequence)
 
     def truncate(self, sequence: Sequence, num_tokens: int) -> None:
-        """The foreseen tokens after the first num_tokens are not to be. What follows is `append`, or `finish`."""
+        """The foreseen tokens after the first num_tokens are not to be. What follows is `append`,
+        or `finish`."""
         assert sequence.num_decided_tokens <= num_tokens <= sequence.num_tokens
         sequence.drop_tokens(num_tokens)
         sequence.is_ending = False
@@ -149,7 +168,8 @@ class Scheduler:
         self.block_manager.forget_hashes(sequence)
 
     def finish(self, sequence: Sequence, *, is_complete: bool = False) -> None:
-        """The sequence has ended, waiting or running, with its answer (is_complete, its last token appended) or without. Its blocks are free at once."""
+        """The sequence has ended, waiting or running, with its answer (is_complete, its last token
+        appended) or without. Its blocks are free at once."""
         sequence.is_finished = True
         if sequence.handle in self.running:
             self._leave(sequence)
@@ -159,7 +179,8 @@ class Scheduler:
         self._refused = None
 
     def _can_run(self, sequence: Sequence) -> bool:
-        """Whether it is its turn, and what it would be computed upon is decided as far as it must be."""
+        """Whether it is its turn, and what it would be computed upon is decided as far as it must
+        be."""
         is_in = (sequence.handle in self.apart) == self._is_apart
         if sequence.handle in self.held and sequence.handle in self.running:
             return False
@@ -181,7 +202,8 @@ class Scheduler:
         return row
 
     def _targets(self, sequence: Sequence, num_computed: int) -> tuple[int, tuple[int, ...]]:
-        """Where the first token of its prompt stands that has no logprobs yet, and that and those after it that follow one of its first num_computed tokens.
+        """The place of the first token of its prompt that has no logprobs yet, and that token and
+        those after it that follow one of its first num_computed tokens.
 
         From here on they count as scored.
         """
@@ -191,7 +213,7 @@ class Scheduler:
         return first_target, target_ids
 
     def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
-        """All that are one token behind. Returns the others, which are further behind."""
+        """Schedule all that are one token behind. Returns the others, which are further behind."""
         block_size = self.block_manager.block_size
         behind = []
         for sequence in list(self.running.values()):
@@ -207,7 +229,8 @@ class Scheduler:
         return behind
 
     def _prompt_budget(self, draft: Draft) -> int:
-        """The tokens that prompts may add to the step: within the bound, and within the target for who is decoding."""
+        """The tokens that prompts may add to the step: within the bound, and within the target for
+        who is decoding."""
         budget = self.max_batched_tokens - len(draft.decodes)
         if self.target_itl_s is None or not draft.decodes:
             return budget
@@ -215,10 +238,12 @@ class Scheduler:
             return min(budget, FIRST_CHUNK)
         num_context_tokens = sum([len(sequence.token_ids) for sequence in draft.decodes])
         within = self.step_cost.cost.tokens_within(self.target_itl_s, num_context_tokens) - len(draft.decodes)
-        return min(budget, max(within, self.block_manager.block_size))  # a prompt never stands still
+        # a prompt never stands still
+        return min(budget, max(within, self.block_manager.block_size))
 
     def _schedule_chunks(self, draft: Draft, behind: list[Sequence], budget: int) -> int:
-        """The next chunk of each running sequence that is further behind, while the budget lasts. Returns what is left of it."""
+        """The next chunk of each running sequence that is further behind, while the budget lasts.
+        Returns what is left of it."""
         for sequence in sorted(behind, key=_rank):
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
             if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, draft):
@@ -227,65 +252,70 @@ class Scheduler:
         return budget
 
     def _admit(self, draft: Draft, budget: int) -> None:
-        """Waiting sequences begin, in the order of their ranks, while there are budget, a place, and memory as the strategy counts it."""
-        is_surveyed = False
-        while budget > 0:
-            sequence = self._next_waiting()
-            if sequence is None or not self._can_run(sequence) or not self._fits_step(sequence, budget) or self._was_refused(sequence):
+        """Waiting sequences begin, in the order of their ranks, while there are budget, a place,
+        and memory as the strategy counts it."""
+        self._is_observed = False
+        while budget > 0 and (sequence := self._next_waiting()) is not None:
+            verdict = self._verdict(sequence, budget)
+            if isinstance(verdict, MakeRoom):
+                self._preempt(verdict.victim, draft)
+                self._is_observed = False
+                verdict = self._verdict(sequence, budget)
+            if not isinstance(verdict, Begin):
+                if isinstance(verdict, Wait) and verdict.num_steps is not None:
+                    self._refused = (sequence.handle, verdict.num_steps)
                 return
-            if len(self.running) >= self.max_num_seqs:
-                if not self._give_way(sequence, draft):
-                    return
-                is_surveyed = False
-            twin = self._twin(sequence)
-            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens and self._can_run(twin):
-                return  # when the twin's prompt is computed, this one need not be
-            if not is_surveyed:
-                self.admission.survey(self.running.values())
-                is_surveyed = True
-            if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
-                twin = None
-            matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
-            if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
-                budget -= self._begin(sequence, matched, twin, draft, budget)
-            else:
-                self._refused = (sequence.handle, 0)
-                return
+            budget -= self._begin(sequence, verdict, draft, budget)
 
-    def _fits_step(self, sequence: Sequence, budget: int) -> bool:
-        """Whether it can begin with so many tokens."""
-        return self.splits_prompts or sequence.num_tokens <= budget
-
-    def _was_refused(self, sequence: Sequence) -> bool:
-        """Whether it did not fit a few steps ago, and nothing has ended since."""
-        if self._refused is None or self._refused[0] != sequence.handle or self._refused[1] >= SURVEY_EVERY:
-            return False
-        self._refused = (sequence.handle, self._refused[1] + 1)
-        return True
+    def _verdict(self, sequence: Sequence, budget: int) -> Begin | MakeRoom | Wait:
+        """Whether the head of the queue may begin. What keeps it is looked for in the order of what
+        it costs to find out."""
+        if not self._can_run(sequence) or not (self.splits_prompts or sequence.num_tokens <= budget):
+            return Wait()
+        if self._refused is not None and self._refused[0] == sequence.handle and self._refused[1] < RETRY_EVERY:
+            # it did not fit a few steps ago, and nothing has ended since
+            return Wait(self._refused[1] + 1)
+        if len(self.running) >= self.max_num_seqs:
+            victim = self._victim(sequence)
+            return Wait() if victim is None else MakeRoom(victim)
+        twin = self._twin(sequence)
+        if twin is not None and twin.num_computed_tokens < twin.num_prompt_tokens:
+            if self._can_run(twin):
+                return Wait()  # when the twin's prompt is computed, this one need not be
+            twin = None
+        if not self._is_observed:
+            self.admission.observe(self.running.values())
+            self._is_observed = True
+        matched = self.block_manager.match(sequence) if twin is None else self.block_manager.common_blocks(twin, sequence)
+        if self._has_blocks(sequence, matched, budget) and self.admission.admits(sequence, matched):
+            return Begin(matched, twin)
+        return Wait(0)
 
     def _next_waiting(self) -> Sequence | None:
-        """Whose turn it is to begin."""
+        """The head of the queue."""
         if self._is_apart:
             return self.waiting.head_of(self.apart)
         return self.waiting.head(lambda tenant_id: self.aging_s * self._num_running[tenant_id], self.apart)
 
-    def _give_way(self, sequence: Sequence, draft: Draft) -> bool:
-        """Every place is taken: have one given up for a tenant's first sequence, or for its first one of such urgency. Returns whether there was one.
+    def _victim(self, sequence: Sequence) -> Sequence | None:
+        """Every place is taken: whose place goes to a tenant's first sequence, or to its first one
+        of such urgency. None: nobody's.
 
-        One that is less urgent and later in rank gives way; for a tenant that has no place at all, also one of a tenant that has many.
+        One that is less urgent and later in rank gives way; for a tenant that has no place at all,
+        also one of a tenant that has many.
         """
         if not self.admission.preempts or self._is_apart:
-            return False
+            return None
         own = [each.priority for each in self.running.values() if each.tenant_id == sequence.tenant_id]
         if own and min(own) <= sequence.priority:
-            return False
+            return None
         others = [each for each in self.running.values() if each.priority >= sequence.priority and each.handle not in self.apart and not each.is_ending]
         able = [each for each in others if each.priority > sequence.priority and each.rank > sequence.rank]
-        if not able and not own:  # each of the others' places but the first counts like aging_s of waiting, as it does for who begins
+        # each of the others' places but the first counts like aging_s of waiting, as it does for
+        # who begins
+        if not able and not own:
             able = [each for each in others if each.rank + self.aging_s * (self._num_running[each.tenant_id] - 1) > sequence.rank]
-        if able:
-            self._preempt(max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each))), draft)
-        return bool(able)
+        return max(able, key=lambda each: (each.priority, self._num_running[each.tenant_id], *_rank(each)), default=None)
 
     def _has_blocks(self, sequence: Sequence, matched: list[int], budget: int) -> bool:
         """Whether there are free blocks for the sequence's first chunk now."""
@@ -294,8 +324,9 @@ class Scheduler:
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
         return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
 
-    def _begin(self, sequence: Sequence, matched: list[int], twin: Sequence | None, draft: Draft, budget: int) -> int:
+    def _begin(self, sequence: Sequence, verdict: Begin, draft: Draft, budget: int) -> int:
         """The sequence leaves the queue, with its first chunk. Returns its tokens."""
+        matched, twin = verdict.matched, verdict.twin
         self.waiting.remove(sequence)
         self.running[sequence.handle] = sequence
         self._num_running[sequence.tenant_id] += 1
@@ -320,7 +351,8 @@ class Scheduler:
         return num_tokens
 
     def _twin(self, sequence: Sequence) -> Sequence | None:
-        """A running sequence of the same prompt, if there is one; rather one whose prompt is computed. It has the logprobs that are asked of the prompt."""
+        """A running sequence of the same prompt, if there is one; rather one whose prompt is
+        computed. It has the logprobs that are asked of the prompt."""
         members = self._groups.get(sequence.group_id, {}) if sequence.group_id is not None else {}
         able = [each for each in members.values() if sequence.is_scored or each.params.prompt_logprobs == sequence.params.prompt_logprobs]
         if not able:
@@ -331,7 +363,8 @@ class Scheduler:
         return twin if is_same else None
 
     def _make_room(self, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
-        """Blocks for the running sequence's first num_tokens tokens, taken from the last in rank if need be: that may be itself."""
+        """Blocks for the running sequence's first num_tokens tokens, taken from the last in rank if
+        need be: that may be itself."""
         while sequence.handle in self.running:
             if self.block_manager.grow(sequence, num_tokens):
                 return True
@@ -339,7 +372,7 @@ class Scheduler:
         return False
 
     def _preempt(self, sequence: Sequence, draft: Draft) -> None:
-        """Give its blocks back; it waits, and is computed anew, with the tokens it has."""
+        """Give its blocks back; it waits, and is computed again, with the tokens it has."""
         if sequence in draft.decodes:
             draft.decodes.remove(sequence)
         draft.chunks = [chunk for chunk in draft.chunks if chunk[0] is not sequence]

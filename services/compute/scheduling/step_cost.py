@@ -1,11 +1,10 @@
 """StepCost: how long a step takes, learned from the steps that were measured."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 MIN_STEPS = 8  # before a fit is worth using
 REFIT_EVERY = 16
@@ -14,7 +13,8 @@ FORGET = 0.995  # weight of a step against the one after it: the last few hundre
 
 @dataclass(frozen=True, slots=True)
 class StepCost:
-    """seconds = fixed_s + per_token_s * tokens computed + per_context_token_s * tokens whose KV is read."""
+    """seconds = fixed_s + per_token_s * tokens computed + per_context_token_s * tokens whose KV is
+    read."""
 
     fixed_s: float
     per_token_s: float
@@ -24,7 +24,8 @@ class StepCost:
         return self.fixed_s + self.per_token_s * num_tokens + self.per_context_token_s * num_context_tokens
 
     def tokens_within(self, seconds: float, num_context_tokens: int) -> int:
-        """How many tokens a step that must not take longer than `seconds` may compute; may be below 0."""
+        """How many tokens a step that must not take longer than `seconds` may compute; may be below
+        0."""
         left = seconds - self.fixed_s - self.per_context_token_s * num_context_tokens
         return int(left / max(self.per_token_s, 1e-12))
 
@@ -47,7 +48,8 @@ class StepCostFit:
             self.cost = StepCost(*map(float, self._solve()))
 
     def _solve(self) -> Array:
-        """The normal equations; a coefficient that comes out negative is taken out, and the rest solved again."""
+        """The normal equations; a coefficient that comes out negative is taken out, and the rest
+        solved again."""
         scale = np.sqrt(np.maximum(np.diag(self._gram), 1e-300))
         used = [0, 1, 2]
         while True:

@@ -9,7 +9,8 @@ Entry = tuple[float, int, Sequence]  # rank, handle: no two are equal
 
 
 class WaitingQueue:
-    """A heap for each tenant and priority. What was removed stays in its heap until it comes to the top."""
+    """A heap for each tenant and priority. What was removed stays in its heap until it comes to the
+    top."""
 
     def __init__(self) -> None:
         self._heaps: dict[tuple[str, int], list[Entry]] = {}
@@ -20,7 +21,7 @@ class WaitingQueue:
         return len(self._by_handle)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In no particular order."""
+        """Iterate in no particular order."""
         return iter(self._by_handle.values())
 
     def __contains__(self, sequence: Sequence) -> bool:
@@ -34,7 +35,8 @@ class WaitingQueue:
     def head(self, handicap: Callable[[str], float], but: frozenset[int] = frozenset()) -> Sequence | None:
         """The one whose turn it is, of all but some handles.
 
-        The smallest rank says which priorities have their turn: its own, and those that are more urgent. Among these a tenant's handicap is added to the rank.
+        The smallest rank says which priorities have their turn: its own, and those that are more
+        urgent. Among these a tenant's handicap is added to the rank.
         """
         tops = [top for key in list(self._heaps) if (top := self._top(key, but)) is not None]
         if not tops:
@@ -54,7 +56,7 @@ class WaitingQueue:
             heapq.heappop(heap)
 
     def expired(self, now: float) -> list[Sequence]:
-        """Those that have not begun, and whose deadline is over."""
+        """Sequences that have not begun, and whose deadline is over."""
         if not self._num_with_deadline:
             return []
         return [sequence for sequence in self if sequence.deadline is not None and sequence.deadline <= now and not sequence.has_begun]

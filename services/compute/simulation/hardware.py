@@ -22,7 +22,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What a step's bytes and operations follow from. 16-bit weights and KV."""
+    """A model's shape, from which a step's bytes and operations follow. 16-bit weights and KV."""
 
     num_parameters: float
     num_layers: int
@@ -64,7 +64,8 @@ HARDWARE = {
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """The larger of the time for the step's bytes (weights once, all KV that attention reads) and for its operations, plus the host's."""
+    """The larger of the time for the step's bytes (weights once, all KV that attention reads) and
+    for its operations, plus the host's."""
 
     model: ModelShape
     hardware: Hardware
@@ -99,7 +100,8 @@ def find_model(name: str) -> ModelShape:
 
 
 def find_hardware(name: str, model: ModelShape) -> tuple[Cost, int]:
-    """A known GPU, or a .json with the cost of measured steps. Returns the cost and the KV cache's tokens. Raises StartupError."""
+    """A known GPU, or a .json with the cost of measured steps. Returns the cost and the KV cache's
+    tokens. Raises StartupError."""
     if name in HARDWARE:
         return Roofline(model, HARDWARE[name]), kv_tokens(model, HARDWARE[name])
     try:

@@ -15,12 +15,13 @@ from services.compute.simulation.trace import TraceRequest
 from shared.model.sampling_params import SamplingParams
 
 PERCENTILES = (50, 90, 99)
-VOCABULARY = 1000  # made-up tokens are below: every model has them; no two prompts begin alike unless they should
+# made-up tokens are below: every model has them; no two prompts begin alike unless they should
+VOCABULARY = 1000
 
 
 @dataclass(slots=True)
 class Timeline:
-    """What became of one request; times in s on the simulated clock."""
+    """The outcome of one request; times in s on the simulated clock."""
 
     request: TraceRequest
     first_at: float = 0.0
@@ -37,7 +38,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class Replay:
-    """What came out."""
+    """Results of a replay."""
 
     timelines: list[Timeline]
     seconds: float = 0.0  # on the simulated clock, until the last token
@@ -45,15 +46,17 @@ class Replay:
     num_sequence_steps: int = 0
     num_preemptions: int = 0
     scheduler_s: float = 0.0  # of real time, in the scheduler
-    gaps: list[float] = field(default_factory=list)  # between tokens of a sequence, where it is not one step
-    steps: list[tuple[float, int]] = field(default_factory=list)  # seconds, and sequences for which it was the time between tokens
+    # between tokens of a sequence, where it is not one step
+    gaps: list[float] = field(default_factory=list)
+    # seconds, and sequences for which it was the time between tokens
+    steps: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def qps(self) -> float:
         return len(self.timelines) / self.seconds
 
     def itl(self, percentile: float) -> float:
-        """Of the time between tokens, over all tokens."""
+        """Percentiles of the time between tokens, over all tokens."""
         gaps = np.array([*self.gaps, *(seconds for seconds, _ in self.steps)])
         weights = np.array([1] * len(self.gaps) + [count for _, count in self.steps])
         if not weights.sum():
@@ -73,8 +76,8 @@ def replay(
 ) -> Replay:
     """Run all requests to their ends. step_seconds runs or estimates a step.
 
-    max_total_tokens: what each request asks for, prompt and answer together; None: it knows its answer's length and asks for no more.
-    Raises ValueError for a request that does not fit.
+    max_total_tokens: what each request asks for, prompt and answer together; None: it knows its
+    answer's length and asks for no more. Raises ValueError for a request that does not fit.
     """
     arrivals = sorted(requests, key=lambda request: request.arrived_at)
     result = Replay([Timeline(request) for request in arrivals])
@@ -138,5 +141,5 @@ def make_sequence(number: int, request: TraceRequest, max_total_tokens: int | No
 
 
 def percentiles(values: Iterable[float]) -> list[float]:
-    """Of PERCENTILES."""
+    """The values at PERCENTILES."""
     return [float(value) for value in np.percentile(np.array(list(values)), PERCENTILES)]

@@ -1,4 +1,4 @@
-"""What is asked: lengths and arrival times of requests, from a file or made up."""
+"""Traces: lengths and arrival times of requests, from a file or made up."""
 
 import json
 import math
@@ -13,7 +13,8 @@ from services.compute.simulation.reading import reason
 from shared.process.errors import StartupError
 
 CHARS_PER_TOKEN = 4.0  # of English text, for files that hold texts
-# The lengths of some thousand shared chat turns: prompts 104 tokens in the mean, 30 at the median; answers 315 and 286.
+# The lengths of some thousand shared chat turns: prompts 104 tokens in the mean, 30 at the median;
+# answers 315 and 286.
 PROMPT_MU, PROMPT_SIGMA, LONGEST_PROMPT = 3.71, 1.31, 2048  # log-normal
 ANSWER_SHAPE, ANSWER_SCALE, LONGEST_ANSWER = 1.3, 341.0, 1536  # Weibull
 
@@ -27,9 +28,11 @@ class TraceRequest:
 
 
 def load_trace(source: str, count: int | None, *, seed: int = 0) -> list[TraceRequest]:
-    """`synthetic`, or a file: ShareGPT's .json (texts), or .jsonl with prompt_tokens, output_tokens and, if it has them, arrived_at.
+    """`synthetic`, or a file: ShareGPT's .json (texts), or .jsonl with prompt_tokens, output_tokens
+    and, if it has them, arrived_at.
 
-    A file with fewer requests than `count` is gone through again. Raises StartupError for a file that is not like this.
+    A file with fewer requests than `count` is gone through again. Raises StartupError for a file
+    that is not like this.
     """
     if source == "synthetic":
         return synthetic(count or 1000, seed)
@@ -60,7 +63,8 @@ def synthetic(count: int, seed: int) -> list[TraceRequest]:
 
 
 def read_share_gpt(path: Path) -> Iterator[TraceRequest]:
-    """The first question and answer of each conversation, in tokens of CHARS_PER_TOKEN characters."""
+    """The first question and answer of each conversation, in tokens of CHARS_PER_TOKEN
+    characters."""
     for conversation in json.loads(path.read_text(encoding="utf-8")):
         prompt, answer = (max(1, round(len(turn["value"]) / CHARS_PER_TOKEN)) for turn in conversation["conversations"][:2])
         yield TraceRequest(prompt, answer)
@@ -74,6 +78,6 @@ def read_lines(path: Path) -> Iterator[TraceRequest]:
 
 
 def with_rate(requests: list[TraceRequest], rate: float, *, seed: int = 0) -> list[TraceRequest]:
-    """The same requests, arriving at random (a Poisson process) with `rate` requests/s."""
+    """Requests of a trace, arriving at random (a Poisson process) with `rate` requests/s."""
     times = np.random.default_rng(seed + 1).exponential(1.0 / rate, len(requests)).cumsum()
     return [replace(request, arrived_at=float(at)) for request, at in zip(requests, times, strict=True)]

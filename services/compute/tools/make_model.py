@@ -1,7 +1,8 @@
-"""`penstock make-model`: a checkpoint of random weights in a real model's shape, with a tokenizer that has a text for every id.
+"""`penstock make-model`: a checkpoint of random weights in a real model's shape, with a tokenizer
+that has a text for every id.
 
-For benchmarks and tests: speed does not depend on what the weights are. The tokenizer is the demo model's, filled up with made-up words
-to the shape's vocabulary.
+For benchmarks and tests: speed does not depend on what the weights are. The tokenizer is the demo
+model's, filled up with made-up words to the shape's vocabulary.
 """
 
 import json
@@ -50,7 +51,8 @@ SHAPES = {
 
 
 def make_model(out: Path, *, shape: str, dtype: str, seed: int, force: bool = False) -> None:
-    """Write config.json, model.safetensors and the tokenizer's files to `out`, with force in the stead of a model that is there. Raises StartupError."""
+    """Write config.json, model.safetensors and the tokenizer's files to `out`, with force in the
+    stead of a model that is there. Raises StartupError."""
     chosen = SHAPES[shape]
     open_out_folder(out, force=force)
     if not sys.stderr.isatty():  # where there are no bars

@@ -1,4 +1,5 @@
-"""The folder that a tool writes a model to: what is there already stays, unless --force says otherwise, and readers see a whole model or none."""
+"""The folder that a tool writes a model to: what is there already stays, unless --force says
+otherwise, and readers see a whole model or none."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +17,8 @@ UNFINISHED = f"{MODEL}.unfinished"
 
 
 def open_out_folder(out: Path, *, force: bool) -> None:
-    """Make it, or check that it can be written. Raises StartupError if a model is there, without force."""
+    """Make it, or check that it can be written. Raises StartupError if a model is there, without
+    force."""
     try:
         if out.exists() and not out.is_dir():
             raise StartupError(f"{out} is a file: a model is written to a folder")
@@ -34,16 +36,19 @@ def find_weights(folder: Path) -> list[Path]:
 
 
 def write_model(out: Path, tensors: dict[str, torch.Tensor], describe: Callable[[], None]) -> int:
-    """Write weights, and by `describe` the files beside them, in the stead of older ones. Returns the bytes of the weights' file. Raises StartupError.
+    """Write weights, and by `describe` the files beside them, in the stead of older ones. Returns
+    the bytes of the weights' file. Raises StartupError.
 
-    The weights have their name last, and older ones go before config.json changes: there is never one model's config.json with another's weights.
+    The weights have their name last, and older ones go before config.json changes: there is never
+    one model's config.json with another's weights.
     """
     aside = out / UNFINISHED
     try:
         save_file(tensors, aside, metadata={"format": "pt"})
         umask = os.umask(0o077)
         os.umask(umask)
-        aside.chmod(0o666 & ~umask)  # like its neighbours: safetensors keeps what it writes from everybody else
+        # like its neighbours: safetensors keeps what it writes from everybody else
+        aside.chmod(0o666 & ~umask)
         for old in find_weights(out):
             old.unlink()
         describe()

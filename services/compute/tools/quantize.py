@@ -1,7 +1,8 @@
-"""`penstock quantize`: a checkpoint with its layers quantized and packed, which loads as fast as it is read.
+"""`penstock quantize`: a checkpoint with its layers quantized and packed, which loads as fast as it
+is read.
 
-The packed form is the same for every instruction set. Embedding and norms stay as they are, but for the scales that calibration folds into norms; a tied
-LM head is stored beside the embedding.
+The packed form is the same for every instruction set. Embedding and norms stay as they are, but for
+the scales that calibration folds into norms; a tied LM head is stored beside the embedding.
 """
 
 import json
@@ -32,16 +33,19 @@ BFLOAT16, CPU = torch.bfloat16, torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a checkpoint: before and after."""
+    """The size of a checkpoint before and after."""
 
     num_bytes: tuple[int, int]  # of its weights' files
-    perplexities: tuple[float, float] | None  # of text that calibration did not see; None without calibration
+    # of text that calibration did not see; None without calibration
+    perplexities: tuple[float, float] | None
 
 
 def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None = None, tokens: int = DEFAULT_TOKENS, force: bool = False) -> Result:
-    """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`, with force in the stead of a model that is there. Raises StartupError.
+    """Write the packed checkpoint of `model` (a folder, a hub id or demo) to `out`, with force in
+    the stead of a model that is there. Raises StartupError.
 
-    calibration: a text's path, or default, of which so many tokens are used; None: weights are rounded to nearest, whatever the layers' inputs are.
+    calibration: a text's path, or default, of which so many tokens are used; None: weights are
+    rounded to nearest, whatever the layers' inputs are.
     """
     files = open_model(model, weights=True)
     if out.resolve() in (files.folder, files.weights, files.weights.parent if files.weights.is_file() else files.weights):
@@ -70,13 +74,14 @@ def quantize(model: str, out: Path, packing: Packed, *, calibration: str | None 
 
 
 def _num_bytes(weights: Path) -> int:
-    """Of a GGUF file, or of a folder's weights."""
+    """Bytes of a GGUF file, or of a folder's weights."""
     files = [weights] if weights.is_file() else weights.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)
 
 
 def _calibrated(files: ModelFiles, config: ModelConfig, packing: Packed, windows: Windows, backend: CpuBackend) -> tuple[ModelWeights, tuple[float, float]]:
-    """The calibrated weights, and the perplexity of what was held out: in bfloat16, and quantized."""
+    """The calibrated weights, and the perplexity of what was held out: in bfloat16, and
+    quantized."""
     before = perplexity(Decoder(config, load_weights(files.weights, config, backend), backend), windows.held_out)
     give_back_free_memory()
     exact = TorchBackend(torch.float32, CPU)

@@ -1,8 +1,10 @@
-"""GGUF's block formats as a Grouped matrix: the file's own codes, scales and minima, not rounded again.
+"""GGUF's block formats as a Grouped matrix: the file's own codes, scales and minima, not rounded
+again.
 
-A block holds the codes of 32 (or, in eight parts, 256) inputs of one output column beside their scales. Layouts: ggml-common.h of ggml; the values are
-those of the `gguf` package's dequantize, which is the reference in the tests. Formats that are not here have groups of 16, grids of vectors or scales
-that float16 can't hold: they are dequantized.
+A block holds the codes of 32 (or, in eight parts, 256) inputs of one output column beside their
+scales. Layouts: ggml-common.h of ggml; the values are those of the `gguf` package's dequantize,
+which is the reference in the tests. Formats that are not here have groups of 16, grids of vectors
+or scales that float16 can't hold: they are dequantized.
 """
 
 from collections.abc import Callable
@@ -10,17 +12,18 @@ from dataclasses import dataclass
 
 import torch
 from gguf import GGMLQuantizationType
+from torch import Tensor
 
 from services.compute.backends.matrix import Grouped
 
-Tensor = torch.Tensor
-
 GROUP = 32
 SUPER_BLOCK = 256  # inputs of the K formats' blocks
-ROUNDING = 2.0**-10  # what float16 may change of scales that are products: half of what bfloat16 would of the weights
+# what float16 may change of scales that are products: half of what bfloat16 would of the weights
+ROUNDING = 2.0**-10
 OFFSET_8 = tuple(range(-8, 8))
 PLAIN = tuple(range(16))
-IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4_NL's and IQ4_XS's values
+# IQ4_NL's and IQ4_XS's values
+IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +42,8 @@ class BlockFormat:
 
 
 def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Grouped | None:
-    """Rows [n, bytes] uint8 of that format as a matrix. None if the format has no such form, or float16 would round the scales more than bfloat16
-    rounds weights."""
+    """Rows [n, bytes] uint8 of that format as a matrix. None if the format has no such form, or
+    float16 would round the scales more than bfloat16 rounds weights."""
     form = FORMATS.get(kind)
     if form is None:
         return None
@@ -55,7 +58,8 @@ def to_grouped(rows: Tensor, kind: GGMLQuantizationType, block_bytes: int) -> Gr
 
 
 def _as_half(values: Tensor) -> Tensor | None:
-    """[n, groups] in float16, unless that would change a column's by more than ROUNDING, root mean square."""
+    """[n, groups] in float16, unless that would change a column's by more than ROUNDING, root mean
+    square."""
     if values.dtype == torch.float16:
         return values
     half = values.half()
@@ -100,7 +104,8 @@ def _q8_0(blocks: Tensor) -> Parts:
 
 
 def _k_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minima of eight groups, [blocks, 8] float32: six bits each in 12 bytes, times the block's two float16."""
+    """Scales and minima of eight groups, [blocks, 8] float32: six bits each in 12 bytes, times the
+    block's two float16."""
     of_block, packed = _half(blocks[:, :4]).float(), blocks[:, 4:16]
     low, middle, high = packed[:, :4], packed[:, 4:8], packed[:, 8:]
     scales = torch.cat([low & 63, (high & 15) | (low >> 6 << 4)], 1)

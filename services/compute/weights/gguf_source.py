@@ -1,4 +1,5 @@
-"""GGUF: one file, memory-mapped. Matrices stay in the file's own blocks where those are groups of 32; other types are dequantized to the model's dtype."""
+"""GGUF: one file, memory-mapped. Matrices stay in the file's own blocks where those are groups of
+32; other types are dequantized to the model's dtype."""
 
 import mmap
 import re
@@ -11,6 +12,7 @@ import gguf
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
 from services.compute.weights.gguf_blocks import FORMATS, GROUP, to_grouped
@@ -21,7 +23,6 @@ from shared.process.telemetry import get_logger
 
 log = get_logger("penstock.compute")
 
-Tensor = torch.Tensor
 
 FLOATS = {
     GGMLQuantizationType.F32: torch.float32, GGMLQuantizationType.F16: torch.float16, GGMLQuantizationType.BF16: torch.bfloat16,
@@ -37,7 +38,8 @@ IN_LAYER = {
     "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }  # fmt: skip
-UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")  # which follow from the metadata
+# which follow from the metadata
+UNNEEDED = re.compile(r"blk\.\d+\.(rope_freqs|attn_rot_embd|rope_factors_long|rope_factors_short)\.weight")
 IN_GEMMA_LAYER = {
     "post_attention_layernorm": "post_attention_norm", "pre_feedforward_layernorm": "ffn_norm", "post_feedforward_layernorm": "post_ffw_norm",
 }  # fmt: skip
@@ -56,7 +58,8 @@ class GgufSource:
         self._kinds = {name: self._check(info) for name, info in self.head.tensors.items()}
         with path.open("rb") as file:
             self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        num_reads = len(self._kinds) + ("output.weight" not in self._kinds)  # a tied embedding is read twice
+        # a tied embedding is read twice
+        num_reads = len(self._kinds) + ("output.weight" not in self._kinds)
         self._progress = Progress(num_reads)
 
     def _check(self, info: TensorInfo) -> GGMLQuantizationType:
@@ -71,12 +74,14 @@ class GgufSource:
 
     @property
     def quantized_as(self) -> str:
-        """The type of most of the tensors that keep their form; what is dequantized anyway may be quantized anew."""
+        """The type of most of the tensors that keep their form; what is dequantized anyway may be
+        quantized again."""
         kept = Counter(kind.name for kind in self._kinds.values() if self._is_kept(kind)).most_common(1)
         return f"GGUF, {kept[0][0]}" if kept else ""
 
     def report(self) -> None:
-        """One line of log: which types the file has, and how each is kept. Raises StartupError for layers' tensors that nobody has read."""
+        """Log in one line which types the file has, and how each is kept. Raises StartupError for
+        layers' tensors that nobody has read."""
         left = [name for name in self._kinds if name.startswith("blk.") and name not in self._read and UNNEEDED.fullmatch(name) is None]
         if left:
             others = f" and {len(left) - 1} more" if len(left) > 1 else ""
@@ -89,12 +94,14 @@ class GgufSource:
         log.info("GGUF weights", file=self.folder.name, tensors="; ".join(kept))
 
     def _is_kept(self, kind: GGMLQuantizationType) -> bool:
-        """Whether a matrix of that type keeps its form. In float32, for which no kernel reads any, it is dequantized."""
+        """Whether a matrix of that type keeps its form. In float32, for which no kernel reads any,
+        it is dequantized."""
         return kind in FORMATS and self.dtype != torch.float32
 
     def dense(self, name: str, shape: tuple[int, ...]) -> Tensor:
         info, kind = self._find(name, shape)
-        offset = 1.0 if self.architecture.startswith("gemma") and name.endswith("norm.weight") else 0.0  # these files hold Gemma's norms as 1 + weight
+        # these files hold Gemma's norms as 1 + weight
+        offset = 1.0 if self.architecture.startswith("gemma") and name.endswith("norm.weight") else 0.0
         rows = self._rows(info, kind, name)
         if kind in FLOATS:
             values = rows.view(FLOATS[kind])
@@ -143,7 +150,8 @@ class GgufSource:
         return f"{TOP[stem]}.{kind}" if stem in TOP else name
 
     def _rows(self, info: TensorInfo, kind: GGMLQuantizationType, name: str) -> Tensor:
-        """A copy of the tensor's bytes, [rows, bytes of a row] uint8, with the rows as Hugging Face has them."""
+        """A copy of the tensor's bytes, [rows, bytes of a row] uint8, with the rows as Hugging Face
+        has them."""
         size = info.size_bytes
         num_rows = info.shape[0] if len(info.shape) > 1 or kind in FLOATS else 1
         data = torch.from_numpy(np.frombuffer(self._map, np.uint8, size, info.offset).copy()).reshape(num_rows, -1)
@@ -162,7 +170,7 @@ class GgufSource:
         self._map.madvise(mmap.MADV_DONTNEED, begin, offset + size - begin)
 
     def _dequantize(self, rows: Tensor, kind: GGMLQuantizationType, shape: tuple[int, ...]) -> Tensor:
-        """In the model's dtype, a slice of rows at a time."""
+        """Widen to the model's dtype, a slice of rows at a time."""
         result = torch.empty(rows.shape[0], shape[-1], dtype=self.dtype)
         step = max(1, SLICE // shape[-1])
         for begin in range(0, rows.shape[0], step):
@@ -175,5 +183,6 @@ class GgufSource:
 
 
 def _unpermuted(num_rows: int, num_heads: int) -> Tensor:
-    """Where each row of q or k is in the file: there, a head's two halves, which RoPE turns together, alternate row by row."""
+    """The place of each row of q or k in the file: there, a head's two halves, which RoPE turns
+    together, alternate row by row."""
     return torch.arange(num_rows).reshape(num_heads, -1, 2).transpose(1, 2).reshape(-1)

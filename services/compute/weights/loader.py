@@ -1,7 +1,8 @@
 """A checkpoint to ModelWeights, with a progress bar.
 
-Q, K and V are joined into one matrix, and gate and up, while they are read: one GEMM each. A tensor is cast, packed and quantized as it
-is read, so the peak is the model in its final form plus the tensors of one layer.
+Q, K and V are joined into one matrix, and gate and up, while they are read: one GEMM each. A tensor
+is cast, packed and quantized as it is read, so the peak is the model in its final form plus the
+tensors of one layer.
 """
 
 from collections import Counter
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Backend, LayerWeights, Linear, Mlp, Norms
 from services.compute.backends.matrix import Dense, concatenate
@@ -21,8 +23,6 @@ from services.compute.weights.safetensors_source import SafetensorsSource
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
 
-Tensor = torch.Tensor
-
 log = get_logger("penstock.compute")
 
 
@@ -33,7 +33,8 @@ def open_source(location: Path, config: ModelConfig, backend: Backend) -> Safete
 
 
 def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> None:
-    """Raises StartupError, which names the option that asks for it, where layers keep the form that they have in the file."""
+    """Raises StartupError, which names the option that asks for it, where layers keep the form that
+    they have in the file."""
     if source.quantized_as:
         anew = "; penstock quantize --calibrate dequantizes it first" if isinstance(source, GgufSource) else ""
         reason = f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized{anew}"
@@ -50,7 +51,8 @@ def load_weights(
     attention_output: bool = False,
     lm_head: bool = False,
 ) -> ModelWeights:
-    """All of the model's weights, of a folder or a GGUF file: quantized layer by layer as they are read, or packed as `penstock quantize` left them.
+    """Load all of the model's weights, of a folder or a GGUF file: quantized layer by layer as they
+    are read, or packed as `penstock quantize` left them.
 
     Raises StartupError, naming the tensor that is missing or wrong.
     """
@@ -102,7 +104,8 @@ class Loader:
     config: ModelConfig
     backend: Backend
     packing: Packed
-    widened: Counter[str] = field(default_factory=Counter)  # layers, by the form that the file has and no kernel reads
+    # layers, by the form that the file has and no kernel reads
+    widened: Counter[str] = field(default_factory=Counter)
 
     def report(self) -> None:
         """Say in the log what the file holds in fewer bits than the memory."""
@@ -137,7 +140,8 @@ class Loader:
         return self.backend.make_mlp(gate_up, self.linear(prefix + "down.", [prefix + "mlp.down_proj."], [(hidden, inter)], has_bias))
 
     def mixture(self, prefix: str, moe: MoeConfig) -> MoeMlp:
-        """Of Mixtral's names or of Qwen's; their experts each a tensor of its own, or all in one, as transformers 5 has them in memory."""
+        """Load experts by Mixtral's names or by Qwen's; their experts each a tensor of its own, or
+        all in one, as transformers 5 has them in memory."""
         hidden = self.config.hidden_size
         block = prefix + ("block_sparse_moe." if self.source.has(prefix + "block_sparse_moe.gate.weight") else "mlp.")
         router = self.linear(prefix + "router.", [block + "gate."], [(moe.num_experts, hidden)], False, quantization="none")
@@ -163,7 +167,8 @@ class Loader:
         return Expert(gate_up, self.linear(name + "down.", sources[2:], [(hidden, inter)], False))
 
     def fused_experts(self, block: str, moe: MoeConfig) -> list[Expert]:
-        """From [experts, 2 * intermediate, hidden], gates first, and [experts, hidden, intermediate]."""
+        """Load experts from [experts, 2 * intermediate, hidden], gates first, and [experts, hidden,
+        intermediate]."""
         hidden, inter, quantization, group = self.config.hidden_size, moe.intermediate_size, self.packing.quantization, self.packing.group
         make, activation = self.backend.make_linear, self.config.activation
         gate_up = self.source.dense(block + "experts.gate_up_proj", (moe.num_experts, 2 * inter, hidden))
@@ -177,12 +182,13 @@ class Loader:
         ]
 
     def norm(self, name: str, size: int) -> Tensor:
-        """What a norm multiplies by. A packed checkpoint has it with the offset."""
+        """The weight of a norm. A packed checkpoint has it with the offset."""
         weight = self.source.dense(name, (size,))
         return weight if self.config.packed is not None else (weight.float() + self.config.norm_offset).to(weight.dtype)
 
     def head(self, embedding: Tensor) -> Linear:
-        """The last layer: where the embedding is tied, the embedding's own values, packed once more."""
+        """The last layer: where the embedding is tied, the embedding's own values, packed once
+        more."""
         shape = (self.config.vocab_size, self.config.hidden_size)
         if self.config.is_tied and self.config.packed is None:
             return self.backend.make_linear(self.source.tied_head(embedding), quantization=self.packing.of_head, group=self.packing.group)
@@ -191,7 +197,8 @@ class Loader:
     def linear(
         self, name: str, sources: list[str], shapes: list[tuple[int, int]], has_bias: bool, *, is_gated: bool = False, quantization: str | None = None
     ) -> Linear:
-        """A layer of several matrices with the same inputs, quantized like most of them unless it says how."""
+        """A layer of several matrices with the same inputs, quantized like most of them unless it
+        says how."""
         if self.config.packed is not None:
             assert isinstance(self.source, SafetensorsSource)
             n, k = sum(shape[0] for shape in shapes), shapes[0][1]

@@ -13,7 +13,8 @@ LINE_EVERY_S = 5.0
 
 
 class Progress:
-    """A bar on a terminal that is this process's own; elsewhere a line of log every few seconds, which disturbs no other's."""
+    """A bar on a terminal that is this process's own; elsewhere a line of log every few seconds,
+    which disturbs no other's."""
 
     def __init__(self, num_tensors: int) -> None:
         self._num_tensors = num_tensors
@@ -22,7 +23,7 @@ class Progress:
         self._bar = tqdm(total=num_tensors, desc="loading weights", unit="tensor", file=sys.stderr, mininterval=0.5, delay=0.5)
 
     def update(self) -> None:
-        """One more tensor was read."""
+        """Count one more tensor that was read."""
         self._num_read += 1
         self._bar.update()
         if self._bar.disable and time.monotonic() - self._told_at > LINE_EVERY_S:

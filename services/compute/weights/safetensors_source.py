@@ -7,28 +7,31 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Matrix
-from services.compute.weights.formats import Format, StoredLayer, read_format
+from services.compute.weights.formats.registry import read_format
+from services.compute.weights.formats.stored import Format, StoredLayer
 from services.compute.weights.progress import Progress
 from shared.process.errors import StartupError
 from shared.process.telemetry import get_logger
-
-Tensor = torch.Tensor
 
 log = get_logger("penstock.compute")
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
-TEXT_PREFIXES = ("language_model.model.", "model.language_model.")  # of a multimodal checkpoint's text part, in older files and newer ones
+# of a multimodal checkpoint's text part, in older files and newer ones
+TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 
 
 class SafetensorsSource:
-    """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a multimodal checkpoint has the names of a text model."""
+    """A WeightSource; and of a packed checkpoint, the parts of its layers. The text part of a
+    multimodal checkpoint has the names of a text model."""
 
     def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, quantization_config: dict[str, Any] | None = None) -> None:
-        """quantization_config: config.json's, of a format of weights/formats/. Raises StartupError."""
+        """quantization_config: config.json's, of a format of weights/formats/. Raises
+        StartupError."""
         self.folder = folder
         self.dtype = dtype
         self.device = device
@@ -110,7 +113,7 @@ class SafetensorsSource:
         return tensor
 
     def stored_dtype(self, name: str) -> str:
-        """As the file's header has it: BF16, I8, F8_E4M3. Raises StartupError."""
+        """The dtype as the file's header has it: BF16, I8, F8_E4M3. Raises StartupError."""
         file = self._file(name)
         try:
             return str(file.get_slice(self._name_in_file[name]).get_dtype())

@@ -1,4 +1,5 @@
-"""WeightSource: the tensors of a checkpoint by their Hugging Face names, whatever file they come from."""
+"""WeightSource: the tensors of a checkpoint by their Hugging Face names, whatever file they come
+from."""
 
 from pathlib import Path
 from typing import Protocol
@@ -9,13 +10,14 @@ from services.compute.backends.matrix import Matrix
 
 
 class WeightSource(Protocol):
-    """Reads on demand; a shape that is not the tensor's, or a tensor that is missing, raises StartupError with its name."""
+    """Reads on demand; a shape that is not the tensor's, or a tensor that is missing, raises
+    StartupError with its name."""
 
     folder: Path
 
     @property
     def quantized_as(self) -> str:
-        """What the checkpoint is quantized as, if its layers are to keep that form; else empty."""
+        """The checkpoint's quantization, if its layers are to keep that form; else empty."""
         ...
 
     def report(self) -> None:
@@ -31,11 +33,13 @@ class WeightSource(Protocol):
         ...
 
     def matrix(self, name: str, shape: tuple[int, int]) -> Matrix:
-        """The weight [n, k] of the linear layer `name`, which ends in a dot, in the form in which the file has it."""
+        """The weight [n, k] of the linear layer `name`, which ends in a dot, in the form in which
+        the file has it."""
         ...
 
     def tied_head(self, embedding: torch.Tensor) -> Matrix:
-        """The embedding [vocab, hidden], which was read as `dense`, as the matrix of a tied LM head."""
+        """The embedding [vocab, hidden], which was read as `dense`, as the matrix of a tied LM
+        head."""
         ...
 
     def close(self) -> None: ...

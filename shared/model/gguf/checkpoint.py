@@ -1,4 +1,5 @@
-"""A GGUF file as a folder that the rest reads like any other checkpoint's: the JSON files that its metadata amount to.
+"""A GGUF file as a folder that the rest reads like any other checkpoint's: the JSON files that its
+metadata amount to.
 
 The folder lies in the user's cache and is made once. The weights stay where they are.
 """
@@ -26,10 +27,11 @@ ASIDE = ".new-"  # what is still being written begins so
 
 
 def unpack_metadata(path: Path) -> Path:
-    """The folder with config.json, generation_config.json, tokenizer.json and tokenizer_config.json of the file. Raises StartupError.
+    """The folder with config.json, generation_config.json, tokenizer.json and tokenizer_config.json
+    of the file. Raises StartupError.
 
-    It has the name of the file's identity (path, size and time), so that a file that was changed gets another. Written aside and renamed: whoever
-    looks sees all of it or nothing.
+    It has the name of the file's identity (path, size and time), so that a file that was changed
+    gets another. Written aside and renamed: whoever looks sees all of it or nothing.
     """
     try:
         status = path.stat()
@@ -61,8 +63,9 @@ def cache_folder() -> Path:
 
 
 def remove_unused(kept: Path) -> None:
-    """Remove folders of files that were changed, moved or deleted: those that nobody has opened for UNUSED_S, and of more than MAX_BYTES the ones that were
-    opened longest ago, but for those of the last day. kept: one that stays."""
+    """Remove folders of files that were changed, moved or deleted: those that nobody has opened for
+    UNUSED_S, and of more than MAX_BYTES the ones that were opened longest ago, but for those of the
+    last day. kept: one that stays."""
     found = []
     for folder in kept.parent.iterdir():
         with contextlib.suppress(OSError):  # another process removes it, too
@@ -84,7 +87,8 @@ def _write(folder: Path, files: dict[str, Any]) -> None:
         with contextlib.suppress(FileExistsError):
             aside.rename(folder)
     except OSError:
-        if not (folder / "config.json").is_file():  # else another process was first: a folder is not renamed over one with files in it
+        # else another process was first: a folder is not renamed over one with files in it
+        if not (folder / "config.json").is_file():
             raise
     finally:
         shutil.rmtree(aside, ignore_errors=True)

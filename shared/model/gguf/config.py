@@ -11,7 +11,8 @@ from shared.process.errors import StartupError
 F32 = 0  # ggml's number of the type
 CONTROL = 3  # a token's type
 MAX_LAYERS = 4096
-# What ends a turn, whatever a file calls its end token: instruct models have one token for the end of a text and another for the end of a turn.
+# What ends a turn, whatever a file calls its end token: instruct models have one token for the end
+# of a text and another for the end of a turn.
 END_TOKENS = frozenset(
     {
         "<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|endoftext|>", "<|end_of_text|>", "<end_of_turn>", "<|eot|>", "<EOT>", "<|end_of_turn|>",
@@ -22,7 +23,7 @@ END_TOKENS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What a GGUF architecture is called in a config.json, and what only this family has."""
+    """The name of a GGUF architecture in a config.json, and what only this family has."""
 
     architecture: str
     model_type: str
@@ -34,7 +35,8 @@ SAMPLING = {"temperature": "temp", "top_p": "top_p", "top_k": "top_k", "min_p": 
 
 
 def make_config(head: GgufHead) -> dict[str, Any]:
-    """The file's config.json. Raises StartupError for an architecture that is not supported and for metadata that is missing or wrong."""
+    """The file's config.json. Raises StartupError for an architecture that is not supported and for
+    metadata that is missing or wrong."""
     name = head.text("general.architecture")
     family = FAMILIES.get(name)
     if family is None:
@@ -75,7 +77,8 @@ def make_config(head: GgufHead) -> dict[str, Any]:
 
 
 def make_generation_config(head: GgufHead) -> dict[str, Any]:
-    """The file's generation_config.json: every token that ends an answer, and how its makers say that it is to be sampled."""
+    """The file's generation_config.json: every token that ends an answer, and how its makers say
+    that it is to be sampled."""
     named = [_token_id(head, kind) for kind in ("eos", "eot", "eom")]
     tokens = head.items("tokenizer.ggml.tokens", str)
     kinds = head.items("tokenizer.ggml.token_type", int) if "tokenizer.ggml.token_type" in head.metadata else []
@@ -109,13 +112,15 @@ def _vocab_size(head: GgufHead) -> int:
 
 
 def _token_id(head: GgufHead, kind: str) -> int | None:
-    """A special token's id; None where the file has none, which some say by a number outside the vocabulary."""
+    """A special token's id; None where the file has none, which some say by a number outside the
+    vocabulary."""
     value = head.metadata.get(f"tokenizer.ggml.{kind}_token_id")
     return value if isinstance(value, int) and 0 <= value < _vocab_size(head) else None
 
 
 def _rope(head: GgufHead, prefix: str, head_dim: int) -> dict[str, Any]:
-    """rope_parameters. Frequencies that a file scales one by one (Llama 3.1 and later, as rope_freqs) are longrope's, with one list for all lengths."""
+    """rope_parameters. Frequencies that a file scales one by one (Llama 3.1 and later, as
+    rope_freqs) are longrope's, with one list for all lengths."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": head.real(prefix + "rope.freq_base", 10000.0)}
     num_rotated = head.number(prefix + "rope.dimension_count", head_dim)
     if num_rotated != head_dim:
@@ -172,7 +177,8 @@ def _phi3(head: GgufHead, prefix: str) -> dict[str, Any]:
 
 
 def _gemma(head: GgufHead, prefix: str, *, every: int) -> dict[str, Any]:
-    """What Gemma 2 and 3 share; each `every`-th layer attends to everything. Their largest models scale queries by hidden / heads, not by head_dim."""
+    """The configuration that Gemma 2 and 3 share; each `every`-th layer attends to everything.
+    Their largest models scale queries by hidden / heads, not by head_dim."""
     num_layers = head.number(prefix + "block_count")
     hidden, num_heads = head.number(prefix + "embedding_length"), head.number(prefix + "attention.head_count")
     is_largest = num_layers == (46 if every == 2 else 62)

@@ -1,7 +1,9 @@
-"""The head of a GGUF file: its metadata, and where each tensor lies. No tensor is read here, and no torch is needed.
+"""The head of a GGUF file: its metadata, and where each tensor lies. No tensor is read here, and no
+torch is needed.
 
-The format is the one that ggml's docs/gguf.md describes, versions 2 and 3, little-endian: counts, then keys with typed values, then tensors with
-name, shape, type and offset, then the data. Every length is checked against the file before it is believed.
+The format is the one that ggml's docs/gguf.md describes, versions 2 and 3, little-endian: counts,
+then keys with typed values, then tensors with name, shape, type and offset, then the data. Every
+length is checked against the file before it is believed.
 """
 
 import math
@@ -21,12 +23,15 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMS = 4
 MAX_ITEMS = 1 << 22  # of a list; the largest vocabularies have some 300,000
-LEAST_KEY, LEAST_TENSOR = 13, 24  # bytes of the shortest entries: what a count may claim at most follows
+# bytes of the shortest entries: what a count may claim at most follows
+LEAST_KEY, LEAST_TENSOR = 13, 24
 
 STRING, ARRAY = 8, 9
-NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}  # numpy's names of the types
+# numpy's names of the types
+NUMBERS = {0: "<u1", 1: "<i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 
-# ggml's types by their numbers: weights in a block, and its bytes. What is not here has no size that is known, and is compute's to refuse.
+# ggml's types by their numbers: weights in a block, and its bytes. What is not here has no size
+# that is known, and is compute's to refuse.
 BLOCKS = {
     0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34), 9: (32, 40), 10: (256, 84), 11: (256, 110), 12: (256, 144),
     13: (256, 176), 14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98), 19: (256, 50), 20: (32, 18), 21: (256, 110),
@@ -64,7 +69,8 @@ class GgufHead:
         return self.metadata[key]
 
     def number(self, key: str, default: int | None = None) -> int:
-        """A positive integer, of a list (one for each layer) the one that all have. Raises StartupError."""
+        """A positive integer, of a list (one for each layer) the one that all have. Raises
+        StartupError."""
         value = self.require(key) if default is None else self.metadata.get(key, default)
         if isinstance(value, list) and len(set(value)) == 1:
             value = value[0]
@@ -95,7 +101,8 @@ class GgufHead:
 
 
 def read_head(path: Path) -> GgufHead:
-    """The file's metadata and tensors. Raises StartupError, in one line, for whatever is wrong with it."""
+    """The file's metadata and tensors. Raises StartupError, in one line, for whatever is wrong with
+    it."""
     try:
         if path.stat().st_size == 0:
             raise StartupError(f"{path}: the file is empty")
@@ -140,7 +147,8 @@ class _Cursor:
         return GgufHead(self.path, metadata, tensors)
 
     def _check_places(self, tensors: list[TensorInfo], alignment: int) -> None:
-        """That each tensor, in the order of the file, is in the file, begins where one may begin, and has its bytes for itself."""
+        """Check that each tensor, in the order of the file, is in the file, begins where one may
+        begin, and has its bytes for itself."""
         for info, following in zip_longest(tensors, tensors[1:]):
             if info.offset > self.size:
                 raise StartupError(f"{self.path}: {_short(info.name)} lies beyond the end of the file: is it complete?")
@@ -204,7 +212,8 @@ class _Cursor:
         return strings
 
     def numbers(self, kind: int, count: int) -> list[Any]:
-        """Floats in 32 bits become the shortest decimal that is the same in 32 bits: 1e-05, not 9.99999974737875e-06."""
+        """Floats in 32 bits become the shortest decimal that is the same in 32 bits: 1e-05, not
+        9.99999974737875e-06."""
         if kind not in NUMBERS:
             raise StartupError(f"{self.path}: the metadata has a value of an unknown type, {kind}")
         dtype = np.dtype(NUMBERS[kind])
@@ -215,7 +224,7 @@ class _Cursor:
         return items
 
     def tensor(self) -> TensorInfo:
-        """Its offset counts from the beginning of the data still."""
+        """Read a tensor's entry. The offset still counts from the beginning of the data."""
         name = self.string()
         (num_dims,) = self.unpack("<I")
         if not 1 <= num_dims <= MAX_DIMS:
@@ -228,6 +237,6 @@ class _Cursor:
 
 
 def _short(value: object) -> str:
-    """For a message: what is in a file may be megabytes."""
+    """Shorten text for a message: what is in a file may be megabytes."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

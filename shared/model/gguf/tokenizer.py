@@ -1,7 +1,9 @@
-"""GGUF metadata as tokenizer.json and tokenizer_config.json, which the `tokenizers` library and transformers read.
+"""GGUF metadata as tokenizer.json and tokenizer_config.json, which the `tokenizers` library and
+transformers read.
 
-Two kinds: byte-level BPE with merges (tokenizer.ggml.model "gpt2"), split into words as tokenizer.ggml.pre says, and SentencePiece's BPE ("llama"), whose
-order of merges follows from the tokens' scores.
+Two kinds: byte-level BPE with merges (tokenizer.ggml.model "gpt2"), split into words as
+tokenizer.ggml.pre says, and SentencePiece's BPE ("llama"), whose order of merges follows from the
+tokens' scores.
 """
 
 from dataclasses import dataclass, replace
@@ -13,9 +15,14 @@ from shared.process.errors import StartupError
 SPACE = "▁"  # SentencePiece's
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # a token's type
 MAX_TOKEN = 1024  # characters that are made by merging: each of a token's cuts is tried
-MAX_CUTTING = 1 << 28  # characters looked at to find the merges; 262,144 tokens of 8 characters take 17 million
-MAX_MERGED = 1 << 25  # characters of all merges together; twice as many merges as 262,144 tokens, of 8 characters, are 4 million
-WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")  # Phi-3's other special tokens swallow the white space behind them
+# characters looked at to find the merges; 262,144 tokens of 8 characters take 17 million
+MAX_CUTTING = 1 << 28
+MAX_MERGES = 1 << 20  # real vocabularies of 262,144 tokens have some 580,000; each takes 200 bytes
+# characters of all merges together; twice as many merges as 262,144 tokens, of 8 characters, are 4
+# million
+MAX_MERGED = 1 << 25
+# Phi-3's other special tokens swallow the white space behind them
+WITHOUT_RSTRIP = ("<unk>", "<s>", "<|endoftext|>")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,8 @@ _GPT4O = Split(
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SUFFIX}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SUFFIX}"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-# By tokenizer.ggml.pre; the patterns are those of the models' own tokenizer.json. A file from before there were names says `default`.
+# By tokenizer.ggml.pre; the patterns are those of the models' own tokenizer.json. A file from
+# before there were names says `default`.
 SPLITS = {
     **dict.fromkeys(("default", "gpt-2", "phi-2", "mpt", "olmo", "jais", "trillion", "exaone4"), Split()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"), Split(single_digits=True)),
@@ -57,7 +65,8 @@ SPLITS = {
 
 
 def make_tokenizer(head: GgufHead) -> dict[str, Any]:
-    """The file's tokenizer.json. Raises StartupError for a kind of tokenizer that is not supported."""
+    """The file's tokenizer.json. Raises StartupError for a kind of tokenizer that is not
+    supported."""
     kind = head.text("tokenizer.ggml.model")
     if kind == "gpt2":
         return _byte_level(head, _unique(head.items("tokenizer.ggml.tokens", str)))
@@ -105,7 +114,8 @@ def _byte_level(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
 
 
 def _sentencepiece(head: GgufHead, tokens: list[str]) -> dict[str, Any]:
-    """Spaces become ▁, and bytes that no token has become byte tokens. A run of spaces may stand in the file as spaces: it is found by merging, as ▁."""
+    """Spaces become ▁, and bytes that no token has become byte tokens. A run of spaces may stand in
+    the file as spaces: it is found by merging, as ▁."""
     tokens = [SPACE * len(token) if token and not token.strip(" ") else token for token in tokens]
     add_prefix = bool(head.metadata.get("tokenizer.ggml.add_space_prefix", True))
     unknown = head.metadata.get("tokenizer.ggml.unknown_token_id", 0)
@@ -147,7 +157,7 @@ def _assemble(
 
 
 def _template(head: GgufHead, tokens: list[str], adds_bos: bool) -> dict[str, Any] | None:
-    """What is put around a text: the BOS and EOS tokens that the file asks for."""
+    """The tokens around a text: the BOS and EOS tokens that the file asks for."""
     around: dict[str, str] = {}
     for name, default in (("bos", adds_bos), ("eos", False)):
         number = head.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -186,7 +196,8 @@ def _kinds(head: GgufHead, tokens: list[str]) -> list[int]:
 
 
 def _added_tokens(head: GgufHead, tokens: list[str]) -> list[dict[str, Any]]:
-    """The tokens that are found in a text as a whole, before it is split: the special ones, and those that the model's makers added."""
+    """The tokens that are found in a text as a whole, before it is split: the special ones, and
+    those that the model's makers added."""
     is_phi3 = head.metadata.get("general.architecture") == "phi3" and head.metadata.get("tokenizer.ggml.model") == "llama"
     return [
         {
@@ -199,7 +210,8 @@ def _added_tokens(head: GgufHead, tokens: list[str]) -> list[dict[str, Any]]:
 
 
 def _unique(tokens: list[str]) -> list[str]:
-    """A token that is there twice keeps its first id; the second gets a name that stands in no text, for ids must go on counting."""
+    """A token that is there twice keeps its first id; the second gets a name that stands in no
+    text, for ids must go on counting."""
     seen: set[str] = set()
     names = []
     for number, token in enumerate(tokens):
@@ -209,9 +221,12 @@ def _unique(tokens: list[str]) -> list[str]:
 
 
 def _read_merges(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]:
-    """The file's merges. Raises StartupError for one of what is no token, or to what is none."""
+    """The file's merges. Raises StartupError for one of what is no token, or to what is none, and for more than any real vocabulary has."""
     known = set(tokens)
-    merges = [_halves(merge) for merge in head.items("tokenizer.ggml.merges", str)]
+    listed = head.items("tokenizer.ggml.merges", str)
+    if len(listed) > MAX_MERGES or sum(map(len, listed)) > MAX_MERGED:
+        raise StartupError(f"{head.path}: {len(listed)} merges of {sum(map(len, listed))} characters; at most {MAX_MERGES} of {MAX_MERGED} are read")
+    merges = [_halves(merge) for merge in listed]
     for left, right in merges:
         if not {left, right, left + right} <= known:
             raise StartupError(f"{head.path}: the merge {left!r} {right!r} is not of tokens, or makes none")
@@ -219,13 +234,15 @@ def _read_merges(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]:
 
 
 def _halves(merge: str) -> tuple[str, str]:
-    """The two tokens of a merge. The first is never empty, so it may begin with the space that divides them."""
+    """The two tokens of a merge. The first is never empty, so it may begin with the space that
+    divides them."""
     left, _, right = merge[1:].partition(" ")
     return merge[:1] + left, right
 
 
 def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]:
-    """SentencePiece merges whichever pair makes the token with the best score: all pairs of tokens that make a token, best first.
+    """SentencePiece merges whichever pair makes the token with the best score: all pairs of tokens
+    that make a token, best first.
 
     Gemma's scores say nothing of that order; its tokens' ids do.
     """
@@ -248,7 +265,7 @@ def _merges_by_score(head: GgufHead, tokens: list[str]) -> list[tuple[str, str]]
             if left is not None and right is not None:
                 ranked.append((-scores[number], number, left, right))
                 num_merged += len(token)
-        if num_merged > MAX_MERGED:
-            raise StartupError(f"{head.path}: the tokens make merges of more than {MAX_MERGED} characters; no real vocabulary does")
+        if num_merged > MAX_MERGED or len(ranked) > MAX_MERGES:
+            raise StartupError(f"{head.path}: the tokens make more than {MAX_MERGES} merges, or of more than {MAX_MERGED} characters; no real vocabulary does")
     ranked.sort()
     return [(tokens[left], tokens[right]) for _, _, left, right in ranked]

@@ -26,7 +26,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from bench.gpu.models import LoadedModel
-from services.compute.backends.backend import MassesWanted, Wanted
+from services.compute.backends.backend import MassRequest, SearchRequest
 from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.linear import GROUPS, CudaLinear, Form
 from services.compute.backends.matrix import Dense, Float8, Matrix
@@ -175,9 +175,9 @@ def launch_all(capability: int) -> None:
         x = torch.zeros(1, 4096, dtype=dtype)
         backend.row_math.add(x, x, norm=x[0].contiguous(), eps=1e-6)
     logits = torch.zeros(2, 128_256)
-    masses = MassesWanted(np.arange(2), np.ones(2, np.float32))
+    masses = MassRequest(np.arange(2), np.ones(2, np.float32))
     for k in (1, 64):
-        backend.row_search.start(logits, Wanted([SamplingParams()] * 2, np.zeros(2), np.full(2, k, np.int32), masses, masses))
+        backend.row_search.start(logits, SearchRequest([SamplingParams()] * 2, np.zeros(2), np.full(2, k, np.int32), masses, masses))
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)
 
 

@@ -1,4 +1,7 @@
-"""`python -m bench.gpu` where cases fail, die and hang: the others are run all the same, and what was found is on disk. Part of `make cuda-kernels`."""
+"""`python -m bench.gpu` where cases fail, die and hang: the others run all the same, and what was found is on disk.
+
+Part of `make verify SUITE=cuda-kernels`.
+"""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""More whole models on the CUDA backend in the interpreter, for `make cuda-kernels`: minutes. pytest does not find this file by itself."""
+"""More whole models on the CUDA backend in the interpreter, for `make verify SUITE=cuda-kernels`: minutes. pytest does not find this file by itself."""
 
 from pathlib import Path
 

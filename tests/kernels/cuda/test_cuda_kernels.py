@@ -1,4 +1,7 @@
-"""Each Triton kernel in the interpreter, against its definition, and a row's bits alone. `make cuda-kernels` has more cases, and prints the errors."""
+"""Each Triton kernel in the interpreter, against its definition, and a row's bits alone.
+
+`make verify SUITE=cuda-kernels` has more cases, and prints the errors.
+"""
 
 import pytest
 import torch

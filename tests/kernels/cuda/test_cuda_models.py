@@ -1,4 +1,7 @@
-"""A whole model on the CUDA backend in the interpreter: torch's tokens in float32, and a sequence's bits in any company. `make cuda-kernels` has more."""
+"""A whole model on the CUDA backend in the interpreter: torch's tokens in float32, and a sequence's bits in any company.
+
+`make verify SUITE=cuda-kernels` has more.
+"""
 
 from pathlib import Path
 

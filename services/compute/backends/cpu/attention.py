@@ -1,22 +1,23 @@
-"""Attention in native code: one algorithm for single tokens and for chunks, so that it does not matter in which chunks a prompt came."""
+"""Attention in native code: one algorithm for single tokens and for chunks, so that it does not
+matter in which chunks a prompt came."""
 
 import ctypes
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cpu.library import Attention, CacheRows, Context, Rotation, pointer
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import kv_group
 
-Tensor = torch.Tensor
-
 
 @dataclass(frozen=True, slots=True)
 class NativePlan:
-    """The structures of a step's calls, in which a layer puts its own; and the tensors that they point to."""
+    """The structures of a step's calls, in which a layer puts its own; and the tensors that they
+    point to."""
 
     rotation: Rotation
     attention: Attention
@@ -26,7 +27,8 @@ class NativePlan:
 
 
 class NativeAttention:
-    """As TorchAttention, in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own (cache.inc), in blocks of a multiple of 16."""
+    """TorchAttention in bfloat16, over a cache of bfloat16 or of int8 groups in an order of its own
+    (cache.inc), in blocks of a multiple of 16."""
 
     def __init__(self, context: Context, buffers: Buffers, heads: Heads, scores: Scores | None = None) -> None:
         assert heads.are_supported

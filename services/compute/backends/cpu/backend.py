@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.cpu.attention import NativeAttention
@@ -16,15 +17,15 @@ from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from services.compute.backends.torch.backend import TorchBackend
 
-Tensor = torch.Tensor
-
 
 class CpuBackend:
-    """One thread at a time may run its parts: they share a context's workspaces."""
+    """The backend for CPUs. One thread at a time may run its parts: they share a context's
+    workspaces."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
-        self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))  # for heads that native code does not know, over the same caches
+        # for heads that native code does not know, over the same caches
+        self.torch = TorchBackend(torch.bfloat16, torch.device("cpu"))
         self.dtype = self.torch.dtype
         self.device = self.torch.device
         self.buffers = self.torch.buffers
@@ -79,7 +80,7 @@ class CpuBackend:
         return self.context.workspace_bytes() + self.buffers.num_bytes + logits
 
     def _reserve_attention(self, attention: NativeAttention, num_tokens: int, max_model_len: int) -> None:
-        """For any sequences of at most max_model_len tokens."""
+        """Reserve attention's memory for sequences of at most max_model_len tokens."""
         longest = max(max_model_len, num_tokens)
         inputs = AttentionInputs([num_tokens], [longest], [(0,)], torch.zeros(num_tokens, dtype=torch.int64), ())
         plan = attention.plan(inputs, block_size=longest)

@@ -1,7 +1,8 @@
 """Build the native library: `penstock build-kernels`. Installing the package does it as well.
 
-Each instruction set's file is compiled for it, whatever the machine that builds; the library chooses at run time. It is linked to
-libgomp.so.1 by name only: torch's wheel brings one, which is loaded first, and so the two share one pool of threads.
+Each instruction set's file is compiled for it, whatever the machine that builds; the library
+chooses at run time. It is linked to libgomp.so.1 by name only: torch's wheel brings one, which is
+loaded first, and so the two share one pool of threads.
 """
 
 import hashlib
@@ -17,7 +18,8 @@ from pathlib import Path
 HERE = Path(__file__).parent
 LIBRARY = HERE / "libpenstock_kernels.so"
 AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mavx512bf16", "-mfma", "-mf16c", "-mprefer-vector-width=512"]
-INSTRUCTION_SETS = {  # best first, as in registry.inc: each one's file has its name, and is compiled with these flags
+# best first, as in registry.inc: each one's file has its name, and is compiled with these flags
+INSTRUCTION_SETS = {
     "amx": [*AVX512, "-mamx-tile", "-mamx-int8", "-mamx-bf16"],
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
@@ -27,7 +29,8 @@ COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-tra
 
 
 def source_id() -> str:
-    """Of the C++ as it stands here. A library that was built from another does not fit the structures of library.py."""
+    """The hash of the C++ sources as they stand here. A library that was built from another does
+    not fit the structures of library.py."""
     sources = sorted(path for path in HERE.iterdir() if path.suffix in (".h", ".inc", ".cpp"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()[:16]
 

@@ -1,6 +1,8 @@
-"""The library of native kernels, by ctypes: plain pointers and no build against Python or torch, so one library serves every version of both.
+"""The library of native kernels, by ctypes: plain pointers and no build against Python or torch, so
+one library serves every version of both.
 
-A call costs a few microseconds, and a layer makes few. `PENSTOCK_KERNELS` names what to use: auto (default), amx, avx512, avx2, or torch.
+A call costs a few microseconds, and a layer makes few. `PENSTOCK_KERNELS` names what to use: auto
+(default), amx, avx512, avx2, or torch.
 """
 
 import ctypes
@@ -136,11 +138,14 @@ STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Norms, Layer, La
 
 
 class Context:
-    """An instruction set of the library, and workspaces that grow to the largest call. One thread at a time may use it; another opens its own."""
+    """An instruction set of the library, and workspaces that grow to the largest call. One thread
+    at a time may use it; another opens its own."""
 
     def __init__(self, library: ctypes.CDLL, handle: int) -> None:
-        """handle: of penstock_open. It is closed with this object, which is kept by whoever calls its functions."""
-        weakref.finalize(self, library.penstock_close, handle).atexit = False  # the end of the process gives back more
+        """handle: of penstock_open. It is closed with this object, which is kept by whoever calls
+        its functions."""
+        # the end of the process gives back more
+        weakref.finalize(self, library.penstock_close, handle).atexit = False
 
         def function(name: str, *arguments: object, result: object = None) -> Callable[..., int]:
             found = getattr(library, f"penstock_{name}")
@@ -168,7 +173,8 @@ class Context:
 
 
 def open_context() -> Context | None:
-    """A context of the instruction set that PENSTOCK_KERNELS names; None: run on torch. Says which, or why not. Raises StartupError for a wrong choice."""
+    """A context of the instruction set that PENSTOCK_KERNELS names; None: run on torch. Says which,
+    or why not. Raises StartupError for a wrong choice."""
     wanted = os.environ.get(VARIABLE, "auto")
     if wanted not in CHOICES:
         raise StartupError(f"{VARIABLE}={wanted}: expected one of {', '.join(CHOICES)}")

@@ -1,8 +1,10 @@
-"""Linear layers in native code: weights packed for the instruction that reads them, in bfloat16, in int8, or in four bits.
+"""Linear layers in native code: weights packed for the instruction that reads them, in bfloat16, in
+int8, or in four bits.
 
-Quantized weights meet activations in int8, quantized when they are computed. Products are summed exactly, in int32, over all inputs (a scale for each
-column, and one for each row) or over a group (a scale for each column and group, and for each row and group). What comes before a layer, the norm, and
-what comes after it, SiLU times up or the residual, happen inside.
+Quantized weights meet activations in int8, quantized when they are computed. Products are summed
+exactly, in int32, over all inputs (a scale for each column, and one for each row) or over a group
+(a scale for each column and group, and for each row and group). What comes before a layer, the
+norm, and what comes after it, SiLU times up or the residual, happen inside.
 """
 
 import ctypes
@@ -10,14 +12,13 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.cpu.library import Context, Weight, pointer
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
 from services.compute.backends.torch.reference import quantize_weight
 from services.compute.host_memory import mapped_zeros
-
-Tensor = torch.Tensor
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4")  # of backend.py's
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -80,8 +81,8 @@ def pack_linear(
     is_gated: bool = False,
     activation: str = "silu",
 ) -> "NativeLinear":
-    """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it is not packable, is quantized as `quantization` says;
-    all else stays what it is."""
+    """A layer of a matrix [n, k] and bias [n] (bfloat16). What is dense, or becomes so because it
+    is not packable, is quantized as `quantization` says; all else stays what it is."""
     assert quantization in QUANTIZATIONS
     if not is_packable(matrix):
         matrix = Dense(matrix.dequantize(torch.bfloat16))
@@ -99,7 +100,8 @@ def pack_linear(
 
 
 def restore_linear(context: Context, parts: dict[str, Tensor], n: int, k: int, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> "NativeLinear":
-    """A layer from the parts of one that was packed before, in whatever form they are. Raises ValueError for parts of another layer."""
+    """A layer from the parts of one that was packed before, in whatever form they are. Raises
+    ValueError for parts of another layer."""
     layer = NativeLinear(context, n, k, _form_of(parts), is_gated=is_gated, has_bias=has_bias, activation=activation)
     layer.restore(parts)
     return layer
@@ -117,10 +119,12 @@ def _form_of(parts: dict[str, Tensor]) -> Form:
 
 
 class NativeLinear:
-    """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in memory or in a file."""
+    """x @ weight.T + bias on packed weights, which are `parts`: nothing else has to be kept, in
+    memory or in a file."""
 
     def __init__(self, context: Context, n: int, k: int, form: Form, *, is_gated: bool, has_bias: bool, activation: str = "silu") -> None:
-        """n, k: outputs and inputs; with is_gated the first half of n is the gate's, which goes through the activation."""
+        """n, k: outputs and inputs; with is_gated the first half of n is the gate's, which goes
+        through the activation."""
         self.context = context
         self.form = form
         padded_n, padded_k = _padded(n, k, form, is_gated)
@@ -146,7 +150,8 @@ class NativeLinear:
             setattr(self.struct, name, part.data_ptr())
 
     def pack(self, matrix: Matrix, bias: Tensor | None) -> None:
-        """Fill the parts from a matrix of this form, or a dense one, and bias [n], both bfloat16."""
+        """Fill the parts from a matrix of this form, or a dense one, and bias [n], both
+        bfloat16."""
         assert bias is None or bias.dtype == torch.bfloat16
         if isinstance(matrix, Dense):
             weight = matrix.dequantize(torch.bfloat16).contiguous()
@@ -175,8 +180,8 @@ class NativeLinear:
         return out
 
     def logits(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0) -> Tensor:
-        """The same in float32, as the sampler wants it, in memory that the next call writes again: fresh pages would take the system longer than
-        the kernel takes to fill them."""
+        """Compute the same in float32, as the sampler wants it, in memory that the next call writes
+        again: fresh pages would take the system longer than the kernel takes to fill them."""
         rows = x.shape[0]
         if rows > len(self.rows):
             self.rows = mapped_zeros(rows * self.num_outputs * 4).view(torch.float32).view(rows, self.num_outputs)
@@ -185,7 +190,8 @@ class NativeLinear:
 
 
 class NativeMlp:
-    """down(activation(gate) * up) as one call, with the norm before it and the residual after it."""
+    """down(activation(gate) * up) as one call, with the norm before it and the residual after
+    it."""
 
     def __init__(self, gate_up: NativeLinear, down: NativeLinear) -> None:
         self.gate_up = gate_up

@@ -1,16 +1,15 @@
-"""What is done to rows between layers, in native code."""
+"""The work on rows between layers, in native code."""
 
 import ctypes
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.cpu.library import Addition, Context, pointer
 
-Tensor = torch.Tensor
-
 
 class NativeRowMath:
-    """As TorchRowMath, on rows in bfloat16; a sum is rounded once."""
+    """TorchRowMath on rows in bfloat16; a sum is rounded once."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

@@ -1,25 +1,23 @@
 """Searches through rows of logits in native code."""
 
 import ctypes
-from typing import Any
 
 import numpy as np
 import torch
 
-from services.compute.backends.backend import Wanted
+from services.compute.backends.backend import SearchRequest
 from services.compute.backends.cpu.library import Context, Largest, Masses
 from services.compute.backends.torch.row_search import HostSearch
-
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 
 class NativeRowSearch:
-    """As TorchRowSearch, on a CPU."""
+    """TorchRowSearch in native code, on a CPU."""
 
     def __init__(self, context: Context) -> None:
         self.context = context
 
-    def start(self, logits: torch.Tensor, wanted: Wanted) -> HostSearch:
+    def start(self, logits: torch.Tensor, wanted: SearchRequest) -> HostSearch:
         return HostSearch(self, logits, wanted)
 
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:

@@ -1,17 +1,17 @@
-"""A decoder's layers in native code, as one call: one parallel region a step, in which threads wait for each other only."""
+"""A decoder's layers in native code, as one call: one parallel region a step, in which threads wait
+for each other only."""
 
 import ctypes
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import LayerWeights, Wiring
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
 from services.compute.backends.cpu.library import Context, Layer, Layers, Norms, Pointer, pointer
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
-
-Tensor = torch.Tensor
 
 
 class NativeStack:

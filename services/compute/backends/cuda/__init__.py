@@ -1,1 +1,2 @@
-"""Kernels in Triton, for NVIDIA GPUs; imported only where one is asked for, or by tests in Triton's interpreter."""
+"""Kernels in Triton, for NVIDIA GPUs; imported only where one is asked for, or by tests in Triton's
+interpreter."""

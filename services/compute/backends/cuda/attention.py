@@ -1,4 +1,5 @@
-"""Attention over the paged cache: what launches kernels/attention.py, and the layout of its cache."""
+"""Attention over the paged cache: what launches kernels/attention.py, and the layout of its
+cache."""
 
 from dataclasses import dataclass
 from itertools import accumulate
@@ -6,6 +7,7 @@ from itertools import accumulate
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
 from services.compute.backends.cuda.graphs import pad_to_bucket
@@ -14,23 +16,23 @@ from services.compute.backends.cuda.row_math import prepare, warps_of
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from shared.process.errors import StartupError
 
-Tensor = torch.Tensor
-
 ROWS = 64  # of a tile: queries times the query heads that share a KV head
 RANGE = 512  # positions whose results are merged in order: a multiple of the keys of a block
 SPLITS = 16  # programs among which a token's ranges are divided, at most
 MAX_HEAD_DIM = 256
-NARROWEST = 16  # blocks of the tables: each further power of two is recorded anew
+NARROWEST = 16  # blocks of the tables: each further power of two is recorded by itself
 EVERYTHING = 1 << 40  # the window of a layer without one
 
 
 @dataclass(frozen=True, slots=True)
 class CudaPlan:
-    """A step's tiles: single tokens, then chunks. Of a step of single tokens only, all is padded to a bucket, and where it lies and how large it is depends
-    on `shape` alone: such a step can be recorded."""
+    """A step's tiles: single tokens, then chunks. Of a step of single tokens only, all is padded to
+    a bucket, and where it lies and how large it is depends on `shape` alone: such a step can be
+    recorded."""
 
     tiles: Tensor  # [3, tiles] int64: first token, number of queries (0: padding), sequence
-    contexts: Tensor  # [sequences, 2] int64: tokens after the step, and the first token in the step less its position
+    # [sequences, 2] int64: tokens after the step, and the first token in the step less its position
+    contexts: Tensor
     tables: Tensor  # [sequences, width] int64
     num_tokens: Tensor  # [1] int64: of the step, without padding
     slots: Tensor  # [T] int64
@@ -49,7 +51,7 @@ class CudaPlan:
 
 
 class CudaAttention:
-    """As TorchAttention, over make_kv_layer's caches."""
+    """TorchAttention over make_kv_layer's caches."""
 
     def __init__(self, buffers: Buffers, dtype: torch.dtype, heads: Heads, scores: Scores | None = None) -> None:
         """Raises StartupError for heads that the kernels' tiles don't hold."""
@@ -67,7 +69,7 @@ class CudaAttention:
 
     @property
     def queries(self) -> int:
-        """Of a chunk's tile."""
+        """Queries of a chunk's tile."""
         return ROWS // self.sharing
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> CudaPlan:
@@ -111,7 +113,8 @@ class CudaAttention:
     ) -> Tensor:
         heads, shape = self.heads, self._shape(kv, plan.block_size)
         q_norm, k_norm = norms
-        if q_norm is not None and k_norm is not None and len(q_norm) != heads.head_dim:  # of all heads together
+        # of all heads together
+        if q_norm is not None and k_norm is not None and len(q_norm) != heads.head_dim:
             q_size, kv_size = heads.num_heads * heads.head_dim, heads.num_kv_heads * heads.head_dim
             for columns, norm in ((qkv[:, :q_size], q_norm), (qkv[:, q_size : q_size + kv_size], k_norm)):
                 prepare(columns, norm=norm, eps=eps, out=columns)

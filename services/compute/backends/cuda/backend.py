@@ -1,12 +1,14 @@
-"""CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the same on a CPU, slowly: so it is tested without a GPU."""
+"""CudaBackend: NVIDIA GPUs, in Triton's kernels. In Triton's interpreter (TRITON_INTERPRET=1) the
+same on a CPU, slowly: so it is tested without a GPU."""
 
 from collections.abc import Sequence
 from importlib.metadata import version
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassesWanted, Wanted, Wiring
+from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, MassRequest, SearchRequest, Wiring
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.buffers import CudaBuffers
 from services.compute.backends.cuda.device import LITTLE_SHARED_MEMORY, OLDEST_FLOAT8, capability_of, version_of
@@ -22,8 +24,6 @@ from services.compute.backends.torch.reference import kv_row_size, quantize_weig
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import StartupError
 
-Tensor = torch.Tensor
-
 RESERVED_BLOCK = 16  # tokens: --block-size is a multiple of it
 WIDEST_FLOAT32 = 128  # dimensions of a head that fit into little shared memory
 LISTED = 64  # candidates of a row that most steps ask for
@@ -34,7 +34,8 @@ class CudaBackend:
         self.dtype = dtype
         self.device = device
         self.capability = capability_of(device)
-        self.vendor_from = FEW_ROWS + 1 if allow_batch_variance else None  # rows from which on the vendor's products are used
+        # rows from which on the vendor's products are used
+        self.vendor_from = FEW_ROWS + 1 if allow_batch_variance else None
         self.buffers = CudaBuffers(device)
         self.row_math = CudaRowMath()
         self.row_search = CudaRowSearch()
@@ -79,7 +80,8 @@ class CudaBackend:
         return CudaAttention(self.buffers, self.dtype, heads, scores)
 
     def stack(self, layers: Sequence[LayerWeights], attention: Attention, wiring: Wiring) -> CudaStack | None:
-        """None for mixtures of experts: how many tokens an expert gets is known on the host only, so their steps can't be recorded."""
+        """Make one call of the layers, but for mixtures of experts: how many tokens an expert gets
+        is known on the host only, so their steps can't be recorded."""
         assert isinstance(attention, CudaAttention)
         if not all(isinstance(layer.mlp, TorchMlp) for layer in layers):
             return None
@@ -96,8 +98,9 @@ class CudaBackend:
         return torch.zeros((2, num_blocks, num_kv_heads * block_size * row), dtype=torch.int8 if group else self.dtype, device=self.device)
 
     def workspace_bytes(self, step: LargestStep) -> int:
-        """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and measures what they took: twice, for a recording has a pool
-        of its own. Without a GPU there is nothing to measure: the buffers, and the logits."""
+        """Reserves the buffers, runs the largest step's parts, which compiles most kernels, and
+        measures what they took: twice, for a recording has a pool of its own. Without a GPU there
+        is nothing to measure: the buffers, and the logits."""
         assert isinstance(step.attention, CudaAttention)
         self._reserve(step.attention, [1] * step.num_logits, step.max_model_len)
         self._reserve(step.attention, [step.num_tokens], max(step.max_model_len, step.num_tokens))
@@ -116,13 +119,15 @@ class CudaBackend:
 
     @torch.inference_mode()
     def _run_largest(self, step: LargestStep) -> None:
-        """Each shape of layer and of MLP with all tokens and with one, attention, the head and the search."""
+        """Run each shape of layer and of MLP with all tokens and with one, attention, the head and
+        the search."""
         shapes = {}
         for linear in step.linears:
             assert isinstance(linear, CudaLinear)
             shapes[linear.form, linear.num_outputs, linear.k, linear.activation] = linear
         assert isinstance(step.head, CudaLinear)
-        hidden, mlps = step.head.k, {tuple(mlp.linears): mlp for mlp in step.mlps}  # of a mixture each token goes to several experts
+        # of a mixture each token goes to several experts
+        hidden, mlps = step.head.k, {tuple(mlp.linears): mlp for mlp in step.mlps}
         for num_tokens in (step.num_tokens, 1):
             for linear in shapes.values():
                 x = torch.zeros((num_tokens, linear.k), dtype=self.dtype, device=self.device)
@@ -140,14 +145,15 @@ class CudaBackend:
             qkv = torch.zeros((sum(lens), width), dtype=self.dtype, device=self.device)
             step.attention(qkv, kv, plan, window=None, norms=(None, None), eps=1e-6)
         logits = step.head.logits(torch.zeros((step.num_logits, step.head.k), dtype=self.dtype, device=self.device))
-        all_masses = MassesWanted(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
+        all_masses = MassRequest(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
         for k in (1, LISTED):
             listed = np.full(step.num_logits, min(k, step.head.num_outputs), np.int32)
-            wanted = Wanted([SamplingParams()] * step.num_logits, np.zeros(step.num_logits), listed, all_masses, all_masses)
+            wanted = SearchRequest([SamplingParams()] * step.num_logits, np.zeros(step.num_logits), listed, all_masses, all_masses)
             self.row_search.start(logits, wanted).read()
 
     def _reserve(self, attention: CudaAttention, lens: list[int], longest: int) -> CudaPlan:
-        """Buffers for a step of so many tokens of each sequence, with the longest context; its plan."""
+        """Buffers for a step of so many tokens of each sequence, with the longest context; its
+        plan."""
         heads, num_tokens = attention.heads, sum(lens)
         table = tuple(range(-(-longest // RESERVED_BLOCK)))
         ropes = tuple(self.buffers.take(f"{name} 0", (num_tokens, (heads.rotary_dim or heads.head_dim) // 2), torch.float32) for name in ("cos", "sin"))

@@ -1,13 +1,11 @@
-"""CudaBuffers: the numbers that a step is filled with lie side by side, here and on the device, and go there in one piece."""
+"""CudaBuffers: the numbers that a step is filled with lie side by side, here and on the device, and
+go there in one piece."""
 
-from typing import Any
-
-import numpy as np
 import torch
+from torch import Tensor
 
 from services.compute.backends.buffers import Buffers
-
-Tensor = torch.Tensor
+from shared.model.arrays import Array
 
 SMALLEST = 64  # numbers of a name, at least
 
@@ -19,13 +17,15 @@ class CudaBuffers(Buffers):
         super().__init__(device)
         self.num_uploads = 0
         self._is_pinned = device.type == "cuda"
-        self._copied: torch.cuda.Event | None = None  # after the last upload: until then the host's side must stay as it is
+        # after the last upload: until then the host's side must stay as it is
+        self._copied: torch.cuda.Event | None = None
         self._places: dict[str, tuple[int, int]] = {}  # first, size
-        self._names: set[str] = set()  # that have had a place, perhaps in memory that was too small: a recording may read there
+        # that have had a place, perhaps in memory that was too small: a recording may read there
+        self._names: set[str] = set()
         self._first, self._last = 0, 0  # of what is filled and not uploaded
         self._hold(1 << 12)
 
-    def fill(self, name: str, values: list[int] | np.ndarray[Any, Any]) -> Tensor:
+    def fill(self, name: str, values: list[int] | Array) -> Tensor:
         first = self._place(name, len(values))
         last = first + len(values)
         if self._copied is not None:
@@ -36,7 +36,8 @@ class CudaBuffers(Buffers):
         return self._held_there[first:last]
 
     def upload(self) -> None:
-        """One copy, of all from the first to the last of what was filled since the one before."""
+        """Make one copy, of all from the first to the last of what was filled since the one
+        before."""
         if not self._last:
             return
         self._held_there[self._first : self._last].copy_(self._host[self._first : self._last], non_blocking=True)
@@ -65,7 +66,7 @@ class CudaBuffers(Buffers):
         return self._places[name][0]
 
     def _hold(self, size: int) -> None:
-        """Places anew, in more memory."""
+        """Give out the places again, in more memory."""
         with torch.inference_mode(False):
             self._host = torch.zeros(size, dtype=torch.int64, pin_memory=self._is_pinned)
             self._held_there = torch.zeros(size, dtype=torch.int64, device=self.device)

@@ -1,4 +1,5 @@
-"""Whether the GPU of this machine can be used; and if not, why, in a few words. It is asked before anything of Triton is loaded."""
+"""Whether the GPU of this machine can be used; and if not, why, in a few words. It is asked before
+anything of Triton is loaded."""
 
 import importlib.util
 import os
@@ -10,12 +11,13 @@ import torch
 
 OLDEST = (8, 0)  # Ampere: the first that multiplies bfloat16
 OLDEST_FLOAT8 = (8, 9)  # Ada: the first that multiplies e4m3
-LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))  # 99 KB a block: CUDA's programming guide, compute capabilities
+# 99 KB a block: CUDA's programming guide, compute capabilities
+LITTLE_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
 INTERPRETED = (9, 0)  # what Triton's interpreter computes as
 
 
 def why_unusable() -> str | None:
-    """None: it can be used."""
+    """Why the GPU can't be used; None: it can."""
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA; install the build from PyPI (docs/understand/gpu.md)"
     if not torch.cuda.is_available():
@@ -38,7 +40,7 @@ def why_unusable() -> str | None:
 
 
 def python_header() -> Path:
-    """What Triton includes: of Debian's own scheme it takes the other."""
+    """The header that Triton includes: of Debian's own scheme it takes the other."""
     scheme = sysconfig.get_default_scheme()
     return Path(sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)) / "Python.h"
 
@@ -53,7 +55,7 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def _why_unavailable() -> str:
-    """What the driver says, in a line."""
+    """Why torch finds no CUDA device, in a line."""
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
     except (RuntimeError, AssertionError) as error:

@@ -1,24 +1,27 @@
-"""Steps that are recorded once and run again: what the host says to a GPU for a step of single tokens is one call, however many kernels it has.
+"""Steps that are recorded once and run again: what the host says to a GPU for a step of single
+tokens is one call, however many kernels it has.
 
-A recording reads and writes the memory that it saw. So a step is padded to one of a few sizes, all that it reads lies in the backend's buffers, and
-recordings are dropped when one of these has moved.
+A recording reads and writes the memory that it saw. So a step is padded to one of a few sizes, all
+that it reads lies in the backend's buffers, and recordings are dropped when one of these has moved.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 Forward = Callable[[], Tensor]
 Record = Callable[[Forward], Forward]
 
-MAX_RECORDINGS = 128  # each keeps its result, and what the driver needs for its launches; the one that was used least recently goes
+# each keeps its result, and what the driver needs for its launches; the one that was used least
+# recently goes
+MAX_RECORDINGS = 128
 
 
 def pad_to_bucket(count: int) -> int:
-    """1, 2, 4, 8, then the next multiple of 8, of 16 from 64 on, of 32 from 256 on: few sizes, and little padding."""
+    """1, 2, 4, 8, then the next multiple of 8, of 16 from 64 on, of 32 from 256 on: few sizes, and
+    little padding."""
     if count <= 8:
         return 1 << (count - 1).bit_length()
     unit = 8 if count <= 64 else 16 if count <= 256 else 32
@@ -26,14 +29,16 @@ def pad_to_bucket(count: int) -> int:
 
 
 def cuda_recorder() -> Record:
-    """Records into CUDA graphs. They share one pool of memory: of what each leaves there, only the last one's result is read. When all of them are dropped
-    the pool goes with them, and torch takes none that has gone: the next ones need another recorder. It waits for the device, where one of those that are
-    dropped then may still run."""
+    """Records into CUDA graphs. They share one pool of memory: of what each leaves there, only the
+    last one's result is read. When all of them are dropped the pool goes with them, and torch takes
+    none that has gone: the next ones need another recorder. It waits for the device, where one of
+    those that are dropped then may still run."""
     torch.cuda.synchronize()
     pool = torch.cuda.graph_pool_handle()
 
     def record(forward: Forward) -> Forward:
-        torch.cuda.synchronize()  # a recording that is dropped after this one is made no longer runs
+        # a recording that is dropped after this one is made no longer runs
+        torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             result = forward()
@@ -48,7 +53,8 @@ def cuda_recorder() -> Record:
 
 
 def run_again(forward: Forward) -> Forward:
-    """Where nothing records: the same call on the same memory, as a recording would do it."""
+    """Run the call where nothing records: the same call on the same memory, as a recording would do
+    it."""
     return forward
 
 
@@ -63,7 +69,8 @@ class Recordings:
         self._generation = -1
 
     def run(self, key: Hashable, forward: Forward, generation: Callable[[], int]) -> Tensor:
-        """The result of `forward`, or of its recording under this key. generation: which changes when memory that it reads has moved."""
+        """The result of `forward`, or of its recording under this key. generation: which changes
+        when memory that it reads has moved."""
         if generation() == self._generation and (replay := self._held.get(key)) is not None:
             self._held.move_to_end(key)
             return replay()

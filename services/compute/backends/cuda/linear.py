@@ -1,16 +1,16 @@
-"""Linear layers: weights as kernels/products.py reads them, and how its tiles are chosen; or the vendor's products, where bits may depend on the batch."""
+"""Linear layers: weights as kernels/products.py reads them, and how its tiles are chosen; or the
+vendor's products, where bits may depend on the batch."""
 
 from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.cuda.kernels import products as kernels
 from services.compute.backends.cuda.row_math import QuantizedRows, prepare, quantize
 from services.compute.backends.matrix import Dense, Float8, Grouped, Int8Columns, Matrix
-
-Tensor = torch.Tensor
 
 GROUPS = (32, 64, 128)
 FEW_ROWS = 64
@@ -32,7 +32,8 @@ class Form(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program computes at a time, and with how many threads of 32; stages: tiles on their way from memory at once."""
+    """The tile that one program computes at a time, and its warps; stages: tiles on their way from
+    memory at once."""
 
     rows: int
     columns: int
@@ -42,9 +43,9 @@ class Tile:
 
 
 def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile:
-    """The tile of a product; docs/understand/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all
-    rows run through the same instructions in the same order; with int8 any tile gives the same bits. is_wide: weights in float32,
-    which take twice the room of others."""
+    """docs/understand/gpu.md says why. Dense and FP8 tiles have 64 rows or more and one depth, so that all
+    rows run through the same instructions in the same order; with int8 any tile gives the same
+    bits. is_wide: weights in float32, which take twice the room of others."""
     if form == Form.DENSE:
         depth = 32 if is_wide else 64
         return Tile(64, 32, depth, 4, 6) if num_rows <= FEW_ROWS else Tile(128, 64, depth, 8, 3)
@@ -57,7 +58,8 @@ def choose_tile(form: Form, num_rows: int, group: int, *, is_wide: bool) -> Tile
 
 
 def is_readable(matrix: Matrix) -> bool:
-    """Whether there is a kernel that reads this form as it is, on a device that multiplies its type."""
+    """Whether there is a kernel that reads this form as it is, on a device that multiplies its
+    type."""
     if isinstance(matrix, Float8):
         return matrix.codes.dtype == torch.float8_e4m3fn and (matrix.is_by_column or matrix.group in GROUPS)
     if not isinstance(matrix, Grouped):
@@ -69,12 +71,14 @@ def is_readable(matrix: Matrix) -> bool:
 
 
 class CudaLinear:
-    """x @ weight.T + bias; with is_gated, activation(the first half of the outputs) * the other half. Of quantized weights, x is quantized too."""
+    """x @ weight.T + bias; with is_gated, activation(the first half of the outputs) * the other
+    half. Of quantized weights, x is quantized too."""
 
     def __init__(
         self, matrix: Matrix, bias: Tensor | None, dtype: torch.dtype, *, is_gated: bool, activation: str, vendor_from: int | None = None
     ) -> None:  # fmt: skip
-        """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from: rows from which on the vendor's product is used, if any."""
+        """matrix: readable; dtype: of x and of what comes out, and of dense weights; vendor_from:
+        rows from which on the vendor's product is used, if any."""
         n, self.k = matrix.shape
         self.num_outputs = n // 2 if is_gated else n
         self.dtype = dtype
@@ -105,13 +109,14 @@ class CudaLinear:
             if matrix.table is not None:
                 self.first, self.words = read_table(matrix.table)
         unit = VENDOR_UNIT.get(self.weight.dtype, 1)
-        is_scaled_in_bf16 = self.form is Form.FLOAT8 and dtype == torch.bfloat16  # what _scaled_mm takes with scales by row and column
+        # what _scaled_mm takes with scales by row and column
+        is_scaled_in_bf16 = self.form is Form.FLOAT8 and dtype == torch.bfloat16
         has_vendor = (self.form in (Form.DENSE, Form.COLUMNS) or is_scaled_in_bf16) and n % unit == 0 and self.k % unit == 0
         self.vendor_from = vendor_from if has_vendor else None
 
     @property
     def num_bytes(self) -> int:
-        """Of all that a call reads beside x."""
+        """Bytes of all that a call reads beside x."""
         return sum(each.nbytes for each in (self.weight, self.bias, self.scales, self.zeros, self.minima) if each is not None)
 
     def __call__(self, x: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, residual: Tensor | None = None) -> Tensor:
@@ -142,13 +147,14 @@ class CudaLinear:
             *inputs, self.weight, self.scales, self.zeros, self.minima, self.bias, residual, out, num_rows, n, self.k, self.weight.stride(0), self.height,
             *self.words, FORM=int(self.form), FIRST=self.first, GROUP=self.group if self.form in (Form.GROUPS, Form.FOUR_BIT) else 0,
             ACTIVATION=self.activation, BLOCK_M=tile.rows, BLOCK_N=tile.columns, BLOCK_K=tile.depth, num_warps=tile.warps, num_stages=tile.stages,
-            enable_fp_fusion=self.weight.dtype == torch.float32,  # whose sums are multiply-adds; else one tile would be fused where another is not
+            # whose sums are multiply-adds; else one tile would be fused where another is not
+            enable_fp_fusion=self.weight.dtype == torch.float32,
         )  # fmt: skip
         return out
 
     def multiply_by_vendor(self, rows: Tensor | QuantizedRows, residual: Tensor | None) -> Tensor:
-        """The same in self.dtype: the product by the vendor's library, whose sums may be divided as the number of rows makes it fast, and the rest in a pass
-        of its own."""
+        """Compute the product in self.dtype by the vendor's library, whose sums may be divided as
+        the number of rows makes it fast, and the rest in a pass of its own."""
         scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if not isinstance(rows, QuantizedRows):
             product = rows @ self.weight.T
@@ -176,7 +182,8 @@ def pack_pairs(codes: Tensor) -> Tensor:
 
 
 def read_table(table: Tensor) -> tuple[int | None, tuple[int, int]]:
-    """The first of values that rise by one, or None; and the 16 values as two words of eight bytes."""
+    """The first of values that rise by one, or None; and the 16 values as two words of eight
+    bytes."""
     values = table.tolist()
     first = values[0] if values == list(range(values[0], values[0] + 16)) else None
     low, high = (int.from_bytes(bytes(value & 0xFF for value in half), "little", signed=True) for half in (values[:8], values[8:]))

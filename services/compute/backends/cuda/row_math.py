@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 import triton
+from torch import Tensor
 
 from services.compute.backends.cuda.kernels import rows as kernels
-
-Tensor = torch.Tensor
 
 FINISHED_AT_ONCE = 1024  # logits of a program
 
@@ -22,7 +21,8 @@ class QuantizedRows:
 
 
 def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tensor | None = None, multiplier: float = 1.0, out: Tensor | None = None) -> Tensor:
-    """x + multiplier * norm(h). h, x: [T, k], h perhaps columns of a wider tensor; out: of h's strides, a new tensor by default, or h itself."""
+    """x + multiplier * norm(h). h, x: [T, k], h perhaps columns of a wider tensor; out: of h's
+    strides, a new tensor by default, or h itself."""
     out = torch.empty_like(h, memory_format=torch.contiguous_format) if out is None else out
     assert h.stride() == out.stride() and h.stride(1) == 1
     k = h.shape[1]
@@ -35,7 +35,8 @@ def prepare(h: Tensor, *, norm: Tensor | None = None, eps: float = 0.0, x: Tenso
 
 
 def quantize(h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None = None, eps: float = 0.0) -> QuantizedRows:
-    """norm(h) in dtype, int8 or float8_e4m3fn: by groups of so many inputs, a power of two, or as many as a row has."""
+    """norm(h) in dtype, int8 or float8_e4m3fn: by groups of so many inputs, a power of two, or as
+    many as a row has."""
     num_rows, k = h.shape
     num_groups, block = -(-k // group), triton.next_power_of_2(k)
     codes = torch.empty((num_rows, k), dtype=dtype, device=h.device)
@@ -50,12 +51,12 @@ def quantize(h: Tensor, group: int, dtype: torch.dtype, *, norm: Tensor | None =
 
 
 def warps_of(block: int) -> int:
-    """Of a program that holds a row of so many numbers: some 32 a thread."""
+    """Warps of a program that holds a row of so many numbers: some 32 a thread."""
     return min(max(block // 1024, 1), 16)
 
 
 class CudaRowMath:
-    """As TorchRowMath; a sum is rounded once."""
+    """TorchRowMath on a GPU; a sum is rounded once."""
 
     def norm(self, x: Tensor, *, weight: Tensor, eps: float) -> Tensor:
         return prepare(x, norm=weight, eps=eps)

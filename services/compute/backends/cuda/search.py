@@ -1,20 +1,20 @@
-"""Searches through rows of logits: what launches kernels/search.py. Only the candidates come back to the host, which waits when it reads them."""
+"""Searches through rows of logits: what launches kernels/search.py. Only the candidates come back
+to the host, which waits when it reads them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 import triton
+from torch import Tensor
 
-from services.compute.backends.backend import FoundRows, Wanted
+from services.compute.backends.backend import SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
 from services.compute.backends.cuda.kernels import search as kernels
+from shared.model.arrays import Array
 
-Array = np.ndarray[Any, Any]
-Tensor = torch.Tensor
-
-CHUNK = 1024  # logits, or keys, of a program: no more than there are, no less than four times what it keeps
+# logits, or keys, of a program: no more than there are, no less than four times what it keeps
+CHUNK = 1024
 KEPT = (2, 64, 256)  # of a chunk: few numbers, for each is compiled by itself
 PART, BLOCK = 8192, 1024  # of the vocabulary, whose masses are summed apart; and at a time
 
@@ -24,20 +24,21 @@ class CudaSearch:
     """A search under way."""
 
     drawn: Tensor  # [R] int64, on the device
-    wanted: Wanted
-    copies: tuple[Tensor, Tensor, Tensor]  # here, once `copied` has happened: keys, masses and `drawn`
+    wanted: SearchRequest
+    # here, once `copied` has happened: keys, masses and `drawn`
+    copies: tuple[Tensor, Tensor, Tensor]
     copied: torch.cuda.Event | None  # None: without a GPU
 
     def wait(self) -> None:
         if self.copied is not None:
             self.copied.synchronize()
 
-    def read(self) -> FoundRows:
+    def read(self) -> SearchResult:
         self.wait()
         keys, masses, _ = (each.numpy() for each in self.copies)
         values, token_ids = unpack_keys(keys[:, : int(self.wanted.num_listed.max(initial=1))])
         scored, whole = np.split(sum_parts(masses), [len(self.wanted.scored.rows)])
-        return FoundRows(values, token_ids, scored, whole)
+        return SearchResult(values, token_ids, scored, whole)
 
     def read_drawn(self) -> Array:
         self.wait()
@@ -46,10 +47,10 @@ class CudaSearch:
 
 
 class CudaRowSearch:
-    """As TorchRowSearch, on the device. What a row gets does not depend on the others."""
+    """TorchRowSearch on the device. A row's result does not depend on the others."""
 
-    def start(self, logits: Tensor, wanted: Wanted) -> CudaSearch:
-        """All is launched, the draws as well: they read what the searches before them have found."""
+    def start(self, logits: Tensor, wanted: SearchRequest) -> CudaSearch:
+        """Launch the search and the draws: they read what the searches before them have found."""
         num_rows = len(wanted.params)
         rows = to_device(np.concatenate([wanted.scored.rows, wanted.whole.rows]), logits.device)
         temperatures = to_device(np.concatenate([wanted.scored.temperatures, wanted.whole.temperatures]), logits.device)
@@ -78,8 +79,8 @@ class CudaRowSearch:
 
 
 def largest_keys(logits: Tensor, k: int) -> Tensor:
-    """The keys of each row's largest logits, [R, one of KEPT, or a power of two beyond] int64, falling: chunk by chunk, and then among those that were found,
-    until one chunk is left."""
+    """The keys of each row's largest logits, [R, one of KEPT, or a power of two beyond] int64,
+    falling: chunk by chunk, and then among those that were found, until one chunk is left."""
     num_rows, vocab_size = logits.shape
     kept = next((size for size in KEPT if size >= k), triton.next_power_of_2(k))
     chunk = max(min(CHUNK, triton.next_power_of_2(vocab_size)), 4 * kept)
@@ -97,7 +98,8 @@ def largest_keys(logits: Tensor, k: int) -> Tensor:
 
 
 def partial_masses(logits: Tensor, rows: Tensor, largest: Tensor, temperatures: Tensor) -> Tensor:
-    """As total_masses: a sum for each part of the vocabulary, of which there are as many as it is long. Returns [n, parts] float32."""
+    """The masses of total_masses: a sum for each part of the vocabulary, of which there are as many
+    as it is long. Returns [n, parts] float32."""
     num_parts = triton.cdiv(logits.shape[1], PART)
     out = torch.empty((len(rows), num_parts), dtype=torch.float32, device=logits.device)
     if len(rows):
@@ -113,8 +115,8 @@ def sum_parts(masses: Array) -> Array:
     return total
 
 
-def draws_of(wanted: Wanted) -> Array:
-    """What draw_tokens takes: [R, 7] float64."""
+def draws_of(wanted: SearchRequest) -> Array:
+    """The argument of draw_tokens: [R, 7] float64."""
     masses_rows = np.full(len(wanted.params), -1.0)
     masses_rows[wanted.whole.rows] = len(wanted.scored.rows) + np.arange(len(wanted.whole.rows))
     asked = [(0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params]

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-import torch
+from torch import Tensor
 
 from services.compute.backends.backend import LayerWeights, RowMath, Wiring
 from services.compute.backends.buffers import Buffers
@@ -10,11 +10,10 @@ from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.graphs import Record, Recordings
 from services.compute.backends.cuda.linear import CudaLinear
 
-Tensor = torch.Tensor
-
 
 class CudaStack:
-    """See backend.py's Stack. Steps of single tokens are recorded; those with chunks are launched kernel by kernel."""
+    """See backend.py's Stack. Steps of single tokens are recorded; those with chunks are launched
+    kernel by kernel."""
 
     def __init__(
         self, buffers: Buffers, row_math: RowMath, layers: Sequence[LayerWeights], attention: CudaAttention, wiring: Wiring,
@@ -36,7 +35,8 @@ class CudaStack:
         return self.recordings.run(key, lambda: self.run(held, kv_layers, plan), lambda: self.buffers.generation)[: len(x)]
 
     def run(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan) -> Tensor:
-        """Launch all kernels of the step. x, which stays as it is: [T, hidden]. Returns [T, hidden]."""
+        """Launch all kernels of the step. x, which stays as it is: [T, hidden]. Returns [T,
+        hidden]."""
         wiring = self.wiring
         for layer, kv, window, rope in zip(self.layers, kv_layers, wiring.windows, wiring.ropes, strict=True):
             norms = layer.norms

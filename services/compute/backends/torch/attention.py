@@ -1,13 +1,13 @@
-"""Attention over the paged cache: what it needs to know of a step, and how it is done in plain torch."""
+"""Attention over the paged cache: what it needs to know of a step, and how it is done in plain
+torch."""
 
 import math
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.torch.reference import decode_attention, norm_heads, prefill_attention, rotary, write_kv
-
-Tensor = torch.Tensor
 
 CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, [T, rotary_dim / 2] float32
 
@@ -25,21 +25,22 @@ class Heads:
 
     @property
     def are_supported(self) -> bool:
-        """By native code."""
+        """Whether native code runs heads of this form."""
         is_in_lanes = self.head_dim % 32 == 0 and (self.rotary_dim or self.head_dim) % 32 == 0
         return is_in_lanes and self.head_dim <= MAX_NATIVE_HEAD_DIM and self.num_heads // self.num_kv_heads <= MAX_NATIVE_GROUP
 
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """What happens to q . k before the softmax."""
+    """The changes to q . k before the softmax."""
 
     scale: float  # multiplies it
     cap: float = 0.0  # it becomes cap * tanh(it / cap); 0: no cap
 
     @classmethod
     def of(cls, heads: Heads) -> "Scores":
-        """1 / sqrt(head_dim) and no cap: Vaswani et al., "Attention Is All You Need" (2017), section 3.2.1."""
+        """1 / sqrt(head_dim) and no cap: Vaswani et al., "Attention Is All You Need" (2017),
+        section 3.2.1."""
         return cls(1.0 / math.sqrt(heads.head_dim))
 
 
@@ -61,10 +62,12 @@ class DecodeGroup:
     rows: Tensor  # [n] int64, of the step's tokens
     block_tables: Tensor  # [n, blocks] int64
     context_lens: Tensor  # [n] int64
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # by sliding window: [n, blocks * block_size] bool
+    # by sliding window: [n, blocks * block_size] bool
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, block_size: int) -> Tensor:
-        """Which cached positions each sequence's token sees; made once a step, shared by the layers."""
+        """The cached positions that each sequence's token sees; made once a step, shared by the
+        layers."""
         if window not in self.masks:
             positions = torch.arange(self.block_tables.shape[1] * block_size, device=self.context_lens.device)
             ends = self.context_lens[:, None]
@@ -97,7 +100,8 @@ class TorchAttention:
         self.scores = scores or Scores.of(heads)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> TorchPlan:
-        """One group of single tokens for each power of two of blocks, so that at most half of what a group reads is padding; and the chunks."""
+        """One group of single tokens for each power of two of blocks, so that at most half of what
+        a group reads is padding; and the chunks."""
         device = inputs.slot_mapping.device
         members: dict[int, list[tuple[int, int]]] = {}  # by size class: row, sequence
         chunks, row = [], 0
@@ -123,9 +127,10 @@ class TorchAttention:
     ) -> Tensor:
         """Normalize and rotate q and k, write K and V, attend.
 
-        qkv: [T, (heads + 2 kv_heads) * head_dim], may be overwritten; kv: a layer's cache [2, blocks, kv_heads, block_size, head_dim]; window: how many
-        tokens back each sees; norms: of q and k, where the model has them, [head_dim] for each head, or [heads * head_dim] for all together; rope: which
-        of the plan's. Returns [T, heads * head_dim].
+        qkv: [T, (heads + 2 kv_heads) * head_dim], may be overwritten; kv: a layer's cache [2,
+        blocks, kv_heads, block_size, head_dim]; window: how many tokens back each sees; norms: of q
+        and k, where the model has them, [head_dim] for each head, or [heads * head_dim] for all
+        together; rope: which of the plan's. Returns [T, heads * head_dim].
         """
         heads, inputs = self.heads, plan.inputs
         sizes = [heads.num_heads, heads.num_kv_heads, heads.num_kv_heads]

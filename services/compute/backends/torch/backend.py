@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Attention, LargestStep, LayerWeights, Linear, Wiring
 from services.compute.backends.buffers import Buffers
@@ -14,8 +15,6 @@ from services.compute.backends.torch.row_math import TorchRowMath
 from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.host_memory import mapped_zeros
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 
 class TorchBackend:
@@ -62,7 +61,8 @@ class TorchBackend:
         return 2 * num_kv_heads * (kv_row_size(head_dim, group) if group else head_dim * self.dtype.itemsize)
 
     def make_kv_layer(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, *, group: int) -> Tensor:
-        """[2, num_blocks, num_kv_heads, block_size, head_dim], or a row of int8 groups instead of head_dim."""
+        """[2, num_blocks, num_kv_heads, block_size, head_dim], or a row of int8 groups instead of
+        head_dim."""
         dtype = torch.uint8 if group else self.dtype
         shape = (2, num_blocks, num_kv_heads, block_size, kv_row_size(head_dim, group) if group else head_dim)
         if self.device.type != "cpu":
@@ -70,6 +70,7 @@ class TorchBackend:
         return mapped_zeros(num_blocks * block_size * self.kv_token_bytes(num_kv_heads, head_dim, group=group)).view(dtype).view(shape)
 
     def workspace_bytes(self, step: LargestStep) -> int:
-        """Inputs and outputs of the layer that has most, and once more in float32, as norms, activations and logits are computed."""
+        """Inputs and outputs of the layer that has most, and once more in float32, as norms,
+        activations and logits are computed."""
         sizes = [(linear, step.num_tokens) for linear in step.linears] + [(step.head, step.num_logits)]
         return max(rows * sum(linear.weight.shape) * (self.dtype.itemsize + 4) for linear, rows in sizes if isinstance(linear, TorchLinear))

@@ -1,16 +1,15 @@
 """Linear layers and MLPs in plain torch."""
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.backend import Linear
 from services.compute.backends.matrix import Float8, Grouped, Int8Columns
 from services.compute.backends.torch.reference import gated, linear, quantize_float8, quantize_groups, rms_norm
 
-Tensor = torch.Tensor
-
 
 class TorchLinear:
-    """In the weight's dtype, on its device."""
+    """A linear layer in the weight's dtype, on its device."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:
         self.weight = weight
@@ -33,8 +32,8 @@ class TorchLinear:
 class QuantizedTorchLinear(TorchLinear):
     """Quantized weights without native code: slow, and the definition of what native code computes.
 
-    Activations are int8, or FP8 where weights are: with a scale for each row where weights have one for each column, and for each row and group where weights
-    have groups.
+    Activations are int8, or FP8 where weights are: with a scale for each row where weights have one
+    for each column, and for each row and group where weights have groups.
     """
 
     def __init__(self, matrix: Int8Columns | Grouped | Float8, bias: Tensor | None, *, is_gated: bool = False, activation: str = "silu") -> None:

@@ -1,9 +1,9 @@
-"""Attention with everything that a model may ask of it: any mask and scale, a soft cap, sinks, and values of another size than the keys."""
+"""Attention with everything that a model may ask of it: any mask and scale, a soft cap, sinks, and
+values of another size than the keys."""
 
 import torch
 import torch.nn.functional as F
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def masked_attention(
@@ -11,10 +11,12 @@ def masked_attention(
 ) -> Tensor:
     """softmax(cap(q k^T * scale)) v over the positions that the mask lets each query see.
 
-    q: [n, heads, queries, k_dim]; k: [n, kv_heads, positions, k_dim]; v: [n, kv_heads, positions, v_dim]; mask: [n, 1, queries, positions] bool, True
-    where seen; scale: 1 / sqrt(k_dim) by default; softcap: scores become softcap * tanh(score / softcap) (Gemma 2, section 2); sinks: [heads], one more
-    score in each softmax, without a value (Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023). Returns [n, heads, queries,
-    v_dim] in q's dtype. The query heads that share a KV head are its queries, so K and V are read once.
+    q: [n, heads, queries, k_dim]; k: [n, kv_heads, positions, k_dim]; v: [n, kv_heads, positions,
+    v_dim]; mask: [n, 1, queries, positions] bool, True where seen; scale: 1 / sqrt(k_dim) by
+    default; softcap: scores become softcap * tanh(score / softcap) (Gemma 2, section 2); sinks:
+    [heads], one more score in each softmax, without a value (Xiao et al., "Efficient Streaming
+    Language Models with Attention Sinks", 2023). Returns [n, heads, queries, v_dim] in q's dtype.
+    The query heads that share a KV head are its queries, so K and V are read once.
     """
     n, num_heads, num_queries, k_dim = q.shape
     num_kv_heads = k.shape[1]

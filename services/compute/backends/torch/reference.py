@@ -1,14 +1,15 @@
-"""The operations of a layer in plain torch: their definition, and what runs where no faster kernel is built.
+"""The operations of a layer in plain torch: their definition, and what runs where no faster kernel
+is built.
 
-T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and dtypes are part of the contract.
+T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and dtypes are part of
+the contract.
 """
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from services.compute.backends.matrix import SLICE, Dense, Float8, Grouped, Int8Columns, Matrix, concatenate
-
-Tensor = torch.Tensor
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -17,23 +18,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Symmetric int8 by each row's largest magnitude. x: [..., k]. Returns [..., k] int8, and [...] float32 scales: x is about int8 * scale."""
+    """Symmetric int8 by each row's largest magnitude. x: [..., k]. Returns [..., k] int8, and [...]
+    float32 scales: x is about int8 * scale."""
     largest = x.float().abs().amax(-1)
-    factor = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)  # not 127.0 / largest: torch rounds that twice
+    # not 127.0 / largest: torch rounds that twice
+    factor = torch.where(largest > 0, torch.full_like(largest, 127.0) / largest, 0.0)
     return (x.float() * factor[..., None]).round().to(torch.int8), largest / 127.0
 
 
 def quantize_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """The same for each group of a row's inputs; the last may be a part of one. x: [T, k]. Returns [T, k] int8, and [T, ceil(k / group)] float32 scales."""
+    """Quantize each group of a row's inputs by itself; the last may be a part of one. x: [T, k].
+    Returns [T, k] int8, and [T, ceil(k / group)] float32 scales."""
     codes, scales = quantize_rows(F.pad(x, (0, -x.shape[-1] % group)).view(len(x), -1, group))
     return codes.flatten(1)[:, : x.shape[-1]], scales
 
 
-FLOAT8_LARGEST = 448.0  # of e4m3: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), table 1
+# of e4m3: Micikevicius et al., "FP8 Formats for Deep Learning" (2022), table 1
+FLOAT8_LARGEST = 448.0
 
 
 def quantize_float8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
-    """To e4m3 by the largest magnitude of each row's groups of inputs. x: [T, k]. Returns [T, k] float8_e4m3fn, and [T, ceil(k / group)] float32 scales."""
+    """Quantize to e4m3 by the largest magnitude of each row's groups of inputs. x: [T, k]. Returns
+    [T, k] float8_e4m3fn, and [T, ceil(k / group)] float32 scales."""
     groups = F.pad(x, (0, -x.shape[-1] % group)).view(len(x), -1, group).float()
     largest = groups.abs().amax(-1)
     factor = torch.where(largest > 0, torch.full_like(largest, FLOAT8_LARGEST) / largest, 0.0).clamp(max=torch.finfo(torch.float32).max)
@@ -42,8 +48,8 @@ def quantize_float8(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
 
 
 def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Columns | Grouped | Float8:
-    """`w8a8`: int8 by column; `fp8`: e4m3 by column; or four bits, see quantize_four_bit. weight: [n, k]. Some rows at a time: in float32 the whole would take
-    several times its own memory."""
+    """`w8a8`: int8 by column; `fp8`: e4m3 by column; or four bits, see quantize_four_bit. weight:
+    [n, k]. Some rows at a time: in float32 the whole would take several times its own memory."""
     k = weight.shape[1]
 
     def quantize(part: Tensor) -> Matrix:
@@ -56,7 +62,8 @@ def quantize_weight(weight: Tensor, quantization: str, group: int) -> Int8Column
     return whole
 
 
-# The 16 values of NF4, which split a normal distribution evenly: Dettmers et al., "QLoRA" (2023), appendix E.
+# The 16 values of NF4, which split a normal distribution evenly: Dettmers et al., "QLoRA" (2023),
+# appendix E.
 NF4 = (
     -1.0, -0.6961928, -0.52507305, -0.39491749, -0.28444138, -0.18477343, -0.091050036, 0.0,
     0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
@@ -65,8 +72,8 @@ FOUR_BIT_TABLES = {"w4": tuple(range(-8, 8)), "nf4": tuple(round(127 * value) fo
 
 
 def quantize_four_bit(weight: Tensor, kind: str, group: int) -> Grouped:
-    """`w4`: 16 even steps from each group's smallest to its largest weight, with 0 on a step; `nf4`: NF4's values, rounded to int8, times the largest
-    magnitude. weight: [n, k]."""
+    """`w4`: 16 even steps from each group's smallest to its largest weight, with 0 on a step;
+    `nf4`: NF4's values, rounded to int8, times the largest magnitude. weight: [n, k]."""
     n, k = weight.shape
     groups = F.pad(weight.float(), (0, -k % group)).view(n, -1, group)
     table = torch.tensor(FOUR_BIT_TABLES[kind], dtype=torch.int8, device=weight.device)
@@ -83,14 +90,16 @@ def quantize_four_bit(weight: Tensor, kind: str, group: int) -> Grouped:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich 2019). x: [..., hidden]."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32 (Zhang and Sennrich
+    2019). x: [..., hidden]."""
     wide = x.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
 
 
 def norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm of each head with a weight of [head_dim], or of all heads together with one of [heads * head_dim]. x: [T, heads, head_dim]."""
+    """rms_norm of each head with a weight of [head_dim], or of all heads together with one of
+    [heads * head_dim]. x: [T, heads, head_dim]."""
     return rms_norm(x, weight, eps) if len(weight) == x.shape[-1] else rms_norm(x.flatten(1), weight, eps).view_as(x)
 
 
@@ -98,19 +107,22 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 def gated(gate_up: Tensor, activation: str) -> Tensor:
-    """activation(gate) * up, with one of ACTIVATIONS. gate_up: [T, 2 * intermediate], gate first. Returns [T, intermediate]."""
+    """activation(gate) * up, with one of ACTIVATIONS. gate_up: [T, 2 * intermediate], gate first.
+    Returns [T, intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 def add_scaled(x: Tensor, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
-    """x + multiplier * h, of which h is normalized first where there is a norm [hidden]. x, h: [T, hidden]. Returns [T, hidden]."""
+    """x + multiplier * h, of which h is normalized first where there is a norm [hidden]. x, h: [T,
+    hidden]. Returns [T, hidden]."""
     h = h if norm is None else rms_norm(h, norm, eps)
     return x + h * multiplier
 
 
 def cap_scores(x: Tensor, cap: float) -> Tensor:
-    """cap * tanh(x / cap): as x where it is small, never beyond cap (Gemma Team 2024, "Gemma 2", section 2). A cap of 0 is none."""
+    """cap * tanh(x / cap): as x where it is small, never beyond cap (Gemma Team 2024, "Gemma 2",
+    section 2). A cap of 0 is none."""
     return torch.tanh(x / cap) * cap if cap else x
 
 
@@ -125,7 +137,8 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def kv_row_size(head_dim: int, group: int) -> int:
-    """Bytes of a head's key, or value, of one token in a cache of int8 groups: the values, then a float16 scale for each group."""
+    """Bytes of a head's key, or value, of one token in a cache of int8 groups: the values, then a
+    float16 scale for each group."""
     return head_dim + 2 * (head_dim // group)
 
 
@@ -137,7 +150,8 @@ def kv_group(kv: Tensor, head_dim: int) -> int:
 def write_kv(kv: Tensor, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
     """Scatter new keys and values, [T, kv_heads, head_dim], into a layer's cache.
 
-    kv: [2, blocks, kv_heads, block_size, head_dim], or [..., kv_row_size] uint8 of int8 groups, symmetric by each group's largest magnitude.
+    kv: [2, blocks, kv_heads, block_size, head_dim], or [..., kv_row_size] uint8 of int8 groups,
+    symmetric by each group's largest magnitude.
     """
     blocks, offsets = slot_mapping // kv.shape[3], slot_mapping % kv.shape[3]
     for which, x in enumerate((k, v)):
@@ -159,8 +173,9 @@ def read_kv(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, cap: float) -> Tensor:
-    """softmax(cap * tanh(scale * q . k / cap)) v. q: [n, heads, queries, head_dim]; k, v: [n, kv_heads, keys, head_dim]; mask: bool, True where a key is
-    seen, [queries, keys] or more; None: causal, queries and keys being the same positions. Returns q's shape."""
+    """softmax(cap * tanh(scale * q . k / cap)) v. q: [n, heads, queries, head_dim]; k, v: [n,
+    kv_heads, keys, head_dim]; mask: bool, True where a key is seen, [queries, keys] or more; None:
+    causal, queries and keys being the same positions. Returns q's shape."""
     if not cap:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
     group = q.shape[1] // k.shape[1]
@@ -174,25 +189,29 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float
 def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor, *, scale: float, cap: float = 0.0) -> Tensor:
     """Attention of one query a sequence over the paged cache.
 
-    q: [n, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64, padded with any valid block; mask: [n, blocks * block_size] bool,
-    True where the position is seen; scale, cap: as in attend. Returns [n, heads, head_dim]. The query heads that share a KV head are its queries, so K and
-    V are read once.
+    q: [n, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64, padded with any
+    valid block; mask: [n, blocks * block_size] bool, True where the position is seen; scale, cap:
+    as in attend. Returns [n, heads, head_dim]. The query heads that share a KV head are its
+    queries, so K and V are read once.
     """
     n, num_heads, head_dim = q.shape
     num_kv_heads = kv.shape[2]
-    k, v = (read_kv(kv[which][block_tables], head_dim, q.dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))  # [n, kv_heads, positions, head_dim]
+    # [n, kv_heads, positions, head_dim]
+    k, v = (read_kv(kv[which][block_tables], head_dim, q.dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))
     grouped = q.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
     return attend(grouped, k, v, mask[:, None, None, :], scale=scale, cap=cap).reshape(n, num_heads, head_dim)
 
 
 def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: int, window: int | None, *, scale: float, cap: float = 0.0) -> Tensor:
-    """Causal attention of one sequence's chunk, its last len(q) tokens, over its num_context tokens.
+    """Causal attention of one sequence's chunk, its last len(q) tokens, over its num_context
+    tokens.
 
-    q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each sees, itself included; scale, cap: as in
-    attend. Returns q's shape.
+    q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each
+    sees, itself included; scale, cap: as in attend. Returns q's shape.
     """
     rows = (read_kv(kv[which][block_table], q.shape[-1], q.dtype) for which in (0, 1))
-    k, v = (each.transpose(0, 1).flatten(1, 2)[None, :, :num_context] for each in rows)  # [1, kv_heads, context, head_dim]
+    # [1, kv_heads, context, head_dim]
+    k, v = (each.transpose(0, 1).flatten(1, 2)[None, :, :num_context] for each in rows)
     queries = q.transpose(0, 1)[None]
     is_whole = len(q) == num_context and (window is None or window >= num_context)
     mask = None

@@ -1,10 +1,8 @@
-"""What is done to rows between layers, in plain torch."""
+"""The work on rows between layers, in plain torch."""
 
-import torch
+from torch import Tensor
 
 from services.compute.backends.torch.reference import add_scaled, cap_scores, rms_norm
-
-Tensor = torch.Tensor
 
 
 class TorchRowMath:

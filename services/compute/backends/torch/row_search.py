@@ -1,26 +1,26 @@
-"""Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use the vector units; on a GPU torch's."""
+"""Searches through rows of logits without native code: numpy's on a CPU, whose maxima and sorts use
+the vector units; on a GPU torch's."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from services.compute.backends.backend import FoundRows, MassesWanted, RowSearch, Wanted
+from services.compute.backends.backend import MassRequest, RowSearch, SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
-
-Array = np.ndarray[Any, Any]
+from shared.model.arrays import Array
 
 CHUNK = 64  # logits that share a maximum in the search for the largest
 
 
 @dataclass(frozen=True, slots=True)
 class HostSearch:
-    """Where the host computes: all is done when it is read. Rows of one candidate apart from those with lists, whose search takes longer."""
+    """A search that the host computes: all is done when it is read. Rows of one candidate apart
+    from those with lists, whose search takes longer."""
 
     search: RowSearch
     logits: torch.Tensor
-    wanted: Wanted
+    wanted: SearchRequest
     drawn: None = None
 
     def wait(self) -> None:
@@ -29,7 +29,7 @@ class HostSearch:
     def read_drawn(self) -> None:
         pass
 
-    def read(self) -> FoundRows:
+    def read(self) -> SearchResult:
         logits, num_listed = self.logits, self.wanted.num_listed
         num_rows, width = len(num_listed), int(num_listed.max(initial=1))
         values, token_ids = np.full((num_rows, width), -np.inf, np.float32), np.zeros((num_rows, width), np.int64)
@@ -39,24 +39,26 @@ class HostSearch:
                 k = int(num_listed[rows].max())
                 some = logits if len(rows) == num_rows else logits[to_device(rows, logits.device)]
                 values[rows, :k], token_ids[rows, :k] = self.search.find_largest(some, k)
-        return FoundRows(values, token_ids, *(self._masses(values, each) for each in (self.wanted.scored, self.wanted.whole)))
+        return SearchResult(values, token_ids, *(self._masses(values, each) for each in (self.wanted.scored, self.wanted.whole)))
 
-    def _masses(self, values: Array, asked: MassesWanted) -> Array:
+    def _masses(self, values: Array, asked: MassRequest) -> Array:
         return self.search.total_masses(self.logits, asked.rows, values[asked.rows, 0], asked.temperatures) if len(asked.rows) else np.zeros(0)
 
 
 class TorchRowSearch:
-    def start(self, logits: torch.Tensor, wanted: Wanted) -> HostSearch:
+    def start(self, logits: torch.Tensor, wanted: SearchRequest) -> HostSearch:
         return HostSearch(self, logits, wanted)
 
     def find_largest(self, logits: torch.Tensor, k: int) -> tuple[Array, Array]:
-        """One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest logit from below, so only the few logits that reach it are
-        sorted. A maximum of NaN is NaN, and numpy and torch take it for the largest."""
+        """One pass takes each chunk's maximum. The k-th largest maximum bounds the k-th largest
+        logit from below, so only the few logits that reach it are sorted. A maximum of NaN is NaN,
+        and numpy and torch take it for the largest."""
         num_rows, vocab_size = logits.shape
         num_chunks = vocab_size // CHUNK
         is_host = logits.device.type == "cpu"
         if k == 1:
-            best = torch.from_numpy(logits.numpy().argmax(axis=1)) if is_host else logits.argmax(dim=-1)  # the first of equal ones
+            # the first of equal ones
+            best = torch.from_numpy(logits.numpy().argmax(axis=1)) if is_host else logits.argmax(dim=-1)
             return logits.gather(1, best[:, None]).cpu().numpy(), best[:, None].cpu().numpy()
         if num_chunks <= k:
             ordered, order = logits.sort(dim=-1, descending=True, stable=True)
@@ -69,7 +71,8 @@ class TorchRowSearch:
         return largest_on_device(logits, k, num_chunks)
 
     def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
-        """In float32. The order of numpy's summation does not depend on the number of threads."""
+        """Sum in float32. The order of numpy's summation does not depend on the number of
+        threads."""
         masses = np.empty(len(rows))
         for at, row in enumerate(rows.tolist()):
             weights = (logits[row] - float(largest[at])).div_(float(temperatures[at])).exp_()
@@ -78,7 +81,8 @@ class TorchRowSearch:
 
 
 def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
-    """A chunk is every num_chunks-th logit: so all maxima come from elementwise comparisons of long runs. A row with NaN has nothing else to say."""
+    """A chunk is every num_chunks-th logit: so all maxima come from elementwise comparisons of long
+    runs. A row with NaN has nothing else to say."""
     chunked, rest = row[: CHUNK * num_chunks].reshape(CHUNK, num_chunks), row[CHUNK * num_chunks :]
     maxima = chunked.max(axis=0)
     if np.isnan(maxima).any() or np.isnan(rest).any():
@@ -93,7 +97,8 @@ def _largest_of_row(row: Array, k: int, num_chunks: int) -> tuple[Array, Array]:
 
 
 def largest_on_device(logits: torch.Tensor, k: int, num_chunks: int) -> tuple[Array, Array]:
-    """The same for all rows at once, with the k best chunks of each; ties at the border, which might lie beyond them, are looked for."""
+    """Find the largest of all rows at once, in the k best chunks of each; ties at the border, which
+    might lie beyond them, are looked for."""
     num_rows, vocab_size = logits.shape
     maxima, chunks = logits[:, : num_chunks * CHUNK].view(num_rows, CHUNK, num_chunks).amax(dim=1).topk(min(k + 1, num_chunks), dim=-1)
     offsets = torch.arange(CHUNK, device=logits.device)[:, None] * num_chunks

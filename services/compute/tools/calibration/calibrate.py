@@ -1,8 +1,10 @@
-"""Calibration: a dense model becomes a quantized one, layer by layer, with what its layers see of a text.
+"""Calibration: a dense model becomes a quantized one, layer by layer, with what its layers see of a
+text.
 
-A layer runs over the text in float32 behind the layers that are quantized already, so it makes up for some of what they have lost. Then its inputs'
-scales are found and folded, its weights rounded, and it runs once more as it now is. In memory are one layer, the text's hidden states (float32), and the
-packed layers.
+A layer runs over the text in float32 behind the layers that are quantized already, so it makes up
+for some of what they have lost. Then its inputs' scales are found and folded, its weights rounded,
+and it runs once more as it now is. In memory are one layer, the text's hidden states (float32), and
+the packed layers.
 """
 
 import sys
@@ -11,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import fields, replace
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
@@ -27,14 +30,13 @@ from services.compute.tools.calibration.scaling import find_scales, fold_into_no
 from services.compute.tools.calibration.simulation import Form, ObservedLinear, SimulatedLinear, quantize_matrix
 from services.compute.weights.loader import Loader
 
-Tensor = torch.Tensor
-
 WINDOWS_AT_ONCE = 4
 
 
 @contextmanager
 def fast_products() -> Iterator[None]:
-    """Products of float32 in bfloat16 with sums in float32, where the processor has them: three times as fast."""
+    """Products of float32 in bfloat16 with sums in float32, where the processor has them: three
+    times as fast."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -44,8 +46,8 @@ def fast_products() -> Iterator[None]:
 
 
 def calibrate(loader: Loader, packing: Packed, windows: Tensor, backend: Backend) -> ModelWeights:
-    """The quantized model, of the backend. loader: of weights in float32, without mixtures of experts; windows: [N, length] int64, the text's tokens.
-    Raises StartupError."""
+    """The quantized model, of the backend. loader: of weights in float32, without mixtures of
+    experts; windows: [N, length] int64, the text's tokens. Raises StartupError."""
     with fast_products(), torch.inference_mode():
         return Calibration(loader, packing, windows, backend).run()
 
@@ -74,7 +76,8 @@ class Calibration:
         with logging_redirect_tqdm():  # lines of log go above the bars
             layers = [self._layer(number) for number in numbers]
         weights = self.decoder.weights
-        embedding = weights.embedding.bfloat16()  # before its float32 values are scaled, where they are the head's
+        # before its float32 values are scaled, where they are the head's
+        embedding = weights.embedding.bfloat16()
         norm, head = self._head(weights.norm, weights.lm_head)
         return ModelWeights(embedding=embedding, layers=layers, norm=norm, lm_head=head)
 
@@ -103,7 +106,8 @@ class Calibration:
         return LayerWeights(norms=Norms(**kept), qkv=packed[0], output=packed[1], mlp=self.backend.make_mlp(*packed[2:]))
 
     def _fold(self, norm: Tensor | None, linear: ObservedLinear) -> Tensor | None:
-        """The norm before the layer with its inputs' scales in it. Where none is before it, there is nothing to fold them into."""
+        """The norm before the layer with its inputs' scales in it. Where none is before it, there
+        is nothing to fold them into."""
         if norm is None:
             return None
         folded, scales = fold_into_norm(norm, find_scales(linear.rows, linear.weight, self.form))

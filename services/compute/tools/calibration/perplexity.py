@@ -1,20 +1,20 @@
-"""What a model says of a text: the probabilities of its next tokens, and its perplexity."""
+"""A model's view of a text: the probabilities of its next tokens, and its perplexity."""
 
 import math
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from services.compute.cache.kv_cache import KVCache
 from services.compute.models.decoder import Decoder, ForwardBatch
-
-Tensor = torch.Tensor
 
 BLOCK_SIZE = 16
 
 
 def whole_windows(windows: Tensor) -> ForwardBatch:
-    """A step that computes each of some windows [n, length] from its first token to its last, all of them sampled, in blocks from 0 on."""
+    """A step that computes each of some windows [n, length] from its first token to its last, all
+    of them sampled, in blocks from 0 on."""
     count, length = windows.shape
     blocks = blocks_of(windows) // count
     positions = torch.arange(length)
@@ -35,7 +35,8 @@ def blocks_of(windows: Tensor) -> int:
 
 
 def next_token_logs(model: Decoder, windows: Tensor, *, kv_group: int = 0) -> Iterator[Tensor]:
-    """For each window [length], its log probabilities after each token but the last: [length - 1, vocab] float32.
+    """The log probabilities of each window [length] after each token but the last: [length - 1,
+    vocab] float32.
 
     kv_group: dimensions that share a scale in a cache of int8; 0: a cache of the model's dtype.
     """
@@ -46,7 +47,8 @@ def next_token_logs(model: Decoder, windows: Tensor, *, kv_group: int = 0) -> It
 
 
 def perplexity(model: Decoder, windows: Tensor) -> float:
-    """Of each window's tokens but the first, given those before it in the window. windows: [n, length] int64."""
+    """Perplexity of each window's tokens but the first, given those before it in the window.
+    windows: [n, length] int64."""
     total = 0.0
     for window, logs in zip(windows, next_token_logs(model, windows), strict=True):
         total -= float(logs.gather(-1, window[1:, None]).sum())

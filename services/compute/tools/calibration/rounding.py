@@ -1,26 +1,28 @@
 """Four-bit rounding that knows what a layer's inputs look like.
 
-A layer's objective is the squared error of its outputs over the calibration's inputs X, |X (W' - W)^T|^2 = sum of (D G) * D, with D = W' - W and the
-Gram matrix G = X^T X: nothing else of the inputs is needed. Each output column has an objective of its own.
+A layer's objective is the squared error of its outputs over the calibration's inputs X, |X (W' -
+W)^T|^2 = sum of (D G) * D, with D = W' - W and the Gram matrix G = X^T X: nothing else of the
+inputs is needed. Each output column has an objective of its own.
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Grouped
 from services.compute.backends.torch.reference import FOUR_BIT_TABLES, quantize_four_bit
 from shared.process.errors import StartupError
 
-Tensor = torch.Tensor
-
-DAMPINGS = (0.01, 0.1, 1.0)  # of the mean diagonal, added to it (Frantar et al. 2022, section 3.3): the first that works
+# of the mean diagonal, added to it (Frantar et al. 2022, section 3.3): the first that works
+DAMPINGS = (0.01, 0.1, 1.0)
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # of a group's range
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """The values that a group's weights can have: (table - zero) * scale. For each output column: [n]."""
+    """The values that a group's weights can have: (table - zero) * scale. For each output column:
+    [n]."""
 
     scales: Tensor  # float32, of float16's values
     zeros: Tensor  # float32
@@ -37,7 +39,8 @@ class Grid:
 
 
 def objectives(found: Tensor, exact: Tensor, gram: Tensor) -> Tensor:
-    """The error of each output column's results. found, exact: [n, k]; gram: [k, k]. Returns [n]."""
+    """The error of each output column's results. found, exact: [n, k]; gram: [k, k]. Returns
+    [n]."""
     difference = (found - exact).to(gram.dtype)
     return ((difference @ gram) * difference).sum(-1)
 
@@ -45,7 +48,8 @@ def objectives(found: Tensor, exact: Tensor, gram: Tensor) -> Tensor:
 def round_four_bit(weight: Tensor, gram: Tensor, kind: str, group: int) -> Grouped:
     """The better of second-order rounding and rounding to nearest, for each output column.
 
-    weight: [n, k] float32; gram: [k, k] float32; kind: w4 or nf4. No column's objective is above that of quantize_four_bit.
+    weight: [n, k] float32; gram: [k, k] float32; kind: w4 or nf4. No column's objective is above
+    that of quantize_four_bit.
     """
     candidates = [quantize_four_bit(weight, kind, group), _round_in_order(weight, gram, kind, group)]
     errors = torch.stack([objectives(each.dequantize(torch.float32), weight, gram) for each in candidates])
@@ -65,12 +69,14 @@ def round_four_bit(weight: Tensor, gram: Tensor, kind: str, group: int) -> Group
 
 
 def _round_in_order(weight: Tensor, gram: Tensor, kind: str, group: int) -> Grouped:
-    """GPTQ (Frantar et al. 2022, algorithm 1): input by input, what rounding loses is made good by the inputs that are not rounded yet. A group's grid is
-    fitted to what its weights have become by then."""
+    """GPTQ (Frantar et al. 2022, algorithm 1): input by input, what rounding loses is made good by
+    the inputs that are not rounded yet. A group's grid is fitted to what its weights have become by
+    then."""
     n, k = weight.shape
     factor = _inverse_factor(gram)
     importance = gram.diagonal()
-    rest = weight.T.clone(memory_format=torch.contiguous_format)  # [k, n]: an input's weights lie in one piece
+    # [k, n]: an input's weights lie in one piece
+    rest = weight.T.clone(memory_format=torch.contiguous_format)
     codes = torch.empty((k, n), dtype=torch.uint8)
     grids = []
     for start in range(0, k, group):
@@ -90,7 +96,8 @@ def _round_in_order(weight: Tensor, gram: Tensor, kind: str, group: int) -> Grou
 
 
 def _inverse_factor(gram: Tensor) -> Tensor:
-    """The upper Cholesky factor of the damped Gram matrix's inverse, [k, k] float32, with more damping where that is needed. Raises StartupError."""
+    """The upper Cholesky factor of the damped Gram matrix's inverse, [k, k] float32, with more
+    damping where that is needed. Raises StartupError."""
     mean = float(gram.diagonal().double().mean())
     for damping in DAMPINGS:
         damped = gram.double()
@@ -105,9 +112,11 @@ def _inverse_factor(gram: Tensor) -> Tensor:
 
 
 def fit_grid(weights: Tensor, importance: Tensor, kind: str) -> Grid:
-    """The grid with the least mean square error: a group's range is shrunk step by step, which clips its ends and makes its steps finer.
+    """The grid with the least mean square error: a group's range is shrunk step by step, which
+    clips its ends and makes its steps finer.
 
-    weights: [group, n]; importance: [group], the mean square of each input, by which its weights' errors count.
+    weights: [group, n]; importance: [group], the mean square of each input, by which its weights'
+    errors count.
     """
     table = torch.tensor(FOUR_BIT_TABLES[kind], dtype=torch.float32)
     low, high = weights.amin(0).clamp(max=0.0), weights.amax(0).clamp(min=0.0)

@@ -1,15 +1,15 @@
-"""What a quantized layer computes, in float32 and fast enough to calibrate with; and a layer that keeps statistics of its inputs."""
+"""The products of a quantized layer, in float32 and fast enough to calibrate with; and a layer that
+keeps statistics of its inputs."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.linear import TorchLinear
 from services.compute.backends.torch.reference import quantize_groups, quantize_weight
-
-Tensor = torch.Tensor
 
 SAMPLED_ROWS = 512  # of a layer's inputs that are kept
 
@@ -28,14 +28,16 @@ def quantize_matrix(weight: Tensor, form: Form) -> Matrix:
 
 
 def quantize_inputs(x: Tensor, form: Form) -> Tensor:
-    """x [T, k] rounded as the layer rounds it, in float32: with a scale for each row, and for each group where the weights have groups."""
+    """x [T, k] rounded as the layer rounds it, in float32: with a scale for each row, and for each
+    group where the weights have groups."""
     size = x.shape[1] if form.kind == "w8a8" else form.group
     codes, scales = quantize_groups(x, size)
     return codes.float() * scales.repeat_interleave(size, 1)[:, : x.shape[1]]
 
 
 class ObservedLinear(TorchLinear):
-    """A dense layer that keeps what calibration needs of its inputs: their Gram matrix, and some rows."""
+    """A dense layer that keeps what calibration needs of its inputs: their Gram matrix, and some
+    rows."""
 
     def __init__(self, dense: TorchLinear, num_rows: int) -> None:
         """num_rows: that it is going to see in all."""
@@ -60,7 +62,7 @@ class ObservedLinear(TorchLinear):
         return super().multiply(x)
 
     def scale(self, scales: Tensor) -> None:
-        """From now on the inputs will be divided by scales [k]; so the weights are multiplied by them, in place."""
+        """Multiply the weights by scales [k], in place, for the inputs will be divided by them."""
         self.weight *= scales
         self.gram /= scales[:, None] * scales
         self.scales = self.scales * scales

@@ -20,15 +20,17 @@ CHARACTERS_A_TOKEN = 10  # more than any tokenizer makes of one, on average
 
 @dataclass(frozen=True, slots=True)
 class Windows:
-    """What calibration sees, and what it does not see. Each [n, length] int64, a window beginning as the tokenizer begins a text."""
+    """The windows that calibration sees, and those that it does not see. Each [n, length] int64, a
+    window beginning as the tokenizer begins a text."""
 
     calibration: torch.Tensor
     held_out: torch.Tensor
 
 
 def read_windows(text: str, files: ModelFiles, tokens: int) -> Windows:
-    """text: a file's path, or default; tokens: to calibrate with, at most. The last windows are held out: eight beside these tokens, of a text that is too
-    short for both a fifth, if no more. Raises StartupError if the text is shorter still, or not one."""
+    """text: a file's path, or default; tokens: to calibrate with, at most. The last windows are
+    held out: eight beside these tokens, of a text that is too short for both a fifth, if no more.
+    Raises StartupError if the text is shorter still, or not one."""
     length = min(WINDOW, files.max_model_len or WINDOW)
     if tokens < MIN_WINDOWS * length:
         raise StartupError(f"--calibration-tokens {tokens}: at least {MIN_WINDOWS * length:,} are needed")
@@ -61,7 +63,8 @@ def read_text(text: str) -> str:
 
 
 def default_text() -> str:
-    """The chapters of Python's language reference that help() shows, which every Python brings, in an order that mixes them but is always the same."""
+    """The chapters of Python's language reference that help() shows, which every Python brings, in
+    an order that mixes them but is always the same."""
     try:
         from pydoc_data.topics import topics
     except ModuleNotFoundError:
@@ -70,7 +73,8 @@ def default_text() -> str:
 
 
 def split(text: str, tokenizer: Tokenizer, length: int) -> torch.Tensor:
-    """text's tokens in windows [n, length] int64, without what is left at the end; each begins with the token that begins a text, if there is one."""
+    """text's tokens in windows [n, length] int64, without what is left at the end; each begins with
+    the token that begins a text, if there is one."""
     begun, plain = (tokenizer.encode("a", add_special_tokens=special).ids for special in (True, False))
     prefix = begun[: begun.index(plain[0])]
     tokens = tokenizer.encode(text, add_special_tokens=False).ids

@@ -1,7 +1,8 @@
-"""AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", 2023): another way to find codes, in the layouts of GPTQ and AWQ.
+"""AutoRound (Cheng et al., "Optimize Weight Rounding via Signed Gradient Descent", 2023): another
+way to find codes, in the layouts of GPTQ and AWQ.
 
-`packing_format` says in which; its own, `auto_round`, is GPTQ's second version. extra_config has settings of single layers, by name or pattern; those of 16
-bits are dense.
+`packing_format` says in which; its own, `auto_round`, is GPTQ's second version. extra_config has
+settings of single layers, by name or pattern; those of 16 bits are dense.
 """
 
 from services.compute.weights.formats.awq import read_awq

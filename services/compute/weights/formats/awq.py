@@ -1,17 +1,17 @@
 """AWQ (Lin et al., "AWQ: Activation-aware Weight Quantization", 2023) in AutoAWQ's `gemm` layout.
 
-Codes of four bits, packed along the outputs: a word of qweight [k, n / 8] and of qzeros [groups, n / 8] holds eight neighbouring outputs, from its
-lowest bits on in the order 0, 2, 4, 6, 1, 3, 5, 7. weight = (code - zero) * scale, with scales [groups, n].
+Codes of four bits, packed along the outputs: a word of qweight [k, n / 8] and of qzeros [groups, n
+/ 8] holds eight neighbouring outputs, from its lowest bits on in the order 0, 2, 4, 6, 1, 3, 5, 7.
+weight = (code - zero) * scale, with scales [groups, n].
 """
 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import Format, Kept, StoredLayer, describe, keep_groups, num_groups
-
-Tensor = torch.Tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the outputs of a word
 PARTS = ("qweight", "qzeros", "scales")

@@ -1,21 +1,23 @@
-"""bitsandbytes: NF4 and FP4 (Dettmers et al., "QLoRA", 2023) and int8 by output (Dettmers et al., "LLM.int8()", 2022).
+"""bitsandbytes: NF4 and FP4 (Dettmers et al., "QLoRA", 2023) and int8 by output (Dettmers et al.,
+"LLM.int8()", 2022).
 
-Four bits: `weight` holds two codes a byte, the first in the high bits, of the matrix in one row; weight = quant_map[code] * absmax of the block of
-`blocksize` neighbours. Double quantization: absmax is itself a code, absmax = nested_quant_map[code] * nested_absmax of its block + nested_offset.
-What is not a tensor is JSON, in the bytes of `weight.quant_state.bitsandbytes__nf4` (or fp4). int8: weight = code * SCB of the output / 127.
+Four bits: `weight` holds two codes a byte, the first in the high bits, of the matrix in one row;
+weight = quant_map[code] * absmax of the block of `blocksize` neighbours. Double quantization:
+absmax is itself a code, absmax = nested_quant_map[code] * nested_absmax of its block +
+nested_offset. What is not a tensor is JSON, in the bytes of `weight.quant_state.bitsandbytes__nf4`
+(or fp4). int8: weight = code * SCB of the output / 127.
 """
 
 import json
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Int8Columns
 from services.compute.weights.formats.options import Options
 from services.compute.weights.formats.stored import AS_THEY_ARE, FLOATS, Format, Kept, StoredLayer, widen
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 STORAGES = (torch.uint8, torch.int8, *FLOATS)  # what codes may be stored as
@@ -60,7 +62,8 @@ def widen_four_bit(layer: StoredLayer) -> Kept:
     scales = _scales(layer, state, -(-n * k // block))
 
     def rows(some: slice) -> Tensor:
-        begin, end = some.start * k, some.stop * k  # begin is even: an even number of rows at a time
+        # begin is even: an even number of rows at a time
+        begin, end = some.start * k, some.stop * k
         pairs = codes[begin // 2 : -(-end // 2)]
         values = table[torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()[: end - begin].int()]
         blocks = torch.arange(begin, end, device=codes.device) // block

@@ -1,14 +1,17 @@
 """compressed-tensors, the format of LLM Compressor: a scheme for each group of layers.
 
-Integers: `weight` [n, k] int8, or `weight_packed` [n, k * bits / 32] int32 with codes + 2 ** (bits - 1), neighbouring inputs from the lowest bits of a
-word on; weight = (code - weight_zero_point) * weight_scale by tensor, by output (channel) or by group of inputs. Zero points are [n, groups] in int8, or
-packed along the outputs. Floats: as in fp8.py. How activations are to be quantized is not used: the backend decides that.
+Integers: `weight` [n, k] int8, or `weight_packed` [n, k * bits / 32] int32 with codes + 2 ** (bits
+- 1), neighbouring inputs from the lowest bits of a word on; weight = (code - weight_zero_point) *
+weight_scale by tensor, by output (channel) or by group of inputs. Zero points are [n, groups] in
+int8, or packed along the outputs. Floats: as in fp8.py. How activations are to be quantized is not
+used: the backend decides that.
 """
 
 import re
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Int8Columns
 from services.compute.weights.formats.fp8 import keep_fp8
@@ -27,8 +30,6 @@ from services.compute.weights.formats.stored import (
     widen_permuted,
 )
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 FORMATS = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized", "mixed-precision", "dense")
 INT_BITS = (2, 4, 8)
@@ -76,7 +77,8 @@ class Compressed:
         return keep_integers(layer, scheme)
 
     def _scheme(self, layer: StoredLayer) -> Scheme:
-        """The first whose targets name the layer: names come before patterns, patterns before the class."""
+        """The first whose targets name the layer: names come before patterns, patterns before the
+        class."""
         name = layer.name.rstrip(".")
         ranks = [(rank, scheme) for scheme in self.schemes for target in scheme.targets if (rank := _rank(name, target)) is not None]
         if not ranks or any(_rank(name, each) is not None for each in self.ignored):
@@ -154,7 +156,7 @@ def read_compressed(options: Options) -> Format:
 
 
 def _read_scheme(options: Options) -> Scheme | None:
-    """None where a group quantizes activations only."""
+    """The weights' scheme; None where a group quantizes activations only."""
     weights = options.section("weights")
     if weights is None:
         return None

@@ -1,7 +1,9 @@
-"""FP8 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): weights of eight bits as floats, times a scale.
+"""FP8 (Micikevicius et al., "FP8 Formats for Deep Learning", 2022): weights of eight bits as
+floats, times a scale.
 
-`weight` [n, k] is float8; `weight_scale_inv` (DeepSeek-V3's name; it multiplies as well) or `weight_scale` is one number, one for each output, or one for
-each block of weight_block_size outputs and inputs. Scales of activations are not used: activations stay as they are.
+`weight` [n, k] is float8; `weight_scale_inv` (DeepSeek-V3's name; it multiplies as well) or
+`weight_scale` is one number, one for each output, or one for each block of weight_block_size
+outputs and inputs. Scales of activations are not used: activations stay as they are.
 """
 
 from dataclasses import dataclass
@@ -33,7 +35,8 @@ class Fp8:
 
 
 def keep_fp8(layer: StoredLayer, scale_part: str, block: tuple[int, int]) -> Kept:
-    """Codes and scales as they are. block: outputs and inputs that share a scale, where there is one for each block."""
+    """Codes and scales as they are. block: outputs and inputs that share a scale, where there is
+    one for each block."""
     n, k = layer.n, layer.k
     height, width = min(block[0], n), min(block[1], k)
     codes = layer.read("weight", [(n, k)], FLOAT8)

@@ -1,8 +1,10 @@
-"""GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization", 2022) as AutoGPTQ and GPTQModel write it.
+"""GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization", 2022) as AutoGPTQ and
+GPTQModel write it.
 
-Codes of 2, 4 or 8 bits: qweight [k * bits / 32, n] packs neighbouring inputs, qzeros [groups, n * bits / 32] neighbouring outputs, both from the
-lowest bits of a word on. weight = (code - zero) * scale of the input's group, which is g_idx [k]; scales are [groups, n]. The first version of
-the format stores zero - 1, modulo 2 ** bits; `gptq_v2` the zero itself.
+Codes of 2, 4 or 8 bits: qweight [k * bits / 32, n] packs neighbouring inputs, qzeros [groups, n *
+bits / 32] neighbouring outputs, both from the lowest bits of a word on. weight = (code - zero) *
+scale of the input's group, which is g_idx [k]; scales are [groups, n]. The first version of the
+format stores zero - 1, modulo 2 ** bits; `gptq_v2` the zero itself.
 """
 
 import re
@@ -37,7 +39,8 @@ class Gptq:
     zero_offset: int  # what the file has subtracted from zeros
     is_symmetric: bool
     is_ordered: bool  # desc_act: g_idx says which group an input is of
-    overrides: tuple[tuple[str, "Gptq | None"], ...] = ()  # for layers whose names match a pattern; None: not quantized
+    # for layers whose names match a pattern; None: not quantized
+    overrides: tuple[tuple[str, "Gptq | None"], ...] = ()
 
     @property
     def description(self) -> str:

@@ -10,7 +10,8 @@ LARGEST = 2**31 - 1
 
 
 class Options:
-    """An object of config.json. A field that is missing without a default, of another type, or not among what is supported raises StartupError."""
+    """An object of config.json. A field that is missing without a default, of another type, or not
+    among what is supported raises StartupError."""
 
     def __init__(self, values: Mapping[str, Any], where: str = "quantization_config") -> None:
         self.values = values
@@ -60,7 +61,7 @@ class Options:
         return tuple(value)
 
     def integers(self, name: str, count: int) -> tuple[int, ...] | None:
-        """That many positive integers, or None where there is no such field."""
+        """A field of that many positive integers, or None where there is no such field."""
         value = self.values.get(name)
         if value is None:
             return None

@@ -1,4 +1,5 @@
-"""Regular expressions that come with a checkpoint: bounded before they run, for one such as ([a-z.]+)+! takes for ever on a layer's name."""
+"""Regular expressions that come with a checkpoint: bounded before they run, for one such as
+([a-z.]+)+! takes for ever on a layer's name."""
 
 import re
 from typing import Any
@@ -19,7 +20,8 @@ def check_pattern(text: str) -> None:
 
 
 def _paths(node: Any) -> int:
-    """In how many ways, at most, a matcher may go through a name. node: of re's own parse tree; what is no repeat and no choice is gone through in one."""
+    """The number of ways, at most, in which a matcher may go through a name. node: of re's own
+    parse tree; what is no repeat and no choice is gone through in one."""
     if isinstance(node, re._parser.SubPattern):  # type: ignore[attr-defined]
         node = list(node)
     if isinstance(node, tuple) and len(node) == 2 and str(node[0]).endswith("_REPEAT"):

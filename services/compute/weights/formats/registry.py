@@ -1,4 +1,4 @@
-"""Which format a checkpoint's quantization_config means."""
+"""The format that a checkpoint's quantization_config means."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -25,7 +25,8 @@ READERS: dict[str, Callable[[Options], Format]] = {
 
 
 def read_format(config: Mapping[str, Any]) -> Format:
-    """The format that a quantization_config describes. Raises StartupError for what is not supported."""
+    """The format that a quantization_config describes. Raises StartupError for what is not
+    supported."""
     method = config.get("quant_method")
     reader = READERS.get(method) if isinstance(method, str) else None
     if reader is None:

@@ -1,4 +1,5 @@
-"""What all formats share: a layer's tensors, checked as they are read, and the forms in which its weight is kept."""
+"""Parts that all formats share: a layer's tensors, checked as they are read, and the forms in which
+its weight is kept."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,11 +7,10 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from services.compute.backends.matrix import Dense, Grouped, Matrix
 from shared.process.errors import StartupError
-
-Tensor = torch.Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 PACKED_GROUPS = (128, 64, 32)  # inputs: what the kernels can read
@@ -30,7 +30,7 @@ class Reader(Protocol):
     def tensor(self, name: str) -> Tensor: ...
 
     def stored_dtype(self, name: str) -> str:
-        """As a safetensors header has it: BF16, I8, F8_E4M3."""
+        """The dtype as a safetensors header has it: BF16, I8, F8_E4M3."""
         ...
 
 
@@ -59,7 +59,8 @@ class StoredLayer:
         return not self.has("weight") or self.reader.stored_dtype(self.name + "weight") in ("F16", "BF16", "F32", "F64")
 
     def read(self, part: str, shapes: list[tuple[int, ...]], dtypes: tuple[torch.dtype, ...]) -> Tensor:
-        """A tensor of one of these shapes (any, if there are none) and dtypes, as it is in the file. Raises StartupError."""
+        """A tensor of one of these shapes (any, if there are none) and dtypes, as it is in the
+        file. Raises StartupError."""
         tensor = self.reader.tensor(self.name + part)
         if shapes and tuple(tensor.shape) not in shapes:
             raise self.refuse(part, f"has the shape {tuple(tensor.shape)}; expected: {' or '.join(map(str, shapes))}")
@@ -88,7 +89,8 @@ class Format(Protocol):
         ...
 
     def holds(self, layer: StoredLayer) -> bool:
-        """Whether the layer is in this format; else it is dense. The file decides: writers' lists of what they left out differ in their rules."""
+        """Whether the layer is in this format; else it is dense. The file decides: writers' lists
+        of what they left out differ in their rules."""
         ...
 
     def matrix(self, layer: StoredLayer) -> Kept:
@@ -97,7 +99,8 @@ class Format(Protocol):
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """The codes of 2, 4 or 8 bits in int32 [..., w], the first in the lowest bits. Returns [..., 32 / bits * w] uint8."""
+    """The codes of 2, 4 or 8 bits in int32 [..., w], the first in the lowest bits. Returns [..., 32
+    / bits * w] uint8."""
     each = words.contiguous().view(torch.uint8)
     return torch.stack([(each >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], dim=-1).flatten(-2)
 
@@ -116,7 +119,8 @@ def describe(bits: int, group: int | None) -> str:
 
 
 def widen(layer: StoredLayer, rows: Callable[[slice], Tensor]) -> Dense:
-    """A dense matrix in the model's dtype of `rows`, which gives some rows [m, k] in any dtype. An even number at a time, so that temporaries stay small."""
+    """A dense matrix in the model's dtype of `rows`, which gives some rows [m, k] in any dtype. An
+    even number at a time, so that temporaries stay small."""
     weight = torch.empty((layer.n, layer.k), dtype=layer.reader.dtype, device=layer.reader.device)
     step = max(SLICE // layer.k & ~1, 2)
     for start in range(0, layer.n, step):
@@ -128,7 +132,8 @@ def widen(layer: StoredLayer, rows: Callable[[slice], Tensor]) -> Dense:
 def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int | None) -> Kept:
     """(value - zero) * scale by groups of inputs, as it is, unless float16 would round the scales.
 
-    codes: [n, k] uint8 below 16, whose values are -8..7, or int8; scales: [n, groups] float; zeros: [n, groups] int8; group: None is the whole row.
+    codes: [n, k] uint8 below 16, whose values are -8..7, or int8; scales: [n, groups] float; zeros:
+    [n, groups] int8; group: None is the whole row.
     """
     table = torch.tensor(SIGNED, dtype=torch.int8, device=codes.device) if codes.dtype == torch.uint8 else None
     size = min(group or layer.k, layer.k)
@@ -143,7 +148,8 @@ def keep_groups(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor
     fitting = next((each for each in PACKED_GROUPS if size % each == 0), 32 if size == layer.k else size)
 
     def divide(each: Tensor) -> Tensor:
-        """The same for groups that the kernels read: a larger one is several with the same scale."""
+        """The matrix in groups that the kernels read: a larger one is several with the same
+        scale."""
         repeats = -(-size // fitting)
         return (each.repeat_interleave(repeats, 1) if repeats > 1 else each)[:, : num_groups(layer.k, fitting)].contiguous()
 
@@ -162,7 +168,8 @@ def read_order(layer: StoredLayer, part: str, group: int | None) -> Tensor | Non
 
 
 def widen_permuted(layer: StoredLayer, codes: Tensor, scales: Tensor, zeros: Tensor | None, order: Tensor) -> Kept:
-    """(value - zero) * scale with codes, scales and zeros as keep_groups has them, where order [k] int64 is the group of each input."""
+    """(value - zero) * scale with codes, scales and zeros as keep_groups has them, where order [k]
+    int64 is the group of each input."""
     first = SIGNED[0] if codes.dtype == torch.uint8 else 0
 
     def rows(some: slice) -> Tensor:

@@ -1,13 +1,17 @@
-"""Attention over the paged cache: rotation and the way into the cache, then one algorithm for single tokens and for chunks.
+"""Attention over the paged cache: rotation and the way into the cache, then one algorithm for
+single tokens and for chunks.
 
-Keys are walked over in blocks from position 0, in ranges of RANGE positions, whose results are merged in order. A single token's ranges are divided among
-programs and merged by another kernel; a chunk's are merged in registers, by the same arithmetic. A block that a query does not see changes nothing of its
-own, so it does not matter in which chunks a prompt came, or who else is in the step.
+Keys are walked over in blocks from position 0, in ranges of RANGE positions, whose results are
+merged in order. A single token's ranges are divided among programs and merged by another kernel; a
+chunk's are merged in registers, by the same arithmetic. A block that a query does not see changes
+nothing of its own, so it does not matter in which chunks a prompt came, or who else is in the step.
 
-A layer's cache is [2, blocks, kv_heads * block_size * row] of keys and values: of each block [kv_heads, block_size, head_dim] numbers, and, where they are
-int8, [kv_heads, block_size, head_dim / group] float16 scales after them.
+A layer's cache is [2, blocks, kv_heads * block_size * row] of keys and values: of each block
+[kv_heads, block_size, head_dim] numbers, and, where they are int8, [kv_heads, block_size, head_dim
+/ group] float16 scales after them.
 
-What differs from step to step is not specialized upon: no step has a kernel of its own to be compiled while others wait.
+What differs from step to step is not specialized upon: no step has a kernel of its own to be
+compiled while others wait.
 """
 
 import triton
@@ -18,7 +22,8 @@ from services.compute.backends.cuda.kernels.common import dot, largest_magnitude
 
 @triton.jit
 def normed_and_weighted(x, weight, inverse_norm):
-    """As reference.rms_norm rounds. x, weight: [HEADS, DIM] in their dtype; inverse_norm: [HEADS]. Returns float32."""
+    """RMSNorm, rounded as reference.rms_norm rounds. x, weight: [HEADS, DIM] in their dtype;
+    inverse_norm: [HEADS]. Returns float32."""
     return widened(rounded(widened(rounded(widened(x) * inverse_norm[:, None], x.dtype)) * widened(weight), x.dtype))
 
 
@@ -28,10 +33,13 @@ def rotate_and_write(
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     GROUP: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim]: q is normalized and rotated in place, k too on its way into the cache, v only goes there.
+    """A program a token of qkv [T, (heads + 2 kv_heads) * head_dim]: q is normalized and rotated in
+    place, k too on its way into the cache, v only goes there.
 
-    Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64; num_tokens: [1] int64, beyond which rows are padding. GROUP: of an
-    int8 cache; 0: it has qkv's dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's elements.
+    Norms [head_dim] may be None. cos, sin: [T, rotary_dim / 2] float32; slots: [T] int64;
+    num_tokens: [1] int64, beyond which rows are padding. GROUP: of an int8 cache; 0: it has qkv's
+    dtype. kv_stride: from keys to values; block_stride: from block to block; both in the cache's
+    elements.
     """
     token = tl.program_id(0).to(tl.int64)
     if token < tl.load(num_tokens_ptr):
@@ -92,8 +100,8 @@ def load_cache(
     kv_ptr, kv_scales_ptr, blocks_at, offsets, kv_head, is_there, dtype: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """Rows of the cache as [KEYS, DIM] in dtype; 0 where nothing is: what others left there may be no number. blocks_at: [KEYS], where their blocks begin,
-    of keys or of values."""
+    """Rows of the cache as [KEYS, DIM] in dtype; 0 where nothing is: what others left there may be
+    no number. blocks_at: [KEYS], where their blocks begin, of keys or of values."""
     at = tl.arange(0, DIM)
     is_in = is_there[:, None] & (at < HEAD_DIM)[None, :]
     row = kv_head * BLOCK_SIZE + offsets
@@ -112,8 +120,9 @@ def attend_range(
     NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, HAS_CAP: tl.constexpr,
 ):  # fmt: skip
-    """Keys of [first, last), a multiple of KEYS each, of which [0, end) are there. q: [ROWS, DIM]; positions: [ROWS]; window: how many each sees, itself
-    included. Returns each row's largest score, sum of weights, and weighted sum of values: [ROWS], [ROWS], [ROWS, DIM] float32."""
+    """Keys of [first, last), a multiple of KEYS each, of which [0, end) are there. q: [ROWS, DIM];
+    positions: [ROWS]; window: how many each sees, itself included. Returns each row's largest
+    score, sum of weights, and weighted sum of values: [ROWS], [ROWS], [ROWS, DIM] float32."""
     largest = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
     total = tl.zeros([ROWS, DIM], tl.float32)
@@ -160,10 +169,12 @@ def attend(
 ):  # fmt: skip
     """A program a tile of one sequence's queries, a KV head, and, if IS_SPLIT, some of its ranges.
 
-    tiles: [3, num_tiles] int64: first token in the step, number of queries (0: padding), sequence; contexts: [sequences, 2]: of each, how many tokens it has
-    after the step, and its first token in the step less its position; tables: [sequences, table_width]. A tile's rows are its queries times the SHARING
-    (a power of two) query heads of a KV head. Writes out [T, heads * head_dim], or by range parts [num_tiles, heads, max_ranges, head_dim] and
-    stats [num_tiles, heads, max_ranges, 2] of largest score and mass, float32.
+    tiles: [3, num_tiles] int64: first token in the step, number of queries (0: padding), sequence;
+    contexts: [sequences, 2]: of each, how many tokens it has after the step, and its first token in
+    the step less its position; tables: [sequences, table_width]. A tile's rows are its queries
+    times the SHARING (a power of two) query heads of a KV head. Writes out [T, heads * head_dim],
+    or by range parts [num_tiles, heads, max_ranges, head_dim] and stats [num_tiles, heads,
+    max_ranges, 2] of largest score and mass, float32.
     """
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     num_queries = tl.load(tiles_ptr + num_tiles + tile)
@@ -183,7 +194,8 @@ def attend(
         is_in = is_row[:, None] & (at < HEAD_DIM)[None, :]
         width: tl.constexpr = (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
         q = tl.load(qkv_ptr + (token * width + head * HEAD_DIM)[:, None] + at[None, :], mask=is_in, other=0.0)
-        first_seen = tl.maximum(first_token - origin - window + 1, 0)  # by the tile's first query; the last sees up to:
+        # by the tile's first query; the last sees up to:
+        first_seen = tl.maximum(first_token - origin - window + 1, 0)
         last_seen = first_token - origin + num_queries
         largest = tl.full([ROWS], float("-inf"), tl.float32)
         mass = tl.zeros([ROWS], tl.float32)
@@ -212,7 +224,8 @@ def merge_ranges(
     tiles_ptr, contexts_ptr, parts_ptr, stats_ptr, out_ptr, num_tiles, max_ranges, window,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, SHARING: tl.constexpr, DIM: tl.constexpr, RANGE: tl.constexpr,
 ):  # fmt: skip
-    """What `attend` wrote by range for tiles of one query, in order: a program a tile and KV head."""
+    """Merge what `attend` wrote by range for tiles of one query, in order: a program a tile and KV
+    head."""
     tile, kv_head = tl.program_id(0), tl.program_id(1)
     if tl.load(tiles_ptr + num_tiles + tile) > 0:
         token = tl.load(tiles_ptr + tile)

@@ -1,9 +1,11 @@
-"""What several kernels need: products of tiles, rounding, functions that the language lacks."""
+"""Functions that several kernels need: products of tiles, rounding, functions that the language
+lacks."""
 
 import triton
 import triton.language as tl
 
-# On a CPU, in numpy. That has no bfloat16, and the interpreter rounds to it by cutting off bits: so it is rounded in bits here.
+# On a CPU, in numpy. That has no bfloat16, and the interpreter rounds to it by cutting off bits: so
+# it is rounded in bits here.
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
@@ -14,7 +16,8 @@ def widened(x):
         return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
     elif INTERPRETED and x.dtype == tl.float8e4nv:  # exponents count from 7 there, from 127 here
         bits = x.to(tl.uint8, bitcast=True).to(tl.uint32)
-        wide = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36  # 2^120
+        # 2^120
+        wide = (((bits & 0x80) << 24) | ((bits & 0x7F) << 20)).to(tl.float32, bitcast=True) * 1.329227995784916e36
         return tl.where((bits & 0x7F) == 0x7F, float("nan"), wide)
     else:
         return x.to(tl.float32)
@@ -22,7 +25,8 @@ def widened(x):
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """x, float32, to the nearest of dtype, ties to even. dtype e4m3: to the largest, what is beyond it."""
+    """x, float32, to the nearest of dtype, ties to even. dtype e4m3: to the largest, what is beyond
+    it."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         bits = tl.where(x != x, 0x7FC00000, bits + 0x7FFF + ((bits >> 16) & 1))
@@ -40,9 +44,11 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total):
-    """total + a b. a: [m, k]; b: [k, n]; total: [m, n] float32, or int32 where a and b are int8. In float32 nothing is rounded to fewer bits before; of
-    e4m3 tensor cores add up in fewer bits than float32 has: see multiply_float8."""
-    if INTERPRETED and a.dtype != tl.int8:  # numpy adds up in an order that depends on where a row is: in float64 that can't be seen
+    """total + a b. a: [m, k]; b: [k, n]; total: [m, n] float32, or int32 where a and b are int8. In
+    float32 nothing is rounded to fewer bits before; of e4m3 tensor cores add up in fewer bits than
+    float32 has: see multiply_float8."""
+    # numpy adds up in an order that depends on where a row is: in float64 that can't be seen
+    if INTERPRETED and a.dtype != tl.int8:
         wide_a, wide_b = widened(a).to(tl.float64), widened(b).to(tl.float64)
         return tl.dot(wide_a, wide_b, total.to(tl.float64), out_dtype=tl.float64).to(tl.float32)
     elif a.dtype == tl.int8:
@@ -55,7 +61,8 @@ def dot(a, b, total):
 
 @triton.jit
 def nearest(x):
-    """The nearest integer, ties to even, of numbers below 2^22: beyond 1.5 * 2^23 float32 has no fractions."""
+    """The nearest integer, ties to even, of numbers below 2^22: beyond 1.5 * 2^23 float32 has no
+    fractions."""
     return (x + 12582912.0) - 12582912.0
 
 

@@ -1,8 +1,10 @@
-"""Linear layers: x @ weight.T, with weights dense, in int8 by output column, in groups of inputs, or in FP8; bias, gate and residual in the epilogue.
+"""Linear layers: x @ weight.T, with weights dense, in int8 by output column, in groups of inputs,
+or in FP8; bias, gate and residual in the epilogue.
 
-A program makes one tile of the result. Each sum goes over the inputs from first to last, and no program divides it: what a row gets does not depend on how
-many rows there are, and nothing is compiled for their number. Sums of int8 products are exact in int32, a group's result is then added in float32, group after
-group.
+A program makes one tile of the result. Each sum goes over the inputs from first to last, and no
+program divides it: what a row gets does not depend on how many rows there are, and nothing is
+compiled for their number. Sums of int8 products are exact in int32, a group's result is then added
+in float32, group after group.
 """
 
 import triton
@@ -17,7 +19,9 @@ FOUR_BIT = tl.constexpr(3)  # codes in groups, two a byte, the lower half first
 FLOAT8 = tl.constexpr(4)  # by output column
 FLOAT8_BLOCKS = tl.constexpr(5)  # of some outputs and a group of inputs each
 
-TOGETHER = tl.constexpr(8)  # tiles of rows that come one after the other for each tile of columns, while its weights are in the cache
+# tiles of rows that come one after the other for each tile of columns, while its weights are in the
+# cache
+TOGETHER = tl.constexpr(8)
 
 
 @triton.jit
@@ -37,7 +41,8 @@ def multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, IS_INT: tl.constexpr,
 
 @triton.jit
 def four_bit_values(w_at, is_in, low_values, high_values, FIRST: tl.constexpr):
-    """Bytes of two codes, [n, GROUP / 2], to what stands in the table, [n, GROUP] int8: FIRST + code, or byte `code` of two words of eight."""
+    """Bytes of two codes, [n, GROUP / 2], to what stands in the table, [n, GROUP] int8: FIRST +
+    code, or byte `code` of two words of eight."""
     pairs = tl.load(w_at, mask=is_in, other=0)
     codes = tl.interleave(pairs & 15, pairs >> 4)
     if FIRST is not None:
@@ -52,11 +57,11 @@ def multiply_groups(
     x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, rows, is_row, columns, k, w_stride, low_values, high_values,
     IS_FOUR_BIT: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Int8 x with a scale for each row and group. w: [n, k] int8, or [n, ceil(k / 2)] pairs of codes, w_stride
-    from row to row; its scales, zeros and minima: [n, groups].
+    """Int8 x with a scale for each row and group. w: [n, k] int8, or [n, ceil(k / 2)] pairs of
+    codes, w_stride from row to row; its scales, zeros and minima: [n, groups].
 
-    (sum of x * value - zero * sum of x) * scale of x * scale + minimum * scale of x * sum of x: the first two in int32, exactly. Returns [BLOCK_M, BLOCK_N]
-    float32.
+    (sum of x * value - zero * sum of x) * scale of x * scale + minimum * scale of x * sum of x: the
+    first two in int32, exactly. Returns [BLOCK_M, BLOCK_N] float32.
     """
     num_groups = tl.cdiv(k, GROUP)
     steps = tl.arange(0, GROUP)
@@ -92,10 +97,12 @@ def multiply_float8(
     x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, rows, is_row, columns, k, height,
     HAS_BLOCKS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """x [T, k] and w [n, k] in e4m3, with a scale for each row and each column; or (HAS_BLOCKS) for each BLOCK_K inputs of a row, and of `height` columns.
+    """x [T, k] and w [n, k] in e4m3, with a scale for each row and each column; or (HAS_BLOCKS) for
+    each BLOCK_K inputs of a row, and of `height` columns.
 
-    Tensor cores add up products of e4m3 in some 14 bits (DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, section 3.3.2): so only BLOCK_K inputs are added
-    there, and what comes of them in float32, first to last. Returns [BLOCK_M, BLOCK_N] float32.
+    Tensor cores add up products of e4m3 in some 14 bits (DeepSeek-AI, "DeepSeek-V3 Technical
+    Report", 2024, section 3.3.2): so only BLOCK_K inputs are added there, and what comes of them in
+    float32, first to last. Returns [BLOCK_M, BLOCK_N] float32.
     """
     num_groups = tl.cdiv(k, BLOCK_K)
     steps = tl.arange(0, BLOCK_K)
@@ -125,7 +132,8 @@ def multiply_tile(
     low_values, high_values,
     FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Rows and columns of the product, with the bias. is_row: [BLOCK_M], which of the rows are read. Returns [BLOCK_M, BLOCK_N] float32."""
+    """Rows and columns of the product, with the bias. is_row: [BLOCK_M], which of the rows are
+    read. Returns [BLOCK_M, BLOCK_N] float32."""
     if FORM == DENSE:
         total = multiply_plain(x_ptr, w_ptr, rows, is_row, columns, k, False, BLOCK_M, BLOCK_N, BLOCK_K)
     elif FORM == COLUMNS:
@@ -152,14 +160,16 @@ def multiply(
     FORM: tl.constexpr, FIRST: tl.constexpr, GROUP: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out [num_rows, n]: the product, activation(product) * the product of the columns from n on (ACTIVATION: silu, gelu_tanh, or None: no gate), plus the
-    residual. Rounded once, to out's dtype."""
+    """out [num_rows, n]: the product, activation(product) * the product of the columns from n on
+    (ACTIVATION: silu, gelu_tanh, or None: no gate), plus the residual. Rounded once, to out's
+    dtype."""
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     number = tl.program_id(0)
     row_tile, column_tile = tl.swizzle2d(number // column_tiles, number % column_tiles, row_tiles, column_tiles, TOGETHER)
     all_rows = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     all_columns = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    # What lies beyond is computed from something else, and not stored; of rows that are not there nothing is read: of one row a tile would be twice its weights
+    # What lies beyond is computed from something else, and not stored; of rows that are not there
+    # nothing is read: of one row a tile would be twice its weights
     rows, is_row, columns = all_rows % num_rows, all_rows < num_rows, all_columns % n
     total = multiply_tile(
         x_ptr, x_scales_ptr, x_sums_ptr, w_ptr, w_scales_ptr, zeros_ptr, minima_ptr, bias_ptr, rows, is_row, columns, k, w_stride, height,
@@ -179,8 +189,8 @@ def finish_product(
     product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, residual_ptr, out_ptr, num_rows, n,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """What multiply does after the sums, to sums from elsewhere: product [num_rows, n], or [num_rows, 2 n] with a gate, int32 or float; a scale for each row
-    and column, or none."""
+    """Finish sums from elsewhere as `multiply` finishes its own: product [num_rows, n], or
+    [num_rows, 2 n] with a gate, int32 or float; a scale for each row and column, or none."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, n, num_rows, n, 1 if ACTIVATION is None else 2)
@@ -192,7 +202,8 @@ def finish_product(
 
 @triton.jit
 def read_product(product_ptr, x_scales_ptr, w_scales_ptr, bias_ptr, rows, columns, end, num_rows, n, HALVES: tl.constexpr):
-    """Some columns, before `end`, of a product [num_rows, HALVES * n], scaled, with the bias. Returns float32."""
+    """Finish some columns, before `end`, of a product [num_rows, HALVES * n], scaled, with the
+    bias. Returns float32."""
     is_row, is_column = rows < num_rows, columns < end
     product = tl.load(product_ptr + rows[:, None].to(tl.int64) * (HALVES * n) + columns[None, :], mask=is_row[:, None] & is_column[None, :], other=0)
     total = widened(product)

@@ -1,4 +1,5 @@
-"""Rows between the products: RMSNorm, residual and quantization in one pass, a program a row; and the end of the logits.
+"""Rows between the products: RMSNorm, residual and quantization in one pass, a program a row; and
+the end of the logits.
 
 A row's sum is over one block that holds it whole, in an order that depends on its length alone.
 """
@@ -13,10 +14,12 @@ from services.compute.backends.cuda.kernels.common import largest_magnitude, nea
 def prepare_rows(
     h_ptr, x_ptr, norm_ptr, out_ptr, codes_ptr, scales_ptr, sums_ptr, stride, k, eps, multiplier, num_groups, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """y = x + multiplier * norm(h), of which x and norm may be None; as it is (GROUP 0), or by groups of GROUP inputs in int8, or in e4m3 if sums is None.
+    """y = x + multiplier * norm(h), of which x and norm may be None; as it is (GROUP 0), or by
+    groups of GROUP inputs in int8, or in e4m3 if sums is None.
 
-    h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8 or e4m3; scales: [T, num_groups] float32; sums: [T, num_groups] int32, of
-    each group's codes in int8. As in reference.py, a normalized value is rounded to h's dtype before its weight, and after it.
+    h, out: [T, k], stride from row to row; x: [T, k]; norm: [k]; codes: [T, k] int8 or e4m3;
+    scales: [T, num_groups] float32; sums: [T, num_groups] int32, of each group's codes in int8. As
+    in reference.py, a normalized value is rounded to h's dtype before its weight, and after it.
     """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)

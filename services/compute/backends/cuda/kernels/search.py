@@ -1,7 +1,8 @@
-"""Searches through rows of logits: the k largest by their keys, the mass of all, and the draw from both.
+"""Searches through rows of logits: the k largest by their keys, the mass of all, and the draw from
+both.
 
-A key is an int64 that is the larger the higher the logit, and of equal logits the smaller the token id: so the order is total, and any way of sorting gives
-the same.
+A key is an int64 that is the larger the higher the logit, and of equal logits the smaller the token
+id: so the order is total, and any way of sorting gives the same.
 """
 
 import triton
@@ -10,7 +11,8 @@ import triton.language as tl
 
 @triton.jit
 def largest_logits(logits_ptr, keys_ptr, vocab_size, num_chunks, CHUNK: tl.constexpr, KEPT: tl.constexpr):
-    """The KEPT largest keys of each chunk of a row. logits: [R, vocab_size] float32; keys: [R, num_chunks * KEPT]. NaN is above all numbers; 0 is -0."""
+    """The KEPT largest keys of each chunk of a row. logits: [R, vocab_size] float32; keys: [R,
+    num_chunks * KEPT]. NaN is above all numbers; 0 is -0."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     logits = tl.load(logits_ptr + row * vocab_size + at, mask=at < vocab_size, other=0.0)
@@ -23,7 +25,7 @@ def largest_logits(logits_ptr, keys_ptr, vocab_size, num_chunks, CHUNK: tl.const
 
 @triton.jit
 def largest_keys(keys_ptr, out_ptr, num_keys, num_chunks, CHUNK: tl.constexpr, KEPT: tl.constexpr):
-    """The same of keys: [R, num_keys] to out [R, num_chunks * KEPT]."""
+    """Keep the largest keys: [R, num_keys] to out [R, num_chunks * KEPT]."""
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     keys = tl.load(keys_ptr + row * num_keys + at, mask=at < num_keys, other=-9223372036854775808)
@@ -32,7 +34,8 @@ def largest_keys(keys_ptr, out_ptr, num_keys, num_chunks, CHUNK: tl.constexpr, K
 
 @triton.jit
 def sum_masses(logits_ptr, rows_ptr, largest_ptr, temperatures_ptr, out_ptr, vocab_size, num_parts, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Of each of some rows [n] and each part of the vocabulary the sum of exp((logit - largest) / temperature). out: [n, num_parts] float32."""
+    """Sum, for each of some rows [n] and each part of the vocabulary, exp((logit - largest) /
+    temperature). out: [n, num_parts] float32."""
     number, part = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + number)
     largest, temperature = tl.load(largest_ptr + number), tl.load(temperatures_ptr + number)
@@ -48,10 +51,12 @@ def sum_masses(logits_ptr, rows_ptr, largest_ptr, temperatures_ptr, out_ptr, voc
 def draw_tokens(keys_ptr, masses_ptr, draws_ptr, out_ptr, vocab_size, num_parts, KEPT: tl.constexpr):
     """Draw each row's token, by the rules of shared/model/decision.py, among its KEPT largest.
 
-    out: [R] int64; keys: [R, KEPT], falling; masses: [n, num_parts] float32;
-    draws: [R, 7] float64 of temperature (0: the largest is taken), top_k, top_p, min_p, u, how many of the keys are listed, and the row of masses, or -1.
+    out: [R] int64; keys: [R, KEPT], falling; masses: [n, num_parts] float32; draws: [R, 7] float64
+    of temperature (0: the largest is taken), top_k, top_p, min_p, u, how many of the keys are
+    listed, and the row of masses, or -1.
 
-    Where the list does not hold the answer, it is the list's last token: the host will find another.
+    Where the list does not hold the answer, it is the list's last token: the host will find
+    another.
     """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, KEPT)
     keys = tl.load(keys_ptr + row * KEPT + at)

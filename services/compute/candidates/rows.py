@@ -1,0 +1,77 @@
+"""CandidateRows: what one step found out about the next tokens of its sequences, as samplers are
+asked to decide it."""
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import numpy as np
+
+from shared.model.arrays import Array
+from shared.wire.messages import RequestError, SequenceIntro, StepCandidates
+
+REQUESTS_OWN = -1.0  # a row's temperature, where it is its request's
+
+
+@dataclass(frozen=True, slots=True)
+class CandidateRows:
+    """The undecided rows of one step, all sequences together; `message` has some of them for a
+    sampler."""
+
+    handles: Array  # [R] int32
+    positions: Array  # [R] int32: in the token log, of the token to be decided
+    # [R] int32: at the position before, which this row was computed upon; -1: it is the first
+    previous_token_ids: Array
+    counts: Array  # [R] int32
+    token_ids: Array  # [R, K] int32, K = max(counts)
+    logits: Array  # [R, K] float32
+    logsumexp: Array  # [R] float32
+    kept_mass: Array  # [R] float64
+    tail_token_ids: Array  # [R] int32
+    tail_logits: Array  # [R] float32
+    chosen: Array  # [R] int32: what the sampler will decide
+    temperatures: Array  # [R] float32, where they depend on the row; REQUESTS_OWN elsewhere
+    # by handle: rows that are not here, and why
+    failures: dict[int, RequestError] = field(default_factory=dict)
+
+    def only(self, rows: list[int]) -> "CandidateRows":
+        """Some of the rows, without failures."""
+        return CandidateRows(**{each.name: getattr(self, each.name)[rows] for each in fields(self) if each.name != "failures"})
+
+    def message(self, rows: list[int], compute_id: str, step: int, intros: tuple[SequenceIntro, ...], forget: list[int]) -> StepCandidates:
+        """The message with these rows."""
+        counts = self.counts[rows]
+        is_listed = np.arange(self.token_ids.shape[1]) < counts[:, None]
+        return StepCandidates(
+            compute_id=compute_id,
+            step=step,
+            intros=intros,
+            forget=np.array(forget, np.int32),
+            handles=self.handles[rows],
+            positions=self.positions[rows],
+            counts=counts,
+            token_ids=self.token_ids[rows][is_listed],
+            logits=self.logits[rows][is_listed],
+            logsumexp=self.logsumexp[rows],
+            kept_mass=self.kept_mass[rows],
+            tail_token_ids=self.tail_token_ids[rows],
+            tail_logits=self.tail_logits[rows],
+            previous_token_ids=self.previous_token_ids[rows],
+            temperatures=self.temperatures[rows] if (self.temperatures[rows] != REQUESTS_OWN).any() else self.temperatures[:0],
+        )
+
+
+def gather(chosen: list[tuple[CandidateRows, list[int]]]) -> CandidateRows:
+    """Join some rows of some steps: those of each sequence in the order of their positions."""
+    first, indices = chosen[0]
+    if len(chosen) == 1 and len(indices) == len(first.handles):
+        return first
+    width = max(rows.token_ids.shape[1] for rows, _ in chosen)
+    order = np.argsort(np.concatenate([rows.positions[indices] for rows, indices in chosen]), kind="stable")
+
+    def stack(name: str) -> Any:
+        columns = [getattr(rows, name)[indices] for rows, indices in chosen]
+        if columns[0].ndim == 2:
+            columns = [np.pad(each, ((0, 0), (0, width - each.shape[1]))) for each in columns]
+        return np.concatenate(columns)[order]
+
+    return CandidateRows(**{each.name: stack(each.name) for each in fields(CandidateRows) if each.name != "failures"})

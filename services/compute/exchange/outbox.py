@@ -1,0 +1,99 @@
+"""Outbox: what goes out to samplers and to Redis, written without waiting for the reply.
+
+The candidates of short steps go out together: each message costs Redis, sampler and gateway a
+wake-up, whose caches the model has emptied meanwhile, and on a CPU they all share the cores with
+the model.
+"""
+
+import time
+from dataclasses import dataclass, field
+
+from services.compute.quarantine import Record, queue_records
+from shared.wire.line import Line
+from shared.wire.messages import StepCandidates
+from shared.wire.streams import GroupStream, attempts_key, candidates
+from shared.wire.token_log import finish_ended
+from shared.wire.transport import DirectReader, Pipeline, append
+
+
+@dataclass(slots=True)
+class Write:
+    """The commands of one write."""
+
+    messages: list[tuple[str, StepCandidates]] = field(default_factory=list)  # by sampler
+    # entries to acknowledge, and their requests
+    ended: dict[bytes, str] = field(default_factory=dict)
+    records: list[Record] = field(default_factory=list)  # keys to set
+
+    def __bool__(self) -> bool:
+        return bool(self.messages or self.ended or self.records)
+
+
+class Outbox:
+    """A line to write on, and what is to be written. decisions: the stream that is trimmed with the
+    writes.
+
+    Steps are held back until publish_interval_s have passed since the last were sent, max_held of
+    them at most.
+    """
+
+    def __init__(self, line: Line, prompts: GroupStream, decisions: DirectReader, *, publish_interval_s: float, max_held: int) -> None:
+        self.line = line
+        self.prompts = prompts
+        self.decisions = decisions
+        self.publish_interval_s = publish_interval_s
+        self.max_held = max_held
+        self.next = Write()
+        self.unanswered = Write()
+        self.num_held = 0  # steps whose rows have not been queued
+        # when the last step's rows came; when rows were last queued
+        self._held_at = self._published_at = 0.0
+
+    def hold(self, *, is_urgent: bool) -> bool:
+        """A step has rows. Returns whether they go out now, with all that is held back."""
+        now = time.monotonic()
+        step_s, self._held_at = now - self._held_at, now
+        self.num_held += 1
+        return is_urgent or self.num_held >= self.max_held or now + step_s > self._published_at + self.publish_interval_s
+
+    def is_overdue(self) -> bool:
+        """Whether what is held back has waited for the interval."""
+        return time.monotonic() > self._published_at + self.publish_interval_s
+
+    def queue(self, messages: list[tuple[str, StepCandidates]]) -> None:
+        """Messages for the next write, by sampler."""
+        self.next.messages += messages
+
+    def rows_are_queued(self) -> None:
+        """Note that nothing is held back any more."""
+        self.num_held, self._published_at = 0, time.monotonic()
+
+    def flush(self) -> None:
+        """Write what is to go out. What was written before has been answered by now, or nearly.
+        Raises what redis-py raises."""
+        if self.line.num_awaited:
+            self.confirm()
+        write, self.next = self.next, Write()
+        self.unanswered = write
+        self.line.send(lambda pipe: self._fill(pipe, write))
+
+    def confirm(self) -> None:
+        """Wait for the answer to what was written. Raises what Redis said instead."""
+        self.line.receive()
+        self.unanswered = Write()
+
+    def start_over(self) -> None:
+        """Nobody knows what arrived: the next write repeats what is not answered, but for messages
+        to samplers, which are made again."""
+        self.line.close()
+        self.next = Write([], self.unanswered.ended | self.next.ended, self.unanswered.records + self.next.records)
+        self.unanswered = Write()
+
+    def _fill(self, pipe: Pipeline, write: Write) -> None:
+        queue_records(pipe, write.records)
+        for sampler_id, message in write.messages:
+            append(pipe, candidates(sampler_id), message)
+        finish_ended(pipe, self.prompts, write.ended)
+        if write.ended:
+            pipe.delete(*map(attempts_key, write.ended.values()))
+        self.decisions.trim_now_and_then(pipe)

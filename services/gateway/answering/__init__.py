@@ -1,0 +1,1 @@
+"""Answers over HTTP: streams and bodies that any API sends."""

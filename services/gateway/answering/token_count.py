@@ -1,0 +1,41 @@
+"""How many tokens a chat has: its request goes to the tokenizer, and ends with the answer. Nothing
+is computed."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import orjson
+from fastapi import Request, Response
+
+from services.gateway.answering.responder import Responder
+from services.gateway.context import Context
+from services.gateway.reading.generation import Generation
+from services.gateway.telemetry.measured import Measured
+from services.requests.answers.translate import Json
+from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.neutral.translate import own_terms
+from services.requests.prepare import prepare_chat
+
+
+class TokenCount(Responder):
+    """The tokenizer's answer, instead of a generation."""
+
+    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, describe: Callable[[int], Json]) -> None:
+        super().__init__(generation, measured, ping_interval_s)
+        self.describe = describe
+
+    def _body(self) -> Json:
+        return self.describe(orjson.loads("".join(self.choices[0].text))["count"])
+
+
+async def count_tokens(
+    context: Context, request: Request, chat: ChatCompletionBody, kind: str, names: dict[str, str], describe: Callable[[int], Json]
+) -> Response:
+    """kind: of record.PREFIXES; names: of the chat's fields there; describe: the number, as the API
+    answers it."""
+    measured = Measured(context.metrics)
+    with own_terms(names):
+        record, requests = await prepare_chat(context, chat, kind, chat.model, context.stage.replica_id)
+    requests = [replace(each, task="tokenize", params=replace(each.params, max_tokens=0)) for each in requests]
+    generation = await context.pipeline.submit(context.caller, record, requests)
+    return await TokenCount(generation, measured, context.settings.ping_interval_s, describe).whole(request)

@@ -1,0 +1,1 @@
+"""The endpoints, a room for each API. None of them knows another."""

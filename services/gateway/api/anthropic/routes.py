@@ -1,0 +1,40 @@
+"""Anthropic's endpoints: a message is a chat inside. docs/use/other-apis.md says what is understood.
+Versions in headers are accepted, and ignored."""
+
+from fastapi import APIRouter, Request, Response
+
+from services.gateway.answering.token_count import count_tokens
+from services.gateway.answering.translated import TranslatedResponder
+from services.gateway.context import context_of
+from services.gateway.http.docs import takes
+from services.gateway.telemetry.measured import Measured
+from services.requests.anthropic.chat import NAME_HERE, chat_of
+from services.requests.anthropic.events import MessageEvents
+from services.requests.anthropic.schemas import CountTokensBody, MessagesBody
+from services.requests.neutral.translate import own_terms
+from services.requests.prepare import prepare_chat
+
+router = APIRouter(prefix="/v1/messages")
+
+
+@router.post("", openapi_extra=takes(MessagesBody))
+async def messages(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body = await context.read(request, MessagesBody)
+    chat = chat_of(body)
+    measured = Measured(context.metrics)
+    with own_terms(NAME_HERE):
+        record, requests = await prepare_chat(context, chat, "message", body.model, context.stage.replica_id)
+    generation = await context.pipeline.submit(context.caller, record, requests)
+    context.log_submitted(record, chat.user, request.state.request_id)
+    responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, MessageEvents(record))
+    return await (responder.stream() if body.stream else responder.whole(request))
+
+
+@router.post("/count_tokens", openapi_extra=takes(CountTokensBody))
+async def count(request: Request) -> Response:
+    """How many tokens a conversation has, by the model's own template and tokenizer."""
+    context = context_of(request)
+    body = await context.read(request, CountTokensBody)
+    return await count_tokens(context, request, chat_of(body), "message", NAME_HERE, lambda number: {"input_tokens": number})

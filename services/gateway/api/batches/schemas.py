@@ -1,0 +1,37 @@
+"""The body of POST /v1/batches."""
+
+import re
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from services.requests.batches.store import LONGEST_WINDOW_S
+from services.requests.bodies.body import Body
+from services.requests.bodies.fields import at_most
+from shared.process.errors import Invalid
+from shared.wire.streams import FILE_TTL_S
+
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+WINDOW = re.compile(r"([1-9]\d{0,5})([smh])")
+
+
+class ExpiresAfter(Body):
+    anchor: Literal["created_at"]
+    seconds: int = Field(ge=3600, le=FILE_TTL_S)
+
+
+class BatchBody(Body):
+    input_file_id: str = Field(max_length=64)
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
+    completion_window: str = Field(max_length=16, description="24h; shorter ones are whole numbers with s, m or h")
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(16))] = None
+    output_expires_after: ExpiresAfter | None = Field(None, description="of the files that the batch writes")
+
+    @property
+    def window_s(self) -> int:
+        """Raises Invalid."""
+        found = WINDOW.fullmatch(self.completion_window)
+        seconds = int(found[1]) * SECONDS[found[2]] if found is not None else 0
+        if not 0 < seconds <= LONGEST_WINDOW_S:
+            raise Invalid(f"completion_window must be 24h, or a shorter one such as 90m, got {self.completion_window!r}", param="completion_window")
+        return seconds

@@ -1,0 +1,158 @@
+"""llama.cpp's own endpoints, for the programs that speak them. docs/use/other-apis.md says what is
+understood."""
+
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
+from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
+from services.gateway.api.llamacpp.answers import LlamaResponder
+from services.gateway.api.llamacpp.infill import find_marks, infill_prompt
+from services.gateway.api.llamacpp.schemas import DEFAULTS, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
+from services.gateway.context import Context, context_of
+from services.gateway.http.docs import takes
+from services.gateway.telemetry.measured import Measured
+from services.requests.bodies import parse
+from services.requests.bodies.fields import TokenIds
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
+from services.requests.neutral.translate import name_of, own_terms
+from services.requests.prepare import prepare_chat, prepare_completion
+from shared.process.errors import Rejected
+from shared.wire.messages import EncodingParams
+
+Json = dict[str, Any]
+
+NAMES = {
+    "max_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl", "repetition_penalty": "repeat_penalty", "structured_outputs.grammar": "grammar",
+    "structured_outputs.json": "json_schema", "structured_outputs": "grammar",
+}  # fmt: skip  # what a completion calls otherwise
+
+router = APIRouter()
+
+
+@router.post("/completion", openapi_extra=takes(LlamaCompletionBody))
+@router.post("/completions", openapi_extra=takes(LlamaCompletionBody))
+async def completion(request: Request) -> Response:
+    """Continue a prompt, or several."""
+    context = context_of(request)
+    body = await context.read(request, LlamaCompletionBody)
+    model = context.resolve(body.model)
+    return await answer(context, request, body, model, await one_piece_each(context, model, body.prompt))
+
+
+@router.post("/infill", openapi_extra=takes(InfillBody))
+async def infill(request: Request) -> Response:
+    """Write what stands between two pieces of code, with a model that was trained for it."""
+    context = context_of(request)
+    body = await context.read(request, InfillBody)
+    model = context.resolve(body.model)
+    marks = await find_marks(context, model)
+    return await answer(context, request, body, model, [await infill_prompt(context, model, marks, body)])
+
+
+async def answer(context: Context, request: Request, body: LlamaBody, model: str, prompts: list[str | TokenIds]) -> Response:
+    """Submit the completion that this is here, and answer as llama.cpp would."""
+    biases = await biases_of(context, model, body.logit_bias or [])
+    texts = [each if isinstance(each, str) else each.tolist() for each in prompts]
+    asked = parse.check(CompletionBody, body.as_completion(model, texts, biases), lambda path: name_of(path, NAMES))
+    measured = Measured(context.metrics)
+    with own_terms(NAMES):
+        record, requests = await prepare_completion(context, asked, context.stage.replica_id, kind="llama")
+    if body.limit is None:
+        requests = [replace(each, params=replace(each.params, max_tokens=None)) for each in requests]
+    generation = await context.pipeline.submit(context.caller, record, requests)
+    context.log_submitted(record, body.user, request.state.request_id)
+    responder = LlamaResponder(generation, measured, context.settings.ping_interval_s)
+    responder.describe(settings=requests[0].params, prompts=prompts, has_tokens=bool(body.return_tokens))
+    return await (responder.stream() if body.stream else responder.whole(request))
+
+
+async def one_piece_each(context: Context, model: str, prompts: list[Pieces]) -> list[str | TokenIds]:
+    """Each prompt as a text or as token ids: of a mixture, each text is encoded by itself."""
+    found: list[str | TokenIds] = []
+    for pieces in prompts:
+        if len(pieces) == 1:
+            found.append(pieces[0])
+            continue
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        encodings = [EncodingParams(add_special_tokens=piece is pieces[0]) for piece in pieces if isinstance(piece, str)]
+        encoded = iter(await token_ids_of(context, model, texts, encodings))
+        found.append(np.concatenate([next(encoded) if isinstance(piece, str) else piece for piece in pieces]))
+    return found
+
+
+async def biases_of(context: Context, model: str, biases: Biases) -> dict[str, float]:
+    """The biases by token id. A text gives its bias to each of its tokens."""
+    texts = [token for token, _ in biases if isinstance(token, str)]
+    encoded = iter(await token_ids_of(context, model, texts, [EncodingParams(add_special_tokens=False)] * len(texts)) if texts else [])
+    found: dict[str, float] = {}
+    for token, bias in biases:
+        found |= dict.fromkeys(map(str, next(encoded).tolist()) if isinstance(token, str) else [str(token)], bias)
+    return found
+
+
+@router.post("/apply-template", openapi_extra=takes(ChatCompletionBody))
+async def apply_template(request: Request) -> Json:
+    """The text that the model's chat template makes of a conversation."""
+    context = context_of(request)
+    body = await context.read(request, ChatCompletionBody)
+    _, [asked, *_] = await prepare_chat(context, body, "internal", body.model, context.stage.replica_id)
+    return await ask_tokenizer(context, asked.model, "render", asked)
+
+
+class LlamaEmbeddings(EmbeddingResponder):
+    """Vectors as llama.cpp lists them."""
+
+    def _body(self) -> Any:
+        return [{"index": choice.index, "embedding": [choice.embedding]} for choice in self.choices]
+
+
+@router.post("/embedding", openapi_extra=takes(LlamaEmbeddingBody))
+@router.post("/embeddings", openapi_extra=takes(LlamaEmbeddingBody))
+async def embedding(request: Request) -> Response:
+    """A vector of each text."""
+    context = context_of(request)
+    body = await context.read(request, LlamaEmbeddingBody)
+    asked = EmbeddingBody.model_construct(model=context.resolve(body.model), input=[*body.content])
+    return await (await submit_embeddings(context, asked, request, LlamaEmbeddings)).whole(request)
+
+
+@router.get("/slots")
+async def slots(request: Request, model: str | None = None, fail_on_no_slot: bool = False) -> list[Json]:
+    """The places in the model's steps, as its replicas announced them last; of what runs in them nothing is shown. Raises Rejected (503) where none is free
+    and the client asks for that."""
+    context = context_of(request)
+    name = context.resolve(model or context.only_model())
+    found: list[Json] = []
+    for replica in context.stage.registry.of("compute", name):
+        num_slots, num_running = (int(replica.load.get(key, 0)) for key in ("max_num_seqs", "running"))
+        own = range(len(found), len(found) + num_slots)
+        found += [{"id": number, "n_ctx": replica.max_model_len, "speculative": False, "is_processing": number - own.start < num_running} for number in own]
+    if fail_on_no_slot and all(slot["is_processing"] for slot in found):
+        raise Rejected("no slot available", status=503, retry_after_s=1, code="no_slot_available")
+    return found
+
+
+@router.get("/props")
+async def props(request: Request, model: str | None = None) -> Json:
+    """The model, and what a request gets that says nothing."""
+    context = context_of(request)
+    name = context.resolve(model or context.only_model())
+    described = await ask_tokenizer(context, name, "describe", question(context, name))
+    replicas = context.stage.registry.of("compute", name)
+    return {
+        "default_generation_settings": {"n_ctx": described["max_model_len"], "params": DEFAULTS | {"n_predict": -1}},
+        "total_slots": int(sum(replica.load.get("max_num_seqs", 0) for replica in replicas)),
+        "model_alias": name,
+        "model_path": name,
+        "chat_template": described["chat_template"] or "",
+        "bos_token": described.get("bos_token") or "",
+        "eos_token": described.get("eos_token") or "",
+        "modalities": {"vision": False, "audio": False},
+        "build_info": f"penstock {version('penstock')}",
+    }

@@ -1,0 +1,175 @@
+"""The bodies of llama.cpp's server, as those of a completion here."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field, PlainValidator, WithJsonSchema
+
+from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
+from services.requests.bodies.fields import MAX_SEQUENCES, Texts, TokenIds, at, kind_of, read_token_ids
+from services.requests.neutral.messages import MAX_NAME
+from services.requests.neutral.schemas import MAX_USER
+from shared.model.sampling_params import MAX_LOGIT_BIAS
+from shared.process.errors import Invalid
+
+Json = dict[str, Any]
+Pieces = list[str | TokenIds]  # of one prompt, in their order
+Biases = list[tuple[int | str, float]]
+
+DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's own
+NEVER = -100.0  # the least bias that a token can have
+MAX_PIECES = 4096  # of a prompt that mixes texts and token ids
+MAX_EXTRA = 1024  # files that an infill is told of
+# The fields that a completion calls the same are taken over as they are; these it calls otherwise.
+RENAMED = {"n_predict": "max_tokens", "n_probs": "logprobs", "n_cmpl": "n", "repeat_penalty": "repetition_penalty", "return_tokens": "return_token_ids"}
+SAME = (
+    "stream", "seed", "stop", "temperature", "top_k", "top_p", "min_p", "typical_p", "top_n_sigma", "presence_penalty", "frequency_penalty", "ignore_eos",
+    "xtc_probability", "xtc_threshold", "dynatemp_range", "dynatemp_exponent", "dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
+    "dry_sequence_breakers", "user",
+)  # fmt: skip
+
+
+def read_prompts(value: Any) -> list[Pieces]:
+    """One prompt or several, each a text, token ids, or both mixed."""
+    if isinstance(value, list) and value and all(isinstance(each, list | dict) for each in value):
+        return [read_pieces(each, f"[{index}]") for index, each in enumerate(_bounded(value, MAX_SEQUENCES))]
+    if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
+        return [[each] for each in _bounded(value, MAX_SEQUENCES)]
+    return [read_pieces(value, "")]
+
+
+def _bounded(value: list[Any], most: int) -> list[Any]:
+    if len(value) > most:
+        raise at("", f"at most {most} prompts in one request, got {len(value)}")
+    return value
+
+
+def read_pieces(value: Any, path: str) -> Pieces:
+    """One prompt: a text, token ids, a mixture, or an object with a `prompt_string`."""
+    if isinstance(value, dict):
+        if value.get("multimodal_data"):
+            raise at(f"{path}.multimodal_data", "this server's models read text only")
+        value = value.get("prompt_string")
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise at(path, f"expected a text, token ids, or both mixed, got {kind_of(value)}")
+    if set(map(type, value)) == {int}:
+        return [read_token_ids(value, path)]
+    pieces: Pieces = []
+    run: list[int] = []
+    for index, each in enumerate(value):
+        if type(each) is int:
+            run.append(each)
+        elif isinstance(each, str):
+            pieces += [*([read_token_ids(run, path)] if run else []), each]
+            run = []
+        else:
+            raise at(f"{path}[{index}]", f"expected a text or a token id, got {kind_of(each)}")
+    pieces += [read_token_ids(run, path)] if run else []
+    if len(pieces) > MAX_PIECES:
+        raise at(path, f"takes at most {MAX_PIECES} changes between texts and token ids")
+    return pieces
+
+
+def read_biases(value: Any) -> Biases:
+    """Pairs of a token id or a text and a bias, as a list or an object; false: never."""
+    pairs = list(value.items()) if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or len(pairs) > MAX_LOGIT_BIAS:
+        raise at("", f"expected at most {MAX_LOGIT_BIAS} pairs of a token and a bias")
+    found: Biases = []
+    for index, pair in enumerate(pairs):
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise at(f"[{index}]", f"expected a token and a bias, got {kind_of(pair)}")
+        token, bias = pair
+        if isinstance(value, dict) and token.isascii() and token.isdigit():
+            token = int(token)
+        if bias is not False and (isinstance(bias, bool) or not isinstance(bias, int | float)):
+            raise at(f"[{index}][1]", f"expected a number or false, got {kind_of(bias)}")
+        if isinstance(token, bool) or not isinstance(token, int | str):
+            raise at(f"[{index}][0]", f"expected a token id or a text, got {kind_of(token)}")
+        found.append((token, NEVER if bias is False else float(bias)))
+    return found
+
+
+class LlamaBody(Body):
+    """The fields that completions and infills share."""
+
+    neutral: ClassVar[Table] = {
+        "cache_prompt": ANYTHING, "id_slot": ANYTHING, "n_cache_reuse": ANYTHING, "n_keep": ANYTHING, "lora": REFUSED, "mirostat": (0,),
+        "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "post_sampling_probs": (False,), "tfs_z": (1,),
+    }  # fmt: skip
+
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    stream: bool = False
+    n_predict: int | None = Field(None, ge=-2, description="-1, -2: as many as fit")
+    max_tokens: int | None = Field(None, ge=-2, description="n_predict by another name")
+    n_cmpl: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
+    n_probs: int | None = Field(None, ge=0, description="logprobs of so many tokens at each position")
+    return_tokens: bool | None = None
+    seed: int | None = Field(None, description="-1: at random")
+    stop: str | list[str] | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    top_n_sigma: float | None = None
+    repeat_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    ignore_eos: bool | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+    grammar: str | None = Field(None, description="in llama.cpp's GBNF")
+    json_schema: Json | None = None
+    logit_bias: Annotated[Biases | None, PlainValidator(read_biases), WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = None
+    user: str | None = Field(None, max_length=MAX_USER)
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None: as many as fit."""
+        asked = self.n_predict if self.n_predict is not None else self.max_tokens
+        return asked if asked is not None and asked >= 0 else None
+
+    def as_completion(self, model: str, prompts: list[str | list[int]], biases: dict[str, float]) -> Json:
+        """The body of the same completion. Raises Invalid."""
+        if self.grammar and self.json_schema is not None:
+            raise Invalid("give grammar or json_schema, not both", param="grammar")
+        given = {name: getattr(self, name) for name in SAME} | {ours: getattr(self, name) for name, ours in RENAMED.items()}
+        given["max_tokens"] = self.limit
+        given["logprobs"] = self.n_probs or None
+        given["seed"] = None if self.seed is not None and self.seed < 0 else self.seed
+        given["top_k"] = None if self.top_k is not None and self.top_k <= 0 else self.top_k
+        outputs = {"grammar": self.grammar} if self.grammar else {"json": self.json_schema} if self.json_schema is not None else None
+        own = {"model": model, "prompt": prompts, "logit_bias": biases or None, "structured_outputs": outputs}
+        return DEFAULTS | {name: value for name, value in (given | own).items() if value is not None}
+
+
+class LlamaCompletionBody(LlamaBody):
+    prompt: Annotated[list[Pieces], PlainValidator(read_prompts), WithJsonSchema({"description": "a text, token ids, both mixed, or a list of these"})]
+
+
+class Extra(Body):
+    filename: str = Field("", max_length=4096)
+    text: str = ""
+
+
+class InfillBody(LlamaBody):
+    input_prefix: str
+    input_suffix: str
+    input_extra: list[Extra] = Field(default_factory=list, max_length=MAX_EXTRA)
+    prompt: str = ""
+
+
+class LlamaEmbeddingBody(Body):
+    neutral: ClassVar[Table] = {"embd_normalize": (2,), "encoding_format": ("float",)}
+
+    model: str = Field("", max_length=MAX_NAME)
+    content: Texts

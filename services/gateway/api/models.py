@@ -1,0 +1,67 @@
+"""The models that are served, in OpenAI's words, and in Anthropic's for its clients: both APIs have
+them under the same path.
+
+All of Anthropic's are one page, so `limit`, `after_id` and `before_id` have nothing to choose.
+"""
+
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from services.gateway.context import context_of
+from services.gateway.http.errors import speaks_anthropic
+from services.requests.bodies.fields import MAX_SEQUENCES
+from services.requests.context import RequestContext
+from services.requests.neutral.schemas import MAX_MESSAGES
+from services.requests.prepare import makers_sampling
+from shared.model.sampling_params import MAX_LOGPROBS, MAX_STOP_STRINGS, SamplingParams
+from shared.wire.messages import Replica
+
+SAMPLING = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_stop_strings": MAX_STOP_STRINGS, "max_messages": MAX_MESSAGES}
+
+router = APIRouter()
+
+
+@router.get("/v1/models")
+@router.get("/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """The models that are served. One whose compute is away for a moment is among them, without its length."""
+    context = context_of(request)
+    if speaks_anthropic(request.scope):
+        return anthropic_list(context.served_names())
+    return {"object": "list", "data": [card(context, name, replica) for name, replica in sorted(context.served_names().items())]}
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(model: str, request: Request) -> dict[str, Any]:
+    """One model by its name."""
+    context = context_of(request)
+    replica = context.served(model)
+    return anthropic_card(model, replica) if speaks_anthropic(request.scope) else card(context, model, replica)
+
+
+def card(context: RequestContext, name: str, replica: Replica) -> dict[str, Any]:
+    """A model in OpenAI's list; `root` is its own name, `sampling` what a request gets that says nothing."""
+    return {
+        "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
+        "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
+        "sampling": SAMPLING | makers_sampling(context, replica.model or ""),
+    }  # fmt: skip
+
+
+def anthropic_list(served: Mapping[str, Replica]) -> dict[str, Any]:
+    """The models by their names."""
+    cards = [anthropic_card(name, replica) for name, replica in sorted(served.items())]
+    return {"data": cards, "has_more": False, "first_id": cards[0]["id"] if cards else None, "last_id": cards[-1]["id"] if cards else None}
+
+
+def anthropic_card(name: str, replica: Replica) -> dict[str, Any]:
+    """A model in Anthropic's list. A sequence's length bounds prompt and answer together; it is
+    null while no compute of the model is alive."""
+    return {
+        "type": "model", "id": name, "display_name": name, "created_at": datetime.fromtimestamp(int(replica.started_at), UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "lifecycle": "active", "max_input_tokens": replica.max_model_len, "max_tokens": replica.max_model_len,
+    }  # fmt: skip

@@ -1,0 +1,172 @@
+"""Ollama's endpoints, for the front ends that speak it: a chat inside. docs/use/other-apis.md says what
+is understood."""
+
+import hashlib
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import orjson
+from fastapi import APIRouter, Request, Response
+from fastapi.responses import JSONResponse
+
+from services.gateway.answering.translated import TranslatedResponder
+from services.gateway.api.ollama.lines import OllamaLines, now_text
+from services.gateway.api.ollama.schemas import NAME_HERE, Json, OllamaBody, OllamaChatBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
+from services.gateway.context import Context, context_of
+from services.gateway.http.docs import takes
+from services.gateway.telemetry.measured import Measured
+from services.requests.neutral.schemas import ChatCompletionBody
+from services.requests.neutral.translate import make_chat, own_terms, thinking_kwargs
+from services.requests.prepare import parsers_of, prepare_chat
+from shared.wire.messages import ChatOptions, Replica
+
+STAYS_UNTIL = "9999-12-31T23:59:59Z"
+OLLAMA_LEVEL = "0.14.0"  # of Ollama's API, as clients ask for it: the release whose fields and answers are spoken here
+LATEST = ":latest"  # what Ollama's clients take for said where no tag is
+
+router = APIRouter(prefix="/api")
+
+
+@router.post("/chat", openapi_extra=takes(OllamaChatBody))
+async def chat(request: Request) -> Response:
+    """Answer a conversation."""
+    context = context_of(request)
+    body = await context.read(request, OllamaChatBody)
+    if not body.messages:
+        return loaded(context, body, {"message": {"role": "assistant", "content": ""}})
+    return await answer(context, request, body, translated(context, body, body.messages, body.tools or []), None)
+
+
+@router.post("/generate", openapi_extra=takes(OllamaGenerateBody))
+async def generate(request: Request) -> Response:
+    """Answer a prompt, or continue it as it is."""
+    context = context_of(request)
+    body = await context.read(request, OllamaGenerateBody)
+    if not body.prompt:
+        return loaded(context, body, {"response": ""})
+    system = [{"role": "system", "content": body.system}] if body.system else []
+    chat = translated(context, body, [*system, {"role": "user", "content": body.prompt}], [])
+    return await answer(context, request, body, chat, body.prompt if body.raw else None)
+
+
+def translated(context: Context, body: OllamaBody, messages: list[Json], tools: list[Json]) -> ChatCompletionBody:
+    given: Json = {
+        **body.sampling(),
+        "model": name_here(context, body.model),
+        "messages": messages,
+        "tools": tools,
+        "stream": body.stream,
+        "response_format": body.response_format(),
+        "chat_template_kwargs": thinking_kwargs(body.think) if isinstance(body.think, bool) else None,
+        "reasoning_effort": body.think if isinstance(body.think, str) else None,
+    }
+    is_chat = isinstance(body, OllamaChatBody)
+    return make_chat(given, NAME_HERE, lambda number: f"messages[{number}]" if is_chat else "prompt", "tools[{}]".format)
+
+
+async def answer(context: Context, request: Request, body: OllamaBody, chat: ChatCompletionBody, raw: str | None) -> Response:
+    """Submit and answer; raw: the prompt, if it is not to be a chat."""
+    measured = Measured(context.metrics)
+    with own_terms(NAME_HERE):
+        record, requests = await prepare_chat(context, chat, "ollama", body.model, context.stage.replica_id)
+    if raw is not None:  # no template, so no marks of it in the answer
+        record = replace(record, parsing=None)
+        requests = [replace(each, messages=None, prompt=raw, chat=ChatOptions(), params=replace(each.params, skip_special_tokens=True)) for each in requests]
+    lines = OllamaLines(record, is_chat=isinstance(body, OllamaChatBody))
+    generation = await context.pipeline.submit(context.caller, record, requests)
+    context.log_submitted(record, None, request.state.request_id)
+    responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, lines)
+    return await (responder.stream() if body.stream else responder.whole(request))
+
+
+def loaded(context: Context, body: OllamaBody, nothing: Json) -> Response:
+    """Nothing was asked: Ollama would load the model, or with keep_alive 0 unload it. It is there
+    and stays, or the error says so."""
+    context.resolve(name_here(context, body.model))
+    return JSONResponse({"model": body.model, "created_at": now_text(), "done": True, "done_reason": "unload" if body.unloads else "load", **nothing})
+
+
+@router.get("/tags")
+async def tags(request: Request) -> dict[str, Any]:
+    """The models that are served."""
+    return {"models": [card(name, replica) for name, replica in sorted(context_of(request).served_names().items())]}
+
+
+@router.get("/ps")
+async def running(request: Request) -> dict[str, Any]:
+    """List the models that a live compute replica has in memory, where they stay."""
+    loaded = [(name, replica) for name, replica in sorted(context_of(request).served_names().items()) if replica.stage == "compute"]
+    return {"models": [card(name, replica) | {"expires_at": STAYS_UNTIL, "size_vram": 0, "context_length": replica.max_model_len} for name, replica in loaded]}
+
+
+@router.post("/show", openapi_extra=takes(OllamaModelBody))
+async def show(request: Request) -> dict[str, Any]:
+    """Describe a model: its length, and what it can do."""
+    context = context_of(request)
+    body = await context.read(request, OllamaModelBody)
+    name = name_here(context, body.wanted)
+    replica = context.served(name)
+    described = card(name, replica)
+    return {
+        "modelfile": "",
+        "parameters": "",
+        "template": "",
+        "details": described["details"],
+        "model_info": {
+            "general.architecture": "penstock",
+            "general.basename": replica.model or name,
+            "general.name": name,
+            "general.type": "model",
+            "penstock.context_length": replica.max_model_len,
+        },
+        "capabilities": capabilities(context, name, replica),
+        "modified_at": described["modified_at"],
+    }
+
+
+def capabilities(context: Context, name: str, replica: Replica) -> list[str]:
+    """List what the model can do, in Ollama's words."""
+    if replica.is_encoder:
+        return ["embedding"]
+    tool_calls, reasoning = parsers_of(context, replica.model or name)
+    return ["completion", *(["tools"] if tool_calls else []), *(["thinking"] if reasoning else [])]
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    """The level of Ollama's API, which clients compare with what they need, and what speaks it."""
+    return {"version": OLLAMA_LEVEL, "penstock": version("penstock")}
+
+
+@router.post("/pull", openapi_extra=takes(OllamaPullBody))
+async def pull(request: Request) -> Response:
+    """A model that is served is there already; others are not fetched."""
+    context = context_of(request)
+    body = await context.read(request, OllamaPullBody)
+    name = name_here(context, body.wanted)
+    if name not in context.served_names():
+        context.resolve(name)
+    success = {"status": "success"}
+    if not body.stream:
+        return JSONResponse(success)
+    lines = ({"status": "pulling manifest"}, {"status": "verifying sha256 digest"}, success)
+    return Response(b"".join(orjson.dumps(line) + b"\n" for line in lines), media_type=OllamaLines.media_type)
+
+
+def name_here(context: Context, name: str) -> str:
+    """The name as it is served: without the tag that Ollama's clients add."""
+    names = context.served_names()
+    return name.removesuffix(LATEST) if name not in names and name.endswith(LATEST) else name
+
+
+def card(name: str, replica: Replica) -> Json:
+    """A model in Ollama's lists. What only compute knows, such as the size of its weights, is left
+    empty.
+
+    Its digest is of what tells one model from another here, as the fingerprint does; Ollama's
+    command line cuts twelve digits off it, and fails at fewer.
+    """
+    digest = hashlib.sha256(f"{replica.model} {replica.fingerprint}".encode()).hexdigest()
+    details = {"parent_model": "", "format": "", "family": "", "families": [], "parameter_size": "", "quantization_level": ""}
+    return {"name": name, "model": name, "modified_at": now_text(replica.started_at), "size": 0, "digest": digest, "details": details}

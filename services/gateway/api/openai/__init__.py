@@ -1,0 +1,1 @@
+"""OpenAI's endpoints, and vLLM's about tokens."""

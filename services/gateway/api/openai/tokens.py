@@ -1,0 +1,61 @@
+"""The endpoints beside generation: texts to tokens and back, what the tokenizer is, and what load
+balancers ask."""
+
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request
+
+from services.gateway.answering.ask import ask_tokenizer, question
+from services.gateway.api.openai.tokenize import DetokenizeBody, TokenizeBody
+from services.gateway.context import context_of
+from services.gateway.http.docs import takes
+from shared.model.sampling_params import SamplingParams
+
+router = APIRouter()
+
+
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+async def tokenize(request: Request) -> dict[str, Any]:
+    """The tokens of a text or of a conversation, and how many they are."""
+    context = context_of(request)
+    body = await context.read(request, TokenizeBody)
+    body.check()
+    chat = body.as_chat()
+    options = chat.chat_options(chat.calling(), may_bring_template=context.settings.trust_request_chat_template)
+    messages = tuple(each.to_wire() for each in body.messages) if body.messages is not None else None
+    model = context.resolve(body.model)
+    asked = question(context, model, encoding=body.encoding(), messages=messages, prompt=body.prompt, chat=options)
+    found = await ask_tokenizer(context, model, "tokenize", asked)
+    return {name: found[name] for name in ("count", "max_model_len", "tokens", "token_strs")}
+
+
+@router.post("/detokenize", openapi_extra=takes(DetokenizeBody))
+async def detokenize(request: Request) -> dict[str, Any]:
+    """The text of tokens, special ones spelt out."""
+    context = context_of(request)
+    body = await context.read(request, DetokenizeBody)
+    model = context.resolve(body.model)
+    params = SamplingParams(skip_special_tokens=False)
+    return await ask_tokenizer(context, model, "detokenize", question(context, model, params, prompt_token_ids=np.array(body.tokens, np.int32)))
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request, model: str | None = None) -> dict[str, Any]:
+    """Describe the model's tokenizer: its class, its special tokens, its chat template."""
+    context = context_of(request)
+    name = context.resolve(model or context.only_model())
+    return await ask_tokenizer(context, name, "describe", question(context, name))
+
+
+@router.get("/version")
+async def show_version() -> dict[str, str]:
+    """The version of Penstock."""
+    return {"version": version("penstock")}
+
+
+@router.get("/load")
+async def show_load(request: Request) -> dict[str, int]:
+    """How many sequences this gateway is answering, for load balancers."""
+    return {"server_load": context_of(request).pipeline.subscriptions.num_sequences}

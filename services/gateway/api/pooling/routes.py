@@ -1,0 +1,153 @@
+"""vLLM's /pooling, /score, /rerank and /classify; /rerank is Cohere's and Jina's, and llama.cpp's.
+
+A model with a classification head scores a pair of texts by reading both at once. Any other model
+makes a vector of each text, and the score of a pair is the cosine of their angle.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import cycle
+from typing import Any
+
+import numpy as np
+from fastapi import APIRouter, Request, Response
+
+from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
+from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody
+from services.gateway.context import Context, context_of
+from services.gateway.http.docs import takes
+from services.requests.answers.choice import Choice
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.record import ResponseRecord
+from shared.process.errors import Invalid
+from shared.wire.messages import Replica
+
+router = APIRouter()
+
+Json = dict[str, Any]
+Array = np.ndarray[Any, np.dtype[np.float64]]
+
+
+class VectorsResponder(EmbeddingResponder):
+    """A generation's vectors, as `describe` answers them."""
+
+    describe: Callable[[ResponseRecord, list[Array]], Json]
+
+    def _body(self) -> Json:
+        vectors = [np.asarray(choice.embedding, np.float64) for choice in self.choices]
+        return self.describe(self.generation.record, vectors) | {"usage": usage_of(self.choices)}
+
+
+def usage_of(choices: list[Choice]) -> Json:
+    num_tokens = sum(choice.num_prompt_tokens for choice in choices)
+    return {"prompt_tokens": num_tokens, "completion_tokens": 0, "total_tokens": num_tokens}
+
+
+def listed(record: ResponseRecord, data: list[Json]) -> Json:
+    return {"id": record.response_id, "object": "list", "created": record.created, "model": record.model, "data": data}
+
+
+async def answer(request: Request, body: EmbeddingBody, kind: str, describe: Callable[[ResponseRecord, list[Array]], Json]) -> Response:
+    responder = await submit_embeddings(context_of(request), body, request, VectorsResponder, kind)
+    responder.describe = describe
+    return await responder.whole(request)
+
+
+@router.post("/pooling", openapi_extra=takes(PoolingBody))
+@router.post("/v1/pooling", openapi_extra=takes(PoolingBody))
+async def pooling(request: Request) -> Response:
+    """One vector of each input; of a classifier, its numbers."""
+    body = await context_of(request).read(request, PoolingBody)
+
+    def describe(record: ResponseRecord, vectors: list[Array]) -> Json:
+        return listed(record, [{"index": index, "object": "pooling", "data": vector.astype(np.float32)} for index, vector in enumerate(vectors)])
+
+    return await answer(request, body, "pooling", describe)
+
+
+@router.post("/score", openapi_extra=takes(ScoreBody))
+@router.post("/v1/score", openapi_extra=takes(ScoreBody))
+async def score(request: Request) -> Response:
+    """How much the texts of each pair have to do with each other."""
+    context = context_of(request)
+    body = await context.read(request, ScoreBody)
+    firsts, seconds = body.pairs()
+
+    def describe(record: ResponseRecord, scores: Sequence[float]) -> Json:
+        return listed(record, [{"index": index, "object": "score", "score": each} for index, each in enumerate(scores)])
+
+    return await answer_scores(request, context, body, firsts, seconds, "score", describe)
+
+
+@router.post("/rerank", openapi_extra=takes(RerankBody))
+@router.post("/reranking", openapi_extra=takes(RerankBody))
+@router.post("/v1/rerank", openapi_extra=takes(RerankBody))
+@router.post("/v1/reranking", openapi_extra=takes(RerankBody))
+@router.post("/v2/rerank", openapi_extra=takes(RerankBody))
+async def rerank(request: Request) -> Response:
+    """The documents, the best first."""
+    context = context_of(request)
+    body = await context.read(request, RerankBody)
+    shows_text = body.return_documents if body.return_text is None else body.return_text
+
+    def describe(record: ResponseRecord, scores: Sequence[float]) -> Json:
+        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n or None]
+        results = [
+            {"index": index, "relevance_score": scores[index]} | ({"document": {"text": body.documents[index]}} if shows_text else {}) for index in order
+        ]
+        return {"id": record.response_id, "object": "list", "model": record.model, "results": results}
+
+    return await answer_scores(request, context, body, [body.query], body.documents, "rerank", describe)
+
+
+async def answer_scores(
+    request: Request, context: Context, body: PairsBody, firsts: list[str], seconds: list[str], kind: str,
+    describe: Callable[[ResponseRecord, Sequence[float]], Json],
+) -> Response:  # fmt: skip
+    """firsts: one text, or as many as `seconds`."""
+    replica = context.served(body.model)
+    if not replica.labels:
+        vectors = body.vectors_of([*firsts, *seconds])
+        return await answer(request, vectors, kind, lambda record, vectors: describe(record, cosines(vectors[: len(firsts)], vectors[len(firsts) :])))
+    if len(replica.labels) > 1:
+        raise Invalid(f"this model has {len(replica.labels)} labels, and a score takes one: see /classify", param="model", code="model_not_supported")
+    pairs = body.logits_of(firsts if len(firsts) > 1 else firsts * len(seconds), seconds)
+    return await answer(request, pairs, kind, lambda record, vectors: describe(record, [float(probabilities(replica, each)[0]) for each in vectors]))
+
+
+def cosines(firsts: list[Array], seconds: list[Array]) -> list[float]:
+    """The vectors have length 1. Pairs each of `firsts` with its own of `seconds`, or the only one
+    with all."""
+    return [float(np.dot(first, second)) for first, second in zip(cycle(firsts), seconds, strict=False)]
+
+
+@router.post("/classify", openapi_extra=takes(ClassificationBody))
+@router.post("/v1/classify", openapi_extra=takes(ClassificationBody))
+async def classify(request: Request) -> Response:
+    """Each text's label, and the probabilities of all labels."""
+    context = context_of(request)
+    body = await context.read(request, ClassificationBody)
+    replica = context.served(body.model)
+    if not replica.labels:
+        raise Invalid("this model has no classification head", param="model", code="model_not_supported")
+    describe = partial(classified, replica, has_activation=body.use_activation)
+    return await answer(request, body.embedding(), "classification", describe)
+
+
+def classified(replica: Replica, record: ResponseRecord, logits: list[Array], *, has_activation: bool) -> Json:
+    data = []
+    for index, each in enumerate(logits):
+        values = probabilities(replica, each) if has_activation else each
+        label = replica.labels[int(np.argmax(values))]
+        data.append({"index": index, "label": label, "probs": values, "num_classes": len(values)})
+    return listed(record, data)
+
+
+def probabilities(replica: Replica, logits: Array) -> Array:
+    """Probabilities of labels: each by itself for one label, or where several may be true; else
+    they sum to 1."""
+    if len(logits) == 1 or replica.is_multi_label:
+        return 1.0 / (1.0 + np.exp(-np.clip(logits, -700.0, 700.0)))
+    exponentials = np.exp(logits - logits.max())
+    shares: Array = exponentials / exponentials.sum()
+    return shares

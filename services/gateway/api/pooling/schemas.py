@@ -1,0 +1,99 @@
+"""The bodies of vLLM's, Cohere's and Jina's endpoints that make vectors and scores of texts."""
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field
+
+from services.requests.bodies.body import ANYTHING, Body, Table
+from services.requests.bodies.fields import Texts, read_text
+from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.messages import MAX_NAME
+from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER
+from shared.model.sampling_params import MAX_TOKENS
+from shared.process.errors import Invalid
+
+
+class PoolingBody(EmbeddingBody):
+    """One vector of each input, as for embeddings."""
+
+    task: str | None = Field(None, pattern="^embed$", description="vLLM's other tasks make a vector of each token, which is not available")
+
+
+class PairEmbeddings(EmbeddingBody):
+    """A request for what a classifier makes of each pair of texts. It comes from no client."""
+
+    firsts: list[str] = []  # as many as inputs
+
+    def prompts(self, *, may_bring_template: bool) -> list[dict[str, Any]]:  # noqa: ARG002
+        return [{"prompt": first, "pair": second} for first, second in zip(self.firsts, self.input or [], strict=True)]
+
+
+class PairsBody(Body):
+    """The fields that bodies of scores share."""
+
+    neutral: ClassVar[Table] = {"service_tier": ("auto", "default"), "metadata": ANYTHING}
+
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many; -1: as many as fit")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
+    cache_salt: str = Field("", max_length=256)
+    user: str | None = Field(None, max_length=MAX_USER)
+
+    def vectors_of(self, texts: list[str]) -> EmbeddingBody:
+        """Make the request for a vector of each of these texts."""
+        return EmbeddingBody.model_construct(input=[*texts], **self._others())
+
+    def logits_of(self, firsts: list[str], seconds: list[str]) -> EmbeddingBody:
+        """Make the request for a classifier's numbers of each pair."""
+        return PairEmbeddings.model_construct(firsts=firsts, input=[*seconds], normalize=False, **self._others())
+
+    def _others(self) -> dict[str, Any]:
+        names = ("model", "truncate_prompt_tokens", "priority", "deadline_s", "cache_salt", "user")
+        return {name: getattr(self, name) for name in names}
+
+
+class ScoreBody(PairsBody):
+    """One text with each of several, or as many pairs as there are texts on either side."""
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = Field(None, description="text_1 by its newer name")
+    documents: Texts | None = Field(None, description="text_2 by its newer name")
+
+    def pairs(self) -> tuple[list[str], list[str]]:
+        """Both sides, of which the first has one text or as many as the second. Raises Invalid."""
+        firsts, seconds = self.text_1 or self.queries, self.text_2 or self.documents
+        if firsts is None or seconds is None:
+            raise Invalid("give text_1 and text_2 (or queries and documents)", param="text_1" if firsts is None else "text_2")
+        if len(firsts) not in (1, len(seconds)):
+            raise Invalid(f"text_1 has {len(firsts)} texts and text_2 {len(seconds)}: give one text_1, or as many of both", param="text_1")
+        return firsts, seconds
+
+
+class RerankBody(PairsBody):
+    """A query, and the documents to be sorted by how well they answer it."""
+
+    query: Annotated[str, BeforeValidator(read_text)]
+    documents: Texts
+    top_n: int | None = Field(None, ge=0, description="only the best so many; 0 or left out: all")
+    return_documents: bool = True
+    return_text: bool | None = Field(None, description="return_documents by another name")
+
+
+class ClassificationBody(Body):
+    """Texts for a model with a classification head."""
+
+    neutral: ClassVar[Table] = PairsBody.neutral
+
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    input: Texts
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    use_activation: bool = Field(True, description="false: the head's own numbers instead of probabilities")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    user: str | None = Field(None, max_length=MAX_USER)
+
+    def embedding(self) -> EmbeddingBody:
+        """Make the request for the head's own numbers."""
+        names = ("model", "input", "truncate_prompt_tokens", "priority", "user")
+        return EmbeddingBody.model_construct(normalize=False, **{name: getattr(self, name) for name in names})

@@ -1,0 +1,142 @@
+"""The Responses API's endpoints. docs/use/responses.md says how they differ from OpenAI's."""
+
+from typing import Any, Literal
+
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import JSONResponse
+
+from services.gateway.answering.responder import EventStream
+from services.gateway.answering.token_count import count_tokens
+from services.gateway.answering.translated import TranslatedResponder
+from services.gateway.api.responses.overview import find_any, held, running, summary
+from services.gateway.api.responses.truncation import num_too_many
+from services.gateway.context import context_of
+from services.gateway.http.auth import check_sees_all
+from services.gateway.http.docs import takes
+from services.gateway.telemetry.measured import Measured
+from services.requests.responses.chat import NAME_HERE, chat_of
+from services.requests.responses.conversation import with_conversation
+from services.requests.responses.events import ResponseEvents
+from services.requests.responses.prepare import prepare_response
+from services.requests.responses.schemas import ResponseBody
+from shared.process.errors import Invalid
+
+router = APIRouter(prefix="/v1/responses")
+
+
+@router.post("", openapi_extra=takes(ResponseBody))
+async def create(request: Request) -> Response:
+    """Answer an input, given as a text or as items, upon a conversation that is stored or on its
+    own."""
+    context = context_of(request)
+    body = await context.read(request, ResponseBody)
+    body, before = await with_conversation(context, body)
+    num_dropped = await num_too_many(context, body, before) if body.truncation == "auto" else 0
+    reader = None if body.background else context.stage.replica_id
+    record, requests, content = await prepare_response(context, body, before, reader, num_dropped=num_dropped, is_background=body.background)
+    events = ResponseEvents(record, body.asked(requests[0].params))
+    if body.background:
+        leave = context.reading.follow(context.tenant.tenant_id) if body.stream else None  # before it is submitted: who is refused has begun nothing
+        try:
+            await context.pipeline.submit_unread(context.caller, record, requests, content)
+        except BaseException:
+            if leave is not None:
+                leave()
+            raise
+        context.metrics.background.labels(record.served_model).inc()
+        context.log_submitted(record, body.user, request.state.request_id)
+        return EventStream(context.store.follow(record, events), on_close=leave) if leave is not None else JSONResponse(events.whole())
+    measured = Measured(context.metrics)
+    generation = await context.pipeline.submit(context.caller, record, requests, content)
+    context.log_submitted(record, body.user, request.state.request_id)
+    responder = TranslatedResponder(generation, measured, context.settings.ping_interval_s, events)
+    return await (responder.stream() if body.stream else responder.whole(request))
+
+
+@router.get("")
+async def list_responses(request: Request, tenant: str = Query("*", max_length=64), limit: int = Query(100, ge=1, le=1000)) -> dict[str, Any]:
+    """List, for administrators, the running responses of all APIs, the newest first; or those of
+    one tenant, by its id, that run or are stored."""
+    context = context_of(request)
+    check_sees_all(context.tenant)
+    found = await running(context) if tenant == "*" else await held(context, tenant, limit)
+    newest = sorted(found, key=lambda each: each[0].created, reverse=True)
+    return {"object": "list", "data": [summary(record, is_running=is_running) for record, is_running in newest[:limit]], "has_more": len(newest) > limit}
+
+
+@router.post("/input_tokens", openapi_extra=takes(ResponseBody))
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the model would be given, by its own template and tokenizer."""
+    context = context_of(request)
+    body = await context.read(request, ResponseBody)
+    body, before = await with_conversation(context, body)
+    return await count_tokens(
+        context, request, chat_of(body, before), "response", NAME_HERE, lambda number: {"object": "response.input_tokens", "input_tokens": number}
+    )
+
+
+@router.get("/{response_id}")
+async def retrieve(response_id: str, request: Request, stream: bool = False, starting_after: int | None = Query(None, ge=0)) -> Response:
+    """A stored response as it is now; or its events, from the first or after one of them, as they
+    were and as they come."""
+    context = context_of(request)
+    async with context.reading.place(context.caller):
+        record, stored = await context.store.load(context.tenant, response_id, of_all=True)
+        if not stream:
+            if starting_after is not None:
+                raise Invalid("starting_after is for streams: set stream to true", param="starting_after")
+            return JSONResponse((await context.store.read(record, stored)).whole())
+    events = ResponseEvents(record, stored.asked, after=-1 if starting_after is None else starting_after)
+    if record.is_background or await context.store.has_ended(record):
+        return EventStream(context.store.follow(record, events), on_close=context.reading.follow(record.tenant_id))
+    generation = await context.pipeline.resume(context.tenant, response_id, None, ("response",))
+    return await TranslatedResponder(generation, Measured(context.metrics, is_resumed=True), context.settings.ping_interval_s, events).stream_resumed()
+
+
+@router.post("/{response_id}/cancel")
+async def cancel(response_id: str, request: Request) -> Response:
+    """End a background response; for an administrator, any tenant's response of any API. One that
+    has ended stays as it is."""
+    context = context_of(request)
+    if context.tenant.sees_all and (other := await find_any(context, response_id)) is not None:
+        await context.store.cancel(other)
+        return JSONResponse(summary(other, is_running=False))
+    record, stored = await context.store.load(context.tenant, response_id, of_all=True)
+    if not record.is_background:
+        raise Invalid("Only responses created with background=true can be cancelled: of others, close the connection.", param="response_id")
+    await context.store.cancel(record)
+    return JSONResponse((await context.store.read(record, stored)).whole())
+
+
+@router.delete("/{response_id}")
+async def delete(response_id: str, request: Request) -> dict[str, Any]:
+    """Forget a stored response; one that runs is cancelled."""
+    context = context_of(request)
+    record, _ = await context.store.load(context.tenant, response_id, of_all=True)
+    await context.store.delete(record)
+    return {"id": response_id, "object": "response.deleted", "deleted": True}
+
+
+@router.get("/{response_id}/input_items")
+async def input_items(
+    response_id: str, request: Request, after: str | None = None, limit: int = Query(20, ge=1, le=100), order: Literal["asc", "desc"] = "desc"
+) -> dict[str, Any]:
+    """The items that the model was given: the conversation before, and the input."""
+    context = context_of(request)
+    async with context.reading.place(context.caller):
+        _, stored = await context.store.load(context.tenant, response_id, of_all=True)
+        found = await context.store.items(stored)
+    items = found if order == "asc" else found[::-1]
+    if after is not None:
+        places = [number for number, item in enumerate(items) if item["id"] == after]
+        if not places:
+            raise Invalid(f"no item {after!r} in the input", param="after")
+        items = items[places[0] + 1 :]
+    page = items[:limit]
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else None,
+        "last_id": page[-1]["id"] if page else None,
+        "has_more": len(items) > limit,
+    }

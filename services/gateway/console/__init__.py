@@ -1,0 +1,1 @@
+"""The live view of the pipeline, and the playground."""

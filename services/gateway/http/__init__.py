@@ -1,0 +1,1 @@
+"""HTTP: the server, its protocol and middleware, keys, bodies and errors."""

@@ -1,0 +1,73 @@
+"""Bodies: received within a time, and parsed without stalling the event loop: short ones here, long
+ones in helper processes."""
+
+import asyncio
+import pickle
+from collections.abc import Mapping
+from typing import TypeVar
+
+from fastapi import Request
+
+from services.gateway.http.disconnect import unless_gone
+from services.gateway.http.encodings import decoder_for
+from services.requests.bodies.body import Body
+from services.requests.bodies.ignored import pass_over
+from services.requests.bodies.parse import parse
+from services.requests.helpers.helper import HelperFailed
+from services.requests.helpers.pool import HelperPool
+from shared.process.errors import Invalid, Rejected
+
+INLINE_BYTES = 64 << 10  # of any shape: 15 ms at most, bench/bodies.py
+PARSE_TIMEOUT_S = 20.0  # the worst 8 MB take 2 s
+MAX_OF_TENANT = 256  # that wait: a burst of long prompts is usual, and what they hold is bounded by max_bytes
+
+B = TypeVar("B", bound=Body)
+
+
+class BodyReader:
+    def __init__(self, timeout_s: float, max_bytes: int, max_body_bytes: int, worker: str) -> None:
+        """max_bytes: of all bodies that are here at once; max_body_bytes: of one that came
+        compressed, once it is plain; worker: the module of the helpers that parse long ones."""
+        self.timeout_s = timeout_s
+        self.max_bytes = max_bytes
+        self.max_body_bytes = max_body_bytes
+        self.helpers = HelperPool(worker, "parsing long bodies", max_of_tenant=MAX_OF_TENANT, wait_s=PARSE_TIMEOUT_S)
+        self._held = 0
+
+    async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
+        """The request's body, checked. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503) while others take all memory, and as
+        HelperPool does for a long one."""
+        decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                async for received in request.stream():
+                    chunk = received if decoder is None else await asyncio.to_thread(decoder.feed, received)
+                    data += chunk
+                    self._held += len(chunk)
+                    if self._held > self.max_bytes:
+                        raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
+            if decoder is not None:
+                decoder.finish()
+            if len(data) <= INLINE_BYTES:
+                body = parse(kind, bytes(data))
+            else:
+                body = await unless_gone(request, self._parse_long(request.state.caller.tenant.tenant_id, kind, bytes(data)))
+        except TimeoutError:
+            raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
+        finally:
+            self._held -= len(data)
+        pass_over(*body.passed_over)
+        return body
+
+    async def _parse_long(self, tenant_id: str, kind: type[B] | Mapping[str, type[B]], data: bytes) -> B:
+        try:
+            outcome = await self.helpers.ask(tenant_id, pickle.dumps(kind), data, timeout_s=PARSE_TIMEOUT_S)
+        except TimeoutError:
+            raise Rejected("the body could not be parsed in time", status=503, retry_after_s=1) from None
+        except HelperFailed:
+            raise Rejected("the body could not be parsed", status=503, retry_after_s=1) from None
+        if isinstance(outcome, Invalid):
+            raise outcome
+        kinds: tuple[type[B], ...] = (kind,) if isinstance(kind, type) else tuple(kind.values())
+        assert isinstance(outcome, kinds)
+        return outcome

@@ -1,0 +1,31 @@
+"""Work for a client that may go away in the middle of it."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.requests import ClientDisconnect
+from starlette.types import Receive
+
+T = TypeVar("T")
+
+
+async def until_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`. It is cancelled if the client goes away: nobody reads the answer. Raises
+    ClientDisconnect then."""
+    working, gone = asyncio.create_task(work), asyncio.create_task(until_disconnect(request.receive))
+    try:
+        await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        for task in (working, gone):
+            task.cancel()
+        await asyncio.gather(working, gone, return_exceptions=True)

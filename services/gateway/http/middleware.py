@@ -1,0 +1,173 @@
+"""What wraps every request: its X-Request-Id, one Host, its origin, and a bound on its body. Plain
+ASGI, so that streams pass untouched."""
+
+import re
+import uuid
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.http.auth import is_public
+from services.gateway.http.errors import error_response, speaks_anthropic
+from services.requests.bodies.ignored import HEADER, collecting
+
+UPLOAD_PATH = "/v1/files"
+MULTIPART_BYTES = 16 << 10  # of an upload, beside the file
+STREAMS = ("/v1/streams/", "/v1/responses/", "/live")  # what GET may stream
+ID_PATTERN = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestId:
+    """Echo the client's X-Request-Id, or make one up; Anthropic's clients read it as request-id."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        given = Headers(scope=scope).get("x-request-id", "")
+        request_id = given if ID_PATTERN.fullmatch(given) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = request_id
+                if speaks_anthropic(scope):
+                    headers["request-id"] = request_id
+            await send(message)
+
+        await self.app(scope, receive, send_with_id)
+
+
+class OneHost:
+    """400 for a request of HTTP/1.1 without a Host header, and for one with several: RFC 9112,
+    section 3.2."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        num_hosts = len(Headers(scope=scope).getlist("host"))
+        if num_hosts > 1 or (num_hosts == 0 and scope["http_version"] == "1.1"):
+            message = f"a request of HTTP/1.1 has one Host header, this one has {num_hosts or 'none'}"
+            return await error_response(scope, 400, message, None, "invalid_host", headers={"Connection": "close"})(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
+class Slash:
+    """A slash at the end of a path says nothing: no redirect, which behind a proxy would lead to
+    http:// and lose the body. The playground's are files."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not scope["path"].startswith("/playground"):
+            scope["path"] = scope["path"].rstrip("/") or "/"
+        await self.app(scope, receive, send)
+
+
+class SameOrigin:
+    """403 for what a page of another origin sends, unless the operator named its origin. A gateway
+    without keys is reached by every page of the browsers on its machine: that they can't read the
+    answer does not keep them from asking.
+
+    Programs send neither header. A browser says `none` of what its user, or an extension with the
+    right to, began.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self.app = app
+        self.allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or (scope["method"] in ("GET", "HEAD") and is_public(scope["path"]))
+        if is_open or self.lets_in(Headers(scope=scope)):
+            return await self.app(scope, receive, send)
+        message = "A page of another origin may not use this gateway: start it with --allow-origin and the page's origin."
+        await error_response(scope, 403, message, None, "origin_not_allowed")(scope, receive, send)
+
+    def lets_in(self, headers: Headers) -> bool:
+        origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+        if "*" in self.allowed or origin in self.allowed or site in ("same-origin", "none"):
+            return True
+        if origin is None:
+            return site is None
+        return urlsplit(origin).netloc == headers.get("host", "") != ""
+
+
+class Head:
+    """HEAD is GET without the body, which the server leaves out: load balancers ask so. Not for a
+    stream, whose reader it would become."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_head = scope["type"] == "http" and scope["method"] == "HEAD" and not scope["path"].startswith(STREAMS)
+        await self.app({**scope, "method": "GET"} if is_head else scope, receive, send)
+
+
+class BodyTooLong(Exception):
+    """More came than Content-Length said, or than is allowed without one."""
+
+
+class BodyLimit:
+    """413 for a body above the bound, before it is in memory."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, max_file_bytes: int) -> None:
+        self.app = app
+        self.max_bytes = max_bytes
+        self.max_file_bytes = max_file_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        num_bytes, most = 0, self.max_file_bytes + MULTIPART_BYTES if scope["path"] == UPLOAD_PATH else self.max_bytes
+
+        async def receive_bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > most:
+                raise BodyTooLong
+            return message
+
+        headers = Headers(scope=scope)
+        length = headers.get("content-length", "0")
+        try:
+            if length.isdigit() and int(length) > most:
+                raise BodyTooLong
+            await self.app(scope, receive_bounded, send)
+        except BodyTooLong:
+            message = f"the body is longer than {most} bytes"
+            # Who has asked whether to send the body does not; who has not asked is let send it, or
+            # he would not read the answer
+            closing = {"Connection": "close"} if "expect" in headers else None
+            await error_response(scope, 413, message, headers=closing)(scope, receive, send)
+
+
+class Ignored:
+    """The header, on every answer that has something to say in it."""
+
+    def __init__(self, app: ASGIApp, *, is_strict: bool) -> None:
+        self.app = app
+        self.is_strict = is_strict
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        with collecting(is_strict=self.is_strict) as names:
+
+            async def send_with_names(message: Message) -> None:
+                if message["type"] == "http.response.start" and names.names:
+                    MutableHeaders(scope=message)[HEADER] = names.header()
+                await send(message)
+
+            await self.app(scope, receive, send_with_names)

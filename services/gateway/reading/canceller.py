@@ -1,0 +1,90 @@
+"""Cancelling, until it is written: a sequence that nobody reads must not run on because Redis was
+away for a moment."""
+
+import asyncio
+from collections.abc import Sequence
+
+import redis
+import redis.asyncio
+
+from shared.process.telemetry import get_logger
+from shared.wire.messages import Control, encode
+from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, LOG_TTL_S, MESSAGE, reader_key, tombstone_key
+from shared.wire.transport import Backoff, is_temporary
+
+log = get_logger("penstock.gateway")
+
+MAX_PENDING = 10_000  # responses that wait for Redis to come back; of more, the oldest run to their ends
+CHUNK = 64  # responses in a round trip
+LAST_TRY_S = 2.0
+
+# ARGV: reader key, generation, control stream, its window in s, Control message, TTL of tombstones,
+# tombstones … Only the response's present reader may cancel: whoever resumed it reads on. A
+# tombstone stops what is queued, the word on the control stream what runs.
+CANCEL = f"""
+local reader, generation, control, window, message, ttl = unpack(ARGV, 1, 6)
+if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(generation) then return 0 end
+for i = 7, #ARGV do redis.call('SET', ARGV[i], '1', 'EX', ttl) end
+local now = redis.call('TIME')
+redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
+redis.call('XTRIM', control, 'MINID', (now[1] - window) * 1000)
+redis.call('EXPIRE', control, window * 2)
+return 1
+"""
+
+
+class Canceller:
+    """Owns what is to be cancelled; one task writes it."""
+
+    def __init__(self, client: "redis.asyncio.Redis") -> None:
+        self.client = client
+        self.backoff = Backoff()
+        self._pending: dict[tuple[str, int], tuple[str, ...]] = {}  # request ids by response and generation of its reader
+        self._wake = asyncio.Event()
+
+    def cancel(self, response_id: str, request_ids: Sequence[str], generation: int) -> None:
+        """Have these sequences cancelled, unless another reader has taken the response over.
+        Returns at once."""
+        log.info("cancelling", response_id=response_id, num_sequences=len(request_ids))
+        if len(self._pending) >= MAX_PENDING:
+            oldest = next(iter(self._pending))
+            del self._pending[oldest]
+            log.error("cancel queue full; response will run to completion", response_id=oldest[0])
+        self._pending[response_id, generation] = tuple(request_ids)
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write what is to be cancelled, until this task is cancelled."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._pending:
+                try:
+                    await self._write()
+                except (redis.RedisError, OSError) as error:
+                    if not is_temporary(error):
+                        raise
+                    await asyncio.sleep(self.backoff.failed(error))
+                else:
+                    self.backoff.succeeded()
+
+    async def finish(self) -> None:
+        """Try once more at the gateway's end, for a short time."""
+        try:
+            async with asyncio.timeout(LAST_TRY_S):
+                while self._pending:
+                    await self._write()
+        except (redis.RedisError, OSError, TimeoutError) as error:
+            log.error("could not cancel, these run to their ends", num_responses=len(self._pending), error=error)
+
+    async def _write(self) -> None:
+        written = list(self._pending.items())[:CHUNK]
+        async with self.client.pipeline(transaction=False) as pipe:
+            for (response_id, generation), request_ids in written:
+                message = encode(Control("cancel", request_ids))
+                tombstones = map(tombstone_key, request_ids)
+                pipe.eval(CANCEL, 0, reader_key(response_id), generation, CONTROL.key, CONTROL_WINDOW_S, message, LOG_TTL_S, *tombstones)
+            await pipe.execute()
+        for key, request_ids in written:
+            if self._pending.get(key) == request_ids:
+                del self._pending[key]

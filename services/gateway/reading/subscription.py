@@ -1,0 +1,91 @@
+"""Subscription: the events of one response, in order, without gaps and without repetition. Plain
+data, no Redis.
+
+Events may come twice (a step answered by two samplers), not at all (sent to a gateway that died),
+or after a hole: a position tells. What was seen is dropped; what does not follow is refused, and
+whoever offered it reads the log.
+"""
+
+import asyncio
+import time
+from collections import deque
+
+from services.gateway.telemetry.timeline import Timeline
+from shared.wire.messages import RequestError, TokenEvent
+
+
+class ResponseFailed(Exception):
+    """The response ends here with this error, though its sequences may not have."""
+
+    def __init__(self, error: RequestError) -> None:
+        super().__init__(error.message)
+        self.error = error
+
+
+class Subscription:
+    """The sequences of one response, each from its position on, for the reader of this
+    generation."""
+
+    def __init__(self, response_id: str, positions: dict[str, int], generation: int, model: str = "") -> None:
+        self.response_id = response_id
+        self.model = model
+        self.positions = positions  # by request id: of the last event that was taken
+        self.generation = generation
+        self.is_submitted = generation > 0  # from then on Redis must know of it
+        self.unfinished = set(positions)
+        self.heard_at = dict.fromkeys(positions, time.monotonic())
+        self.timelines = {request_id: Timeline() for request_id in positions}
+        self._queue: deque[TokenEvent] = deque()  # bounded by the requests' max_tokens
+        self._failure: RequestError | None = None
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def has_failed(self) -> bool:
+        return self._failure is not None
+
+    def offer(self, event: TokenEvent) -> bool:
+        """Take the event if it is the next of its sequence. False: it is not, for something before
+        it is missing."""
+        request_id, position = event.request_id, self.positions[event.request_id]
+        self.heard_at[request_id] = time.monotonic()
+        if request_id not in self.unfinished:
+            return True
+        if event.token_id is not None and event.position <= position:
+            return True  # seen
+        if event.position > position + (event.token_id is not None):
+            return False
+        self.positions[request_id] = max(event.position, position)
+        if event.finish_reason is not None:
+            self.unfinished.discard(request_id)
+        self._queue.append(event)
+        self._wake()
+        return True
+
+    def fail(self, error: RequestError) -> None:
+        """End the response with this error, after what was taken so far. The first error counts."""
+        self._failure = self._failure or error
+        self._wake()
+
+    async def next(self, timeout_s: float) -> list[TokenEvent]:
+        """The events that have come; none after timeout_s. Raises ResponseFailed.
+
+        One future and one timer a wait, no task: this runs for every stream at every step.
+        """
+        if not self._queue and self._failure is None:
+            loop = asyncio.get_running_loop()
+            self._waiter = loop.create_future()
+            timer = loop.call_later(timeout_s, self._wake)
+            try:
+                await self._waiter
+            finally:
+                timer.cancel()
+                self._waiter = None
+        if self._failure is not None and not self._queue:
+            raise ResponseFailed(self._failure)
+        events = list(self._queue)
+        self._queue.clear()
+        return events
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)

@@ -1,0 +1,203 @@
+"""This replica's events stream and the control stream, read by one task, and each event handed to
+its response.
+
+Events are the fast path, and nothing relies on them: what stays silent is looked up in its log
+(silence.py).
+"""
+
+import asyncio
+import os
+import time
+from collections import deque
+from collections.abc import Coroutine
+from typing import Any
+
+import redis
+import redis.asyncio
+
+from services.gateway.reading.subscription import Subscription
+from services.requests.errors import draining
+from shared.process.errors import Invalid
+from shared.process.telemetry import get_logger
+from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.messages import Control, RequestError, StepEvents, TokenEvent, decode
+from shared.wire.redis_clock import NEWEST, has_begun_anew
+from shared.wire.stage import Stage
+from shared.wire.streams import CONTROL, MESSAGE, events
+from shared.wire.transport import TRIM_EVERY_S, Backoff, entries_of, is_temporary, next_id, write_dead_letter
+
+log = get_logger("penstock.gateway")
+
+BLOCK_MS = 1000
+MAX_RECENT = 16
+STALE_S = 5.0  # a reader that has not read for this long does not work, whatever it waits for
+
+RESUMED_ELSEWHERE = RequestError("the response was resumed elsewhere", 409, code="resumed_elsewhere")
+
+
+class Subscriptions:
+    """The responses that are read here, and the task that reads for them."""
+
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis") -> None:
+        self.stage = stage
+        self.client = client
+        self.stream = events(stage.replica_id)
+        self.backoff = Backoff()
+        self.behind: set[Subscription] = set()  # of which something is missing: their logs are to be read
+        self.any_behind = asyncio.Event()
+        self.recent: deque[Subscription] = deque(maxlen=MAX_RECENT)  # that are not read any more, for the live view
+        self._by_request: dict[str, Subscription] = {}
+        self._last_id = "0-0"
+        self._control_id = ""  # where the control stream ended when this replica began; empty: not known yet
+        self._garbage: deque[tuple[str, dict[bytes, bytes], Exception]] = deque(maxlen=1000)  # on its way to the dead letters
+        self._read_at = time.monotonic()
+        self._trimmed_at = 0.0
+
+    @property
+    def silent_s(self) -> float:
+        """Since the reader last had an answer from Redis."""
+        return time.monotonic() - self._read_at
+
+    @property
+    def problems(self) -> list[str]:
+        """Why events do not come, in words; empty: they do."""
+        found = [f"events can't be read: {self.backoff.problem}"] if self.backoff.problem else []
+        return found + ([f"events have not been read for {self.silent_s:.0f} s"] if self.silent_s > STALE_S else [])
+
+    @property
+    def num_sequences(self) -> int:
+        """That are read here. From any thread."""
+        return len(self._by_request)
+
+    def all(self) -> set[Subscription]:
+        return set(self._by_request.values())
+
+    def subscribe(self, response_id: str, positions: dict[str, int], generation: int, model: str) -> Subscription:
+        """Send the response's events to a new subscription. One of an older generation ends."""
+        subscription = Subscription(response_id, positions, generation, model)
+        for request_id in positions:
+            if (older := self._by_request.get(request_id)) is not None:
+                self.hand_over(older)
+            self._by_request[request_id] = subscription
+        return subscription
+
+    def unsubscribe(self, subscription: Subscription) -> None:
+        self.recent.append(subscription)
+        self.behind.discard(subscription)
+        for request_id in subscription.positions:
+            if self._by_request.get(request_id) is subscription:
+                del self._by_request[request_id]
+
+    def hand_over(self, subscription: Subscription) -> None:
+        """End the subscription: another reader has the response now."""
+        log.info("resumed elsewhere", response_id=subscription.response_id, generation=subscription.generation)
+        subscription.fail(RESUMED_ELSEWHERE)
+
+    def drain(self) -> None:
+        """End every response that is still open: its sequences go on, and another gateway can take
+        it over."""
+        if subscriptions := self.all():
+            log.info("handing over what has not ended", num_responses=len(subscriptions))
+        for subscription in subscriptions:
+            subscription.fail(draining(subscription.response_id))
+
+    def catch_up(self, subscription: Subscription) -> None:
+        """Have its logs read at once."""
+        self.behind.add(subscription)
+        self.any_behind.set()
+
+    async def run(self) -> None:
+        """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the
+        stream."""
+        while True:
+            try:
+                reply = await self._read()
+            except (redis.RedisError, OSError) as error:
+                if not is_temporary(error):
+                    raise
+                await asyncio.sleep(self.backoff.failed(error))
+                continue
+            self.backoff.succeeded()
+            self._read_at = time.monotonic()
+            entries = entries_of(reply)
+            for entry_id, values in entries.get(self.stream.key.encode(), []):
+                self._last_id = entry_id.decode()
+                self._dispatch(values)
+            for entry_id, values in entries.get(CONTROL.key.encode(), []):
+                self._control_id = entry_id.decode()
+                self._handle_control(values)
+            self.stage.mark_alive()
+
+    async def _read(self) -> Any:
+        """Wait for more; now and then, trim what was dispatched and bury what nobody could read."""
+        if not self._control_id:
+            latest: Any = await self.client.xrevrange(CONTROL.key, count=1)
+            self._control_id = latest[0][0].decode() if latest else "0-0"
+        if self._garbage or time.monotonic() - self._trimmed_at > TRIM_EVERY_S:
+            await self._clean_up()
+        return await self.client.xread({self.stream.key: self._last_id, CONTROL.key: self._control_id}, block=BLOCK_MS)
+
+    async def _clean_up(self) -> None:
+        letters = list(self._garbage)
+        async with self.client.pipeline(transaction=False) as pipe:
+            pipe.xtrim(self.stream.key, minid=next_id(self._last_id), approximate=False)
+            for key, values, error in letters:
+                write_dead_letter(key, values, error, 1, pipe)
+            pipe.eval(NEWEST, 2, self.stream.key, CONTROL.key)
+            *_, [newest_event, newest_control] = await pipe.execute()
+        if has_begun_anew(self._last_id, newest_event) or has_begun_anew(self._control_id, newest_control):
+            log.warning("a stream has begun anew: Redis' clock went back", events=self._last_id, control=self._control_id)
+            self._last_id = "0-0" if has_begun_anew(self._last_id, newest_event) else self._last_id
+            self._control_id = "0-0" if has_begun_anew(self._control_id, newest_control) else self._control_id
+        self._trimmed_at = time.monotonic()
+        for _ in letters:
+            self._garbage.popleft()
+
+    def _dispatch(self, values: dict[bytes, bytes]) -> None:
+        try:
+            step = decode(StepEvents, values[MESSAGE])
+        except (Invalid, KeyError) as error:
+            self._garbage.append((self.stream.key, values, error))
+            return
+        for moments in step.moments:
+            if (subscription := self._by_request.get(moments.request_id)) is not None:
+                subscription.timelines[moments.request_id].note(moments)
+        for payload in step.events:
+            try:
+                event = decode(TokenEvent, payload)
+            except Invalid as error:  # the others of the step are none the worse for it
+                self._garbage.append((self.stream.key, {MESSAGE: payload}, error))
+                continue
+            subscription = self._by_request.get(event.request_id)
+            if subscription is not None and not subscription.offer(event):
+                self.catch_up(subscription)
+
+    def _handle_control(self, values: dict[bytes, bytes]) -> None:
+        """Attach: another generation of readers. (Garbage there is every replica's to see; the
+        stages report it.)"""
+        try:
+            message = decode(Control, values[MESSAGE])
+        except (Invalid, KeyError):
+            return
+        if message.action == "refresh":
+            self.stage.refresh()
+        if message.action == "attach":
+            for request_id in message.request_ids:
+                subscription = self._by_request.get(request_id)
+                if subscription is not None and subscription.generation < message.generation:
+                    self.hand_over(subscription)
+
+
+async def exit_on_failure(name: str, work: Coroutine[Any, Any, None]) -> None:
+    """A task without which the gateway is deaf: should it fail, the process goes with it, and
+    whoever watches it starts another."""
+    try:
+        await work
+    except asyncio.CancelledError:
+        raise
+    except DENIED as error:
+        log.error("Redis refuses, ending the process", error=reason_of(error))
+        os._exit(1)
+    except BaseException as error:
+        log.exception("a task that must not end failed, ending the process", task=name, error=repr(without_command(error)))
+        os._exit(1)

@@ -1,0 +1,69 @@
+"""Taking a response over from another reader: look first, then become its next reader in one step.
+Whoever asks for nonsense disturbs nobody."""
+
+from typing import Any
+
+import redis.asyncio
+
+from services.requests.answers.sse import parse_id
+from shared.process.errors import Invalid, Recoverable
+from shared.wire.messages import Control, encode
+from shared.wire.stage import Stage
+from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, inflight_key, log_key, reader_key, response_key
+
+ATTEMPTS = 20  # readers that take the same response over at the same moment
+
+# ARGV: reader key, the generation that was found, gateway, response key (the reader's lives as
+# long), control stream, its window in s, Control message of the next generation.
+TAKE = f"""
+local reader, found, gateway, response, control, window, message = unpack(ARGV)
+if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(found) then return 0 end
+redis.call('HSET', reader, 'generation', found + 1, 'gateway', gateway)
+redis.call('PEXPIRE', reader, math.max(redis.call('PTTL', response), 1000))
+local now = redis.call('TIME')
+redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
+redis.call('XTRIM', control, 'MINID', (now[1] - window) * 1000)
+redis.call('EXPIRE', control, window * 2)
+return 1
+"""
+
+
+class Takeover:
+    def __init__(self, stage: Stage, client: "redis.asyncio.Redis") -> None:
+        self.stage = stage
+        self.client = client
+
+    async def take(self, response_id: str, model: str, request_ids: list[str], last_event_id: str | None) -> tuple[list[int], int]:
+        """The positions to go on from, and this reader's generation.
+
+        Raises Invalid: 400 for a Last-Event-ID that is none or is beyond the logs, 404 for logs
+        that have expired.
+        """
+        positions = parse_id(last_event_id, len(request_ids)) if last_event_id else [0] * len(request_ids)
+        for _ in range(ATTEMPTS):
+            found = await self._generation_of_reader(response_id, model, request_ids, positions)
+            message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
+            arguments = (reader_key(response_id), found, self.stage.replica_id, response_key(response_id), CONTROL.key, CONTROL_WINDOW_S, message)
+            if await self.client.eval(TAKE, 0, *arguments):
+                return positions, found + 1
+        raise Recoverable("others take the response over all the time")
+
+    async def _generation_of_reader(self, response_id: str, model: str, request_ids: list[str], positions: list[int]) -> int:
+        """The generation of the present reader, if the logs hold what is asked for."""
+        async with self.client.pipeline(transaction=False) as pipe:
+            pipe.hget(reader_key(response_id), "generation")
+            for request_id in request_ids:
+                pipe.xrevrange(log_key(request_id), count=1)
+                pipe.hexists(inflight_key(model), request_id)
+            generation, *replies = await pipe.execute()
+        for index, position in enumerate(positions):
+            last: Any = replies[2 * index]
+            is_running = replies[2 * index + 1]
+            if not last and not is_running:
+                message = f"the response {response_id!r} is too old: its tokens are not kept any more"
+                raise Invalid(message, param="response_id", code="response_not_found", status=404)
+            end = int(last[0][0].partition(b"-")[0]) if last else 0
+            if position > end:
+                message = f"Last-Event-ID is beyond the response: position {position} of sequence {index}, which has {end}"
+                raise Invalid(message, param="Last-Event-ID")
+        return int(generation or 0)

@@ -1,0 +1,1 @@
+"""Telemetry: metrics, the log line and the trace of each response."""

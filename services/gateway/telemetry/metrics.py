@@ -1,0 +1,180 @@
+"""What /metrics shows: this gateway's own counts and times here, and beside them the pipeline's
+state (pipeline_state.py).
+
+Names are vLLM's where the meaning is the same, with our prefix; docs/operate/observe.md has them all. A
+request here is a sequence: a response has one for each prompt and choice. What a gateway counts
+itself adds up over gateways; what it tells of other replicas, every gateway tells, by `replica`.
+"""
+
+import asyncio
+import statistics
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics, generate_latest
+from redis.exceptions import RedisError
+
+from services.gateway.telemetry.pipeline_state import PipelineState
+from services.requests.batches.figures import BatchFigures
+from shared.process.telemetry import get_logger
+from shared.wire.messages import RequestError
+from shared.wire.stage import Stage
+from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inflight_key, prompts, requests
+
+RECENT_TTFTS, RECENT_S = 100, 300.0  # the TTFT that a gateway announces is the median of so many, no older than that
+log = get_logger("penstock.gateway")
+
+# From a small model's step on a GPU to a queue before a laptop's CPU
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 320, 640, 1280)
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1, 2.5, 5, 10)  # of one token
+TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000, 200_000)
+CHOICES = (1, 2, 5, 10, 20, 50, 100)
+FINISH_REASONS = ("stop", "length", "cancelled", "error")
+REJECTIONS = ("server_full", "stage_missing", "rate_limit_exceeded")
+REDIS_PATIENCE_S = 2.0  # of a scrape: Prometheus waits for 10 s by default
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMetrics:
+    """A model's own: looked up once, used for every token."""
+
+    success: dict[str, Counter]  # by finish reason
+    prompt_tokens: Counter
+    prompt_tokens_cached: Counter
+    generation_tokens: Counter
+    ttft: Histogram
+    itl: Histogram
+    tpot: Histogram
+    e2e: Histogram
+    tokenize: Histogram
+    queue: Histogram
+    prefill: Histogram
+    decode: Histogram
+    inference: Histogram
+    num_prompt_tokens: Histogram
+    num_generation_tokens: Histogram
+    num_prefill_tokens: Histogram
+    max_tokens: Histogram
+    n: Histogram
+
+
+class Metrics:
+    def __init__(self, stage: Stage) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.stage = stage
+        self.registry = CollectorRegistry()
+        self.success = self._counter(
+            "request_success", "Sequences that ended: stop, length, cancelled (the client went away, or cancelled), error", "finished_reason"
+        )
+        self.errors = self._counter(
+            "request_errors", "Sequences that ended with an error, by its code and HTTP status; 4xx: the request's own fault", "code", "status"
+        )
+        self.rejected = self._counter(
+            "requests_rejected",
+            "Responses that were not admitted: 429 (server_full, rate_limit_exceeded, storage_limit_exceeded) or 503 (redis_nearly_full, stage_missing)",
+            "reason",
+        )
+        self.background = self._counter("background_responses", "Responses begun here that no gateway reads: the other counts are without them")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
+        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens of sequences that ended which the prefix cache had")
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated, as they reach the gateway")
+        self.ttft = self._histogram("time_to_first_token_seconds", "From submission to a sequence's first token", SECONDS)
+        self.itl = self._histogram(
+            "inter_token_latency_seconds",
+            "Between the tokens of a sequence, as they reach the gateway; tokens that compute publishes together have none between them",
+            TOKEN_SECONDS,
+        )
+        self.tpot = self._histogram("request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a sequence", TOKEN_SECONDS)
+        self.e2e = self._histogram("e2e_request_latency_seconds", "From submission to the end of a sequence", SECONDS)
+        self.tokenize = self._histogram("request_tokenize_time_seconds", "From submission until the prompt is tokens, the tokenizers' queue included", SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "From the prompt's tokens until compute begins with it", SECONDS)
+        self.prefill = self._histogram("request_prefill_time_seconds", "From compute's beginning to the first token", SECONDS)
+        self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", SECONDS)
+        self.inference = self._histogram("request_inference_time_seconds", "From compute's beginning to the last token", SECONDS)
+        self.num_prompt_tokens = self._histogram("request_prompt_tokens", "Prompt tokens of a sequence", TOKENS)
+        self.num_generation_tokens = self._histogram("request_generation_tokens", "Tokens generated for a sequence", TOKENS)
+        self.num_prefill_tokens = self._histogram("request_prefill_kv_computed_tokens", "Prompt tokens of a sequence that were not cached", TOKENS)
+        self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a sequence, where the client set it", TOKENS)
+        self.n = self._histogram("request_params_n", "Sequences of a response for each of its prompts", CHOICES)
+        self.http_requests = Counter(
+            "penstock_http_requests", "HTTP requests, by route and status; 499: the client went before the answer began", ["method", "path", "status"],
+            registry=self.registry,
+        )  # fmt: skip
+        self._of: dict[str, ModelMetrics] = {}
+        self.num_output_tokens = 0  # of all models, as the registry has them
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=RECENT_TTFTS)  # when, and s
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"penstock_{name}", text, ["model_name", *labels], registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"penstock_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+
+    def of(self, model: str) -> ModelMetrics:
+        """The figures of a served model, by its own name."""
+        if (found := self._of.get(model)) is None:
+            names = [name for name in ModelMetrics.__slots__ if name != "success"]
+            success = {reason: self.success.labels(model, reason) for reason in FINISH_REASONS}
+            found = self._of[model] = ModelMetrics(success, **{name: getattr(self, name).labels(model) for name in names})
+            for reason in REJECTIONS:
+                self.rejected.labels(model, reason)
+        return found
+
+    def refused(self, model: str, reason: str) -> None:
+        self.rejected.labels(model, reason).inc()
+
+    def failed(self, model: str, error: RequestError) -> None:
+        """A sequence ended with this error."""
+        self.of(model).success["error"].inc()
+        self.errors.labels(model, error.code or ("invalid_value" if error.status == 400 else "internal_error"), str(error.status)).inc()
+
+    def token(self, figures: ModelMetrics, count: int = 1) -> None:
+        """Count tokens that came."""
+        figures.generation_tokens.inc(count)
+        self.num_output_tokens += count
+
+    def first_token(self, figures: ModelMetrics, seconds: float) -> None:
+        """A sequence's first token came so long after its submission."""
+        figures.ttft.observe(seconds)
+        self._ttfts.append((time.monotonic(), seconds))
+
+    def load(self) -> dict[str, float]:
+        """Figures for the registry, where penstock status reads them. Safe from any thread."""
+        since = time.monotonic() - RECENT_S
+        recent = [seconds for at, seconds in list(self._ttfts) if at > since]
+        return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}
+
+    async def render(self, client: Any) -> bytes:
+        """The Prometheus text format. What Redis would have to say is missing while it is away; the
+        rest is there."""
+        models = sorted({replica.model for replica in self.stage.registry.of("compute") if replica.model})
+        for model in models:
+            self.of(model)  # so that its series begin with 0
+        lengths: dict[str, int] | None = None
+        in_flight: dict[str, tuple[int, int]] = {}
+        batches: BatchFigures | None = None
+        try:
+            async with asyncio.timeout(REDIS_PATIENCE_S):
+                lengths, in_flight, batches = await self._read_figures(client, models)
+        except (RedisError, OSError, TimeoutError) as error:
+            log.warning("redis does not say how long the queues are", error=error)
+        snapshot = CollectorRegistry()
+        snapshot.register(PipelineState(self.stage.registry.replicas, lengths, in_flight, batches))
+        return generate_latest(self.registry) + generate_latest(snapshot)
+
+    async def _read_figures(self, client: Any, models: list[str]) -> tuple[dict[str, int], dict[str, tuple[int, int]], BatchFigures]:
+        keys = [*(stream(model).key for model in models for stream in (requests, prompts)), DEAD_LETTER]
+        async with client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.xlen(key)
+            for model in models:
+                pipe.hlen(inflight_key(model))
+                pipe.hget(inflight_key(model), "")
+            pipe.scard(BATCHES_RUNNING)
+            pipe.hgetall(BATCH_FIGURES)
+            *replies, num_batches, figures = await pipe.execute()
+        held = iter(replies[len(keys) :])
+        in_flight = {model: (max(num - 1, 0), int(tokens or 0)) for model, num, tokens in zip(models, held, held, strict=True)}
+        return dict(zip(keys, replies, strict=False)), in_flight, BatchFigures.read(num_batches, figures)

@@ -1,0 +1,127 @@
+"""The pipeline's state at the moment of a scrape, as Redis and the registry tell it: the same at
+every gateway, by replica."""
+
+import itertools
+from collections.abc import Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from services.requests.batches.figures import BatchFigures
+from shared.process.stages import STAGES
+from shared.wire.messages import Replica
+
+COMPUTE_GAUGES = {
+    "running": ("penstock_num_requests_running", "Sequences that have a place in compute's steps"),
+    "waiting": ("penstock_num_requests_waiting", "Sequences that wait in compute for a place"),
+    "step_cost_fixed_s": ("penstock_step_cost_fixed_seconds", "What a step costs whatever is in it, as learned from recent steps"),
+    "step_cost_per_token_s": ("penstock_step_cost_per_token_seconds", "What each token computed adds"),
+    "step_cost_per_context_token_s": ("penstock_step_cost_per_context_token_seconds", "What each token adds whose KV is read"),
+    "kv_cache_usage": ("penstock_kv_cache_usage_perc", "Share of the KV cache that sequences hold, 1 is all"),
+}
+COMPUTE_COUNTERS = {
+    "preemptions": ("penstock_num_preemptions", "Sequences that gave their blocks back, to be computed again"),
+    "prefix_cache_queries": ("penstock_prefix_cache_queries", "Prompt tokens looked up in the prefix cache"),
+    "prefix_cache_hits": ("penstock_prefix_cache_hits", "Prompt tokens found there"),
+    "prompt_tokens": ("penstock_computed_prompt_tokens", "Tokens computed in chunks: prompts, and what was computed again"),
+    "output_tokens": ("penstock_computed_generation_tokens", "Tokens decided"),
+    "steps": ("penstock_steps", "Compute's steps"),
+    "predicted_peaks": ("penstock_predicted_kv_peaks", "Predicted peaks of KV memory that were followed to their end"),
+    "predicted_peaks_exceeded": ("penstock_predicted_kv_peaks_exceeded", "Those that the real peak went beyond: 1 in 100, at a confidence of 0.99"),
+    "surplus_tokens": ("penstock_surplus_tokens", "Tokens computed ahead that were decided otherwise, or after an end"),
+    "claimed": ("penstock_claimed_requests", "Requests taken over from replicas that died or left"),
+    "predicted_peak_ratio_sum": ("penstock_predicted_kv_peak_ratio_sum", "Sum of real / predicted over those peaks"),
+}
+OTHER_COUNTERS = {
+    ("tokenizer", "requests"): ("penstock_tokenized_requests", "Requests that tokenizers have handed on or answered"),
+    ("sampler", "tokens"): ("penstock_sampled_tokens", "Rows that samplers have decided or answered from a log"),
+    ("sampler", "rebuilt"): ("penstock_rebuilt_sequences", "Sequences that samplers were introduced to, new ones and those taken over"),
+}
+JOBS_GAUGES = {
+    "batches": ("penstock_jobs_batches_running", "Batches that a worker has under way"),
+    "sequences": ("penstock_jobs_sequences_running", "Their sequences in the pipeline"),
+    "max_sequences": ("penstock_jobs_max_sequences", "As many as it may have there now: fewer while others have some, 0 while Redis is nearly full"),
+}
+STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
+
+
+class PipelineState(Collector):
+    """Queue lengths and replicas at the moment of a scrape. While Redis is away, only the replicas
+    that were alive last."""
+
+    def __init__(
+        self, replicas: tuple[Replica, ...], lengths: dict[str, int] | None, in_flight: dict[str, tuple[int, int]], batches: BatchFigures | None
+    ) -> None:
+        """lengths: of streams, by key; None, as for batches: Redis did not say. in_flight: requests
+        and estimated tokens, by model."""
+        self.replicas = replicas
+        self.lengths = lengths
+        self.in_flight = in_flight
+        self.batches = batches
+
+    def collect(self) -> Iterator[Metric]:
+        yield GaugeMetricFamily("penstock_redis_up", "1: Redis answered this gateway just now", value=self.lengths is not None)
+        queue = GaugeMetricFamily("penstock_stage_queue_depth", "Entries of a stream, waiting or being worked on", labels=["stream"])
+        for key, length in (self.lengths or {}).items():
+            queue.add_metric([key], length)
+        yield queue
+        num_requests = GaugeMetricFamily(
+            "penstock_requests_in_flight", "Sequences that were admitted and have not ended, over all gateways", labels=["model_name"]
+        )
+        num_tokens = GaugeMetricFamily("penstock_tokens_in_flight", "Their prompt and output tokens, estimated", labels=["model_name"])
+        for model, held in self.in_flight.items():
+            num_requests.add_metric([model], held[0])
+            num_tokens.add_metric([model], held[1])
+        yield num_requests
+        yield num_tokens
+        yield from self._replicas()
+        compute = [replica for replica in self.replicas if replica.stage == "compute" and "steps" in replica.load]
+        for kind, table in ((GaugeMetricFamily, COMPUTE_GAUGES), (CounterMetricFamily, COMPUTE_COUNTERS)):
+            for key, (name, text) in table.items():
+                yield _by_replica(kind, name, text, compute, key)
+        for (stage, key), (name, text) in OTHER_COUNTERS.items():
+            yield _by_replica(CounterMetricFamily, name, text, [each for each in self.replicas if each.stage == stage], key)
+        parts = CounterMetricFamily("penstock_step_seconds", "Time of compute's steps, by part", labels=["replica", "model_name", "part"])
+        tokens = HistogramMetricFamily("penstock_iteration_tokens_total", "Tokens computed in a step", labels=["replica", "model_name"])
+        for replica in compute:
+            for part in STEP_PARTS:
+                parts.add_metric([*_labels(replica), part], replica.load[f"step_{part}_s"])
+            tokens.add_metric(_labels(replica), _cumulated(replica.load), sum_value=replica.load["iteration_tokens"])
+        yield parts
+        yield tokens
+        for key, (name, text) in JOBS_GAUGES.items():
+            yield _by_replica(GaugeMetricFamily, name, text, [each for each in self.replicas if each.stage == "jobs"], key)
+        if self.batches is not None:
+            yield from self.batches.families()
+
+    def _replicas(self) -> Iterator[Metric]:
+        alive = GaugeMetricFamily("penstock_replicas", "Live replicas of a stage", labels=["stage"])
+        for stage in STAGES:
+            alive.add_metric([stage], sum(replica.stage == stage for replica in self.replicas))
+        yield alive
+        idle = GaugeMetricFamily("penstock_replica_idle_seconds", "Since a replica's loop last came round: large means stuck", labels=["stage", "replica"])
+        problem = GaugeMetricFamily("penstock_replica_problem", "1: something keeps the replica from Redis; /health says what", labels=["stage", "replica"])
+        for replica in self.replicas:
+            idle.add_metric([replica.stage, replica.replica_id], replica.idle_s)
+            problem.add_metric([replica.stage, replica.replica_id], bool(replica.problem))
+        yield idle
+        yield problem
+
+
+def _by_replica(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, replicas: list[Replica], key: str) -> Metric:
+    family = kind(name, text, labels=["replica", "model_name"])
+    for replica in replicas:
+        if key in replica.load:
+            family.add_metric(_labels(replica), replica.load[key])
+    return family
+
+
+def _labels(replica: Replica) -> list[str]:
+    return [replica.replica_id, replica.model or ""]
+
+
+def _cumulated(load: dict[str, float]) -> list[tuple[str, float]]:
+    """The buckets of a step's tokens as Prometheus wants them: each counts all below its end."""
+    prefix = "iteration_tokens_"
+    ends = [key.removeprefix(prefix) for key in load if key.startswith(prefix)]
+    return list(zip(["+Inf" if end == "inf" else end for end in ends], itertools.accumulate(load[prefix + end] for end in ends), strict=True))

@@ -1,0 +1,131 @@
+"""JobsRuntime: what all batches of a worker have in common. An event loop in a thread of its own,
+the way into the pipeline, the files, the places.
+
+Celery's tasks are calls from its threads into this loop: they wait there, the work is done here.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from services.jobs.broker import be_careful
+from services.jobs.deaths import Deaths
+from services.jobs.places import Places
+from services.requests.admission.admission import Admission
+from services.requests.batches.store import BatchStore
+from services.requests.client import connect
+from services.requests.files.storage import Storage
+from services.requests.files.store import FileStore
+from services.requests.grammars.answers import AnswerChecker
+from services.requests.grammars.checker import GrammarChecker
+from services.requests.responses.conversation import ConversationContext
+from services.requests.responses.stored import Store
+from shared.process.settings import JobsSettings
+from shared.process.telemetry import get_logger
+from shared.wire.job_queue import make_queue, send_batch
+from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.stage import Stage
+
+log = get_logger("penstock.jobs")
+
+T = TypeVar("T")
+BEAT_S = 0.5
+MAX_READING = 4  # answers at once: the tokens that one is made of take many times its memory
+
+
+class JobsRuntime:
+    """Made and used in its own loop, but for `call` and `stop`."""
+
+    def __init__(self, settings: JobsSettings, stage: Stage) -> None:
+        self.settings = settings
+        self.stage = stage
+        self.client = connect(settings)
+        self.storage = Storage(settings.files_url)
+        self.files = FileStore(self.client, self.storage)
+        self.batches = BatchStore(self.client)
+        self.grammars = GrammarChecker()
+        self.answers = AnswerChecker()
+        admission = Admission(stage, self.client, settings)
+        self.context = ConversationContext(
+            settings=settings, stage=stage, client=self.client, grammars=self.grammars, admission=admission, store=Store(self.client, self.client, 1.0)
+        )
+        self.places = Places(self.client, settings.batch_requests, settings.busy_batch_requests, self._num_of_other_workers)
+        be_careful(stage.transport)
+        self.queue = make_queue(settings.redis_url)
+        self.deaths = Deaths(stage.transport, stage.replica_id)
+        self.stopping = asyncio.Event()
+        self.checking = asyncio.Lock()  # of inputs: one at a time, each takes memory
+        self.reading = asyncio.Semaphore(MAX_READING)
+        # batches that are ended beside Celery's queue
+        self.ending: dict[str, asyncio.Task[None]] = {}
+        self.num_running = 0  # batches
+        self._loop = asyncio.new_event_loop()
+        self._endless: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
+        self._thread = threading.Thread(target=self._serve, name="runtime", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Have the work done in the loop; from another thread."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def begin(self, work: Coroutine[Any, Any, None]) -> "Future[None]":
+        """Have work done in the loop that ends when it is cancelled; from another thread."""
+        return asyncio.run_coroutine_threadsafe(exit_on_failure(work), self._loop)
+
+    def ask_to_stop(self) -> None:
+        """Have every batch left as it is, soon."""
+        self._loop.call_soon_threadsafe(self.stopping.set)
+
+    def close(self) -> None:
+        """Once no task runs any more."""
+        self.call(self.grammars.helpers.stop())
+        self.call(self.answers.helper.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self.queue.close()
+
+    async def send(self, batch_id: str) -> None:
+        """A task for the batch, unless there is one. Raises what `send_batch` does."""
+        await asyncio.to_thread(send_batch, self.queue, self.stage.transport.client, batch_id)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        for each in (self.places.look(), self._beat()):
+            self._endless.add(self._loop.create_task(exit_on_failure(each)))
+        self._loop.run_forever()
+        tasks = asyncio.all_tasks(self._loop)
+        for task in tasks:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        self._loop.run_until_complete(self.client.aclose())
+        self._loop.run_until_complete(self._loop.shutdown_default_executor())
+        self._loop.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self.stage.mark_alive()
+            self.stage.load = {
+                "batches": self.num_running, "sequences": self.places.num_taken, "max_sequences": self.places.limit, "deaths": self.deaths.num_recent,
+            }  # fmt: skip
+            await asyncio.sleep(BEAT_S)
+
+    def _num_of_other_workers(self) -> int:
+        others = (each for each in self.stage.registry.of("jobs") if each.replica_id != self.stage.replica_id)
+        return int(sum(each.load.get("sequences", 0) for each in others))
+
+
+async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:
+    """A worker without this would wait for ever: whoever watches the process starts another."""
+    try:
+        await work
+    except DENIED as error:
+        log.error("Redis refuses, ending the process", error=reason_of(error))
+        os._exit(1)
+    except Exception as error:
+        log.exception("a worker can't go on, ending the process", error=repr(without_command(error)))
+        os._exit(1)

@@ -1,0 +1,1 @@
+"""Admission: who may enter the pipeline, within which bounds."""

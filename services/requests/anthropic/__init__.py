@@ -1,0 +1,1 @@
+"""Anthropic's Messages: their bodies as chats, and answers as their events."""

@@ -1,0 +1,113 @@
+"""Messages of Anthropic's API, which are lists of blocks, as messages of a chat. Checked in time
+linear in their length; the first wrong block is named."""
+
+from typing import Any
+
+import orjson
+
+from services.requests.bodies.fields import MAX_PARTS, at, kind_of, shortened
+from services.requests.bodies.ignored import tell_others
+
+Json = dict[str, Any]
+
+MAX_MESSAGES = 4096
+ROLES = ("user", "assistant", "system")
+BLOCKS = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "tool_use", "thinking", "redacted_thinking"),
+    "system": ("text",),
+}
+# Of each kind, what may stand in it. cache_control asks for what is done anyway: prefixes are
+# cached
+FIELDS = {
+    "text": {"text", "citations", "cache_control"},
+    "tool_use": {"id", "name", "input", "cache_control", "caller"},
+    "tool_result": {"tool_use_id", "content", "is_error", "cache_control"},
+    "thinking": {"thinking", "signature"},
+    "redacted_thinking": {"data"},
+}
+
+MESSAGES_SCHEMA = {
+    "description": "a conversation: user and assistant, contents as text or as blocks of text, tool_use, tool_result, thinking",
+    "type": "array",
+    "minItems": 1,
+    "maxItems": MAX_MESSAGES,
+    "items": {"type": "object", "properties": {"role": {"enum": list(ROLES)}, "content": {}}, "required": ["role", "content"]},
+}
+SYSTEM_SCHEMA = {"description": "a text, or blocks of type text", "anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]}
+
+
+def read_system(value: Any) -> str | None:
+    """The system prompt as one text."""
+    return value if value is None else "\n".join(block["text"] for block in _read_blocks(value, "system", ""))
+
+
+def read_messages(value: Any) -> list[tuple[int, Json]]:
+    """The chat's messages, each with the number of the message that it comes from: an answer of a
+    tool is a message of its own there."""
+    if not isinstance(value, list):
+        raise at("", f"expected a list of messages, got {kind_of(value)}")
+    if not 0 < len(value) <= MAX_MESSAGES:
+        raise at("", f"expected 1 to {MAX_MESSAGES} messages, got {len(value)}")
+    return [(number, each) for number, message in enumerate(value) for each in _read_message(message, f"[{number}]")]
+
+
+def _read_message(value: Any, path: str) -> list[Json]:
+    if not isinstance(value, dict):
+        raise at(path, f"expected a message, got {kind_of(value)}")
+    tell_others(value, ("role", "content"), f"messages{path}")
+    role = value.get("role")
+    if role not in ROLES:
+        raise at(f"{path}.role", f"expected one of {', '.join(ROLES)}, got {shortened(role)}")
+    blocks = _read_blocks(value.get("content"), role, f"{path}.content")
+    texts = [block["text"] for block in blocks if block["type"] == "text"]
+    if role == "assistant":
+        return [_assistant(blocks, "".join(texts))]
+    results = [{"role": "tool", "tool_call_id": block["tool_use_id"], "content": block["content"]} for block in blocks if block["type"] == "tool_result"]
+    return results + ([{"role": role, "content": "".join(texts)}] if texts or not results else [])
+
+
+def _assistant(blocks: list[Json], text: str) -> Json:
+    message: Json = {"role": "assistant", "content": text}
+    if thought := "".join(block["thinking"] for block in blocks if block["type"] == "thinking"):
+        message["reasoning_content"] = thought
+    calls = [
+        {"id": block["id"], "type": "function", "function": {"name": block["name"], "arguments": orjson.dumps(block["input"]).decode()}}
+        for block in blocks
+        if block["type"] == "tool_use"
+    ]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _read_blocks(value: Any, role: str, path: str) -> list[Json]:
+    if isinstance(value, str):
+        return [{"type": "text", "text": value}]
+    if not isinstance(value, list):
+        raise at(path, f"expected a text or a list of blocks, got {kind_of(value)}")
+    if len(value) > MAX_PARTS:
+        raise at(path, f"at most {MAX_PARTS} blocks, got {len(value)}")
+    return [_read_block(block, role, f"{path}[{number}]") for number, block in enumerate(value)]
+
+
+def _read_block(value: Any, role: str, path: str) -> Json:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind not in BLOCKS[role]:
+        raise at(f"{path}.type", f"of the {role}'s blocks, only {', '.join(BLOCKS[role])} are understood, got {shortened(kind)}")
+    tell_others(value, {"type", *FIELDS[kind]}, f"messages{path}" if ".content" in path else f"system{path}")
+    if kind == "tool_result":
+        content = value.get("content", "")
+        texts = [block["text"] for block in _read_blocks(content if content is not None else "", "system", f"{path}.content")]
+        return {"type": kind, "tool_use_id": _text(value, "tool_use_id", path), "content": "".join(texts)}
+    if kind == "tool_use":
+        if not isinstance(value.get("input"), dict):
+            raise at(f"{path}.input", f"expected an object, got {kind_of(value.get('input'))}")
+        return {"type": kind, "id": _text(value, "id", path), "name": _text(value, "name", path), "input": value["input"]}
+    field = "data" if kind == "redacted_thinking" else kind
+    return {"type": kind, field: _text(value, field, path)}
+
+
+def _text(value: Json, key: str, path: str) -> str:
+    text = value.get(key)
+    if not isinstance(text, str):
+        raise at(f"{path}.{key}", f"expected a text, got {kind_of(text)}")
+    return text

@@ -1,0 +1,1 @@
+"""Batches in Redis: their records, their figures, their queue."""

@@ -1,0 +1,125 @@
+"""Body: what all bodies have in common. What would change the answer and is not here is refused by
+name; what else is unknown is passed over, and named.
+
+- What asks for nothing, or for what is done anyway, is taken without a word: null or something
+  empty in any field, and the values in the tables.
+- Any other value of a field in the tables would change the answer: it is refused by name.
+- A field in no table is passed over, and named in the answer's header (ignored.py): clients add
+  fields every month, and few of them change an answer.
+
+What we sent, a client may send back: an assistant's message with all its fields.
+"""
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, ModelWrapValidatorHandler, PrivateAttr, ValidationError, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from services.requests.bodies.fields import shortened
+from services.requests.bodies.ignored import MAX_NAMES, collecting, tell
+
+Table = dict[str, tuple[Any, ...]]  # by field, the values that ask for nothing
+
+ANYTHING: tuple[Any, ...] = ("anything",)
+REFUSED: tuple[Any, ...] = ()
+
+# Samplers, constraints and adapters of other servers
+OF_OTHER_SERVERS: Table = dict.fromkeys(
+    (
+        "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "json_schema", "logits_processors", "lora", "lora_path",
+        "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex", "repetition_penalty_range", "samplers", "smoothing_factor", "structural_tag",
+        "tfs", "thinking_token_budget", "top_a",
+    ),
+    REFUSED,
+) | {"custom_token_bans": REFUSED, "mirostat": (0,), "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "tfs_z": (1,)}  # fmt: skip
+OF_REQUESTS: Table = OF_OTHER_SERVERS | {
+    "audio": REFUSED, "detokenize": (True,), "guided_decoding_backend": ANYTHING, "images": REFUSED, "metadata": ANYTHING, "modalities": (["text"],),
+    "prediction": ANYTHING, "prompt_embeds": REFUSED, "safety_identifier": ANYTHING, "service_tier": ANYTHING,
+    "spaces_between_special_tokens": (True, False),  # of slow tokenizers
+    "store": (True, False),
+}  # fmt: skip
+OF_CHATS: Table = OF_REQUESTS | {"echo": (False,), "prompt": REFUSED, "suffix": REFUSED}
+OF_COMPLETIONS: Table = OF_REQUESTS | {
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "messages": REFUSED, "parallel_tool_calls": (True, False), "suffix": REFUSED,
+    "tool_choice": ("none", "auto"), "tools": REFUSED, "verbosity": ("medium",),
+}  # fmt: skip
+OF_MESSAGES: Table = {
+    "annotations": ANYTHING, "audio": REFUSED, "images": REFUSED, "parsed": ANYTHING, "prefix": (False,), "provider_specific_fields": ANYTHING,
+}  # fmt: skip
+OF_CALLS: Table = {"parsed_arguments": ANYTHING}  # that the openai package's parse() adds, and sends back
+
+MAX_UNKNOWN = 8  # of the refused fields of an object, so many are named
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}  # fields that are not here, and which values of them ask for nothing; any other is refused
+
+    _passed_over: tuple[str, ...] = PrivateAttr(())  # of this object
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_what_is_wrong(cls, value: Any, handler: ModelWrapValidatorHandler["Body"]) -> Any:
+        """The refused fields beside what else is wrong: a body of a million of them is a few
+        errors."""
+        if not isinstance(value, dict):
+            return handler(value)
+        value = without_neutral(value, cls.model_fields, cls.neutral)
+        unknown = [key for key in value if key not in cls.model_fields]
+        refused = [key for key in unknown if key in cls.neutral]
+        known = {key: each for key, each in value.items() if key in cls.model_fields} if unknown else value
+        with collecting() as names:
+            tell(*(key for key in unknown if key not in cls.neutral))
+            if not refused:
+                body = handler(known)
+                body._passed_over = tuple(names)
+                return body
+            errors = [_refused(key) for key in refused[:MAX_UNKNOWN]]
+            try:
+                handler(known)
+            except ValidationError as error:
+                errors += [_again(each) for each in error.errors(include_url=False, include_input=False)]
+        raise ValidationError.from_exception_data(cls.__name__, errors)
+
+    @property
+    def passed_over(self) -> list[str]:
+        """The fields that ask for what is not done, in it and below it, by their paths; not many
+        more than are told."""
+        return list(islice(self._all_passed_over(""), MAX_NAMES + 1))
+
+    def _all_passed_over(self, path: str) -> Iterator[str]:
+        yield from (path + name for name in self._passed_over)
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            if isinstance(value, Body):
+                yield from value._all_passed_over(f"{path}{name}.")
+            elif isinstance(value, list):
+                for index, each in enumerate(value):
+                    if not isinstance(each, BaseModel):
+                        break  # a list of texts or numbers, which may be long
+                    if isinstance(each, Body):
+                        yield from each._all_passed_over(f"{path}{name}[{index}].")
+
+
+def _refused(key: str) -> InitErrorDetails:
+    return InitErrorDetails(type=PydanticCustomError("extra_forbidden", "unknown field", {"at": f".{shortened(key)}"}), loc=(), input=None)
+
+
+def _again(error: Any) -> InitErrorDetails:
+    """An error that was raised, to be raised once more."""
+    kind = PydanticCustomError(error["type"], "{reason}", {"reason": error["msg"], "at": str(error.get("ctx", {}).get("at", ""))})
+    return InitErrorDetails(type=kind, loc=error["loc"], input=None)
+
+
+def without_neutral(value: dict[str, Any], fields: Mapping[str, Any], neutral: Table) -> dict[str, Any]:
+    """The body without what asks for nothing. fields: pydantic's, of which null takes the default
+    where there is one."""
+    return {key: each for key, each in value.items() if not _asks_nothing(key, each, fields, neutral)}
+
+
+def _asks_nothing(key: str, value: Any, fields: Mapping[str, Any], neutral: Table) -> bool:
+    if key in fields:
+        return value is None and not fields[key].is_required()
+    return value is None or value in ("", [], {}) or (key in neutral and (neutral[key] is ANYTHING or value in neutral[key]))

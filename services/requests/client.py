@@ -1,0 +1,69 @@
+"""Redis, for asyncio."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import redis
+import redis.asyncio
+from redis.asyncio import BlockingConnectionPool
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from shared.process.errors import Recoverable
+from shared.process.settings import StageSettings
+from shared.wire.line import REPLY_TIMEOUT_S, reason_of
+from shared.wire.transport import is_temporary
+
+MAX_CONNECTIONS = 64
+BLOCK_S = 1.0  # that a read may block at most
+CONNECTION_TIMEOUT_S = 10.0  # for one of the connections to be free
+
+
+class Cancellable(AbstractConnection):
+    """A connection whose user can be cancelled at any time.
+
+    redis-py sends under asyncio.wait_for, and in Python 3.11 that swallows a cancellation which
+    comes just when the command has been sent: the task would run on, and whoever waits for its end
+    would wait for ever. asyncio.timeout swallows none.
+    """
+
+    async def send_packed_command(self, *args: Any, **kwargs: Any) -> None:
+        timeout_s, self.socket_timeout = self.socket_timeout, None
+        try:
+            async with asyncio.timeout(timeout_s):
+                await super().send_packed_command(*args, **kwargs)
+        except TimeoutError:
+            raise redis.TimeoutError("Timeout writing to socket") from None
+        finally:
+            self.socket_timeout = timeout_s
+
+
+def connect(settings: StageSettings, max_connections: int = MAX_CONNECTIONS) -> "redis.asyncio.Redis":
+    """A client whose commands wait for one of so many connections. (redis-py's own pool refuses a
+    command when all are taken: by default the 101st at once.)"""
+    pool = BlockingConnectionPool.from_url(
+        settings.redis_url,
+        max_connections=max_connections,
+        timeout=CONNECTION_TIMEOUT_S,
+        retry=Retry(NoBackoff(), 0),
+        socket_connect_timeout=5,
+        socket_timeout=BLOCK_S + REPLY_TIMEOUT_S,
+    )
+    plain = pool.connection_class  # of the URL's scheme
+    pool.connection_class = type(plain.__name__, (Cancellable, plain), {})
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+@contextmanager
+def redis_errors_as_503() -> Iterator[None]:
+    """Turn what a Redis that can't serve raises into Recoverable, which is a 503 with Retry-After.
+    Lets what is no passing trouble through."""
+    try:
+        yield
+    except (redis.RedisError, OSError) as error:
+        if not is_temporary(error):
+            raise
+        raise Recoverable(reason_of(error)) from error

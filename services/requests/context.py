@@ -1,0 +1,43 @@
+"""RequestContext: the objects that turn a body into requests, in the gateway and in the workers of
+batches."""
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+
+from services.requests.admission.admission import Admission
+from services.requests.grammars.checker import GrammarChecker
+from services.requests.tenants.limits import Caller
+from services.requests.tenants.tenant import NOBODY, Tenant
+from shared.process.settings import RequestSettings
+from shared.wire.stage import Stage
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestContext:
+    """The objects that turn a body into requests, and who asks."""
+
+    settings: RequestSettings
+    stage: Stage
+    client: "redis.asyncio.Redis"
+    grammars: GrammarChecker
+    admission: Admission
+    caller: Caller = field(default_factory=lambda: Caller(NOBODY))  # a request's own: see context_of
+
+    @property
+    def tenant(self) -> Tenant:
+        return self.caller.tenant
+
+    async def while_wanted(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return what `work` returns. Subclasses cancel it when nobody waits for the answer any
+        more."""
+        return await work
+
+    def resolve(self, name: str) -> str:
+        """The served model that the caller calls so. Raises Rejected, Invalid."""
+        return self.admission.resolve(name, self.tenant)

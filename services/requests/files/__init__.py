@@ -1,0 +1,1 @@
+"""Files: their records in Redis, and where their contents lie."""

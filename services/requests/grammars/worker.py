@@ -1,0 +1,25 @@
+"""`python -m services.requests.grammars.worker`: the gateway's helper that makes what clients want
+their answers to match such that it can be enforced.
+
+It compiles it, too, to see whether it is.
+
+A grammar comes from whoever sends a request. The library counts its work and its memory; where that
+should not hold, this process is killed, or its memory ends, and nothing else with it. A question is
+a pickled Constraint, the answer Prepared or Invalid.
+"""
+
+import pickle
+import sys
+
+from services.requests.helpers.worker import limit_memory, run_worker
+from services.requests.schemas.prepare import Prepared, prepare
+
+
+def answer(question: bytes) -> Prepared:
+    return prepare(pickle.loads(question))
+
+
+if __name__ == "__main__":
+    if sys.platform == "linux":
+        limit_memory()
+    run_worker(answer)

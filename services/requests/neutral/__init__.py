@@ -1,0 +1,2 @@
+"""The neutral request: OpenAI's chat completion, completion and embeddings, which every API's
+request becomes."""

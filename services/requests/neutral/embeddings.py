@@ -1,0 +1,62 @@
+"""The body of a request for embeddings, of OpenAI's API and of those that are made into one."""
+
+from functools import partial
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
+
+from services.requests.bodies.body import ANYTHING, Body
+from services.requests.bodies.fields import MAX_INPUTS, PROMPT_SCHEMA, Prompt, read_prompt
+from services.requests.neutral.messages import MAX_NAME, Message
+from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_MESSAGES, MAX_PRIORITY, MAX_TEMPLATE, MAX_USER, ChatCompletionBody, checked_truncation
+from services.requests.neutral.tools import check_depth
+from shared.model.sampling_params import (
+    MAX_TOKENS,
+)
+from shared.process.errors import Invalid
+from shared.wire.messages import EmbeddingParams, EncodingParams
+
+
+class EmbeddingBody(Body):
+    """Texts, or one conversation, which the model's chat template makes a text."""
+
+    neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
+
+    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = None
+    messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="instead of input")] = None
+    add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
+    continue_final_message: bool = False
+    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
+    pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
+    normalize: bool = Field(True, description="to length 1")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many; -1: as many as fit")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
+    cache_salt: str = Field("", max_length=256)
+    user: str | None = Field(None, max_length=MAX_USER)
+
+    @property
+    def embedding(self) -> EmbeddingParams:
+        return EmbeddingParams(self.pooling or "", self.dimensions, self.normalize)
+
+    def encoding(self) -> EncodingParams:
+        """How an input is to be encoded."""
+        return EncodingParams(truncate_prompt_tokens=checked_truncation(self.truncate_prompt_tokens), keeps_beginning=True)
+
+    def prompts(self, *, may_bring_template: bool) -> list[dict[str, Any]]:
+        """The fields of GenerateRequest that hold the input, for each vector. Raises Invalid."""
+        if (self.input is None) == (self.messages is None):
+            raise Invalid("give input or messages, one of them", param="input")
+        if self.input is not None:
+            return [{"prompt": each} if isinstance(each, str) else {"prompt_token_ids": each} for each in self.input]
+        assert self.messages is not None
+        chat = ChatCompletionBody.model_construct(
+            model=self.model, messages=self.messages, add_generation_prompt=self.add_generation_prompt, continue_final_message=self.continue_final_message,
+            chat_template=self.chat_template, chat_template_kwargs=self.chat_template_kwargs,
+        )  # fmt: skip
+        options = chat.chat_options(chat.calling(), may_bring_template=may_bring_template)
+        return [{"messages": tuple(message.to_wire() for message in self.messages), "chat": options}]

@@ -1,0 +1,249 @@
+"""Stored responses: what was asked is a key of Redis, what was answered is the token log. Any
+gateway reads both, and both live equally long.
+
+What is kept of the request is the whole conversation, so that going on with it needs the response before, and none of those before that. Of a chain of
+responses only the last two keep it: the items of the others are the beginning of what their successor keeps, and so they name that. A successor outlives them.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import orjson
+import redis
+import redis.asyncio
+
+from services.requests.admission.held import queue_delete, queue_rewrite
+from services.requests.answers.schema_errors import schema_errors
+from services.requests.answers.translate import Fold, Json
+from services.requests.client import redis_errors_as_503
+from services.requests.errors import GONE, draining
+from services.requests.grammars.answers import AnswerChecker
+from services.requests.record import ResponseRecord, find_record
+from services.requests.responses.events import ResponseEvents
+from services.requests.tenants.tenant import Tenant
+from shared.process.errors import Invalid, Lost
+from shared.wire.messages import Control, RequestError, TokenEvent
+from shared.wire.registry import broadcast
+from shared.wire.streams import LOG_TTL_S, MESSAGE, inflight_key, log_key, response_key, stored_key, tombstone_key
+from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
+from shared.wire.transport import Backoff, entries_of, is_temporary
+
+LONG_BYTES = 256 << 10
+MAX_LINKS = 10_000  # from a response to the one that keeps its items
+PAGE = 512  # entries of a log at a time: decoding more would stall other streams
+DELETED_LOG_TTL_S = 60  # so long a deleted response's log stays: whoever is about to acknowledge its request must find the end
+MAX_WAIT_S = 1.0  # for a log to grow, in one command: less than a gateway that drains has for its last words
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A response's request, as it is stored."""
+
+    asked: Json  # the fields of its object that repeat the request
+    items: list[Json]  # the whole conversation that the model was given, but for the instructions; none, if another has it
+    holder: str = ""  # the response that has it
+    num_items: int = 0  # that many are this one's, the holder's first
+
+    def encode(self) -> bytes:
+        whole = asdict(self)
+        return orjson.dumps(whole if self.holder else {name: whole[name] for name in ("asked", "items")})
+
+
+async def decode(packed: bytes) -> Stored:
+    return Stored(**(await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)))
+
+
+class Store:
+    """Stored responses, as a gateway finds them in Redis."""
+
+    def __init__(self, client: "redis.asyncio.Redis", followers: "redis.asyncio.Redis", ping_interval_s: float, answers: AnswerChecker | None = None) -> None:
+        """followers: a client of its own, each command of which may block. answers: what holds those that are read against their schemas; None: nothing."""
+        self.client = client
+        self.followers = followers
+        self.answers = answers
+        self.ping_interval_s = ping_interval_s
+        self.wait_s = min(ping_interval_s, MAX_WAIT_S)
+        self._is_draining = False
+
+    async def load(self, tenant: Tenant, response_id: str, *, of_all: bool = False) -> tuple[ResponseRecord, Stored]:
+        """Raises Invalid (404) for what is not stored, not any more, or not by this tenant; of_all:
+        or not to be seen by it."""
+        with redis_errors_as_503():
+            packed: Any = await self.client.get(stored_key(response_id))
+            record = await find_record(self.client, tenant, response_id, of_all=of_all)
+        if packed is None or record is None:
+            raise Invalid(f"Response with id '{response_id}' not found.", param="response_id", code="response_not_found", status=404)
+        return record, await decode(packed)
+
+    async def items(self, stored: Stored) -> list[Json]:
+        """The whole conversation that the model was given. Raises Invalid (404) if whoever keeps it is gone."""
+        found = stored
+        for _ in range(MAX_LINKS):
+            if not found.holder:
+                return found.items[: stored.num_items] if stored.holder else found.items
+            if (packed := await self._get(found.holder)) is None:
+                break
+            found = await decode(packed)
+        raise Invalid("the conversation is not stored any more", param="response_id", code="response_not_found", status=404)
+
+    async def _get(self, response_id: str) -> bytes | None:
+        with redis_errors_as_503():
+            packed: Any = await self.client.get(stored_key(response_id))
+        return None if packed is None else bytes(packed)
+
+    async def hand_over(self, record: ResponseRecord, stored: Stored) -> None:
+        """Have the response before this one, with which somebody goes on, name this one for its items: else each turn would keep all before it."""
+        before = stored.asked.get("previous_response_id")
+        if stored.holder or not before or (packed := await self._get(before)) is None:
+            return
+        found = await decode(packed)
+        content = Stored(found.asked, [], record.response_id, len(found.items)).encode()
+        if found.holder or len(content) >= len(packed) or stored.items[: len(found.items)] != found.items:
+            return
+        with redis_errors_as_503():
+            async with self.client.pipeline(transaction=False) as pipe:
+                queue_rewrite(pipe, record.tenant_id, before, len(packed), content, record.response_id)
+                await pipe.execute()
+
+    async def _handed_back(self, record: ResponseRecord) -> tuple[str, int, bytes] | None:
+        """What the response before is to keep when this one goes, whose items it names: its id, the length of what it keeps now, and the new. None: nothing."""
+        packed = await self._get(record.response_id)
+        stored = await decode(packed) if packed is not None else Stored({}, [])
+        before = stored.asked.get("previous_response_id")
+        kept = await self._get(before) if before else None
+        if not before or kept is None or (found := await decode(kept)).holder != record.response_id:
+            return None
+        items = [] if stored.holder else stored.items[: found.num_items]
+        return before, len(kept), Stored(found.asked, items, stored.holder, found.num_items if stored.holder else 0).encode()
+
+    async def read(self, record: ResponseRecord, stored: Stored, *, is_checked: bool = True) -> ResponseEvents:
+        """The response as its log has it now. is_checked: an answer that has ended is held against its schema. Raises Invalid (404) if the log has expired."""
+        events = ResponseEvents(record, stored.asked)
+        fold = Fold(record, events)
+        events.opening(None)
+        async for page in self._pages(record):
+            for event in page:
+                if is_checked:
+                    await self._check_end(record, fold, event)
+                fold.add(event)
+            await asyncio.sleep(0)  # a long log: others have their turn in between
+        return events
+
+    async def _check_end(self, record: ResponseRecord, fold: Fold, event: TokenEvent) -> None:
+        """Hold an answer that this event ends against what of its schema could not be enforced."""
+        if self.answers is not None and record.checks and event.finish_reason == "stop":
+            fold.choice.schema_errors = await schema_errors(self.answers, record, "".join([*fold.choice.text, event.text]))
+
+    async def _pages(self, record: ResponseRecord) -> AsyncIterator[list[TokenEvent]]:
+        (request_id,) = record.request_ids
+        position, is_there = 0, False
+        while True:
+            with redis_errors_as_503():
+                entries: Any = await self.client.xrange(log_key(request_id), min=f"({position}-0" if position else "-", count=PAGE)
+                is_there = is_there or bool(entries) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
+            if not is_there:
+                raise Invalid(f"Response with id '{record.response_id}' is too old.", param="response_id", code="response_not_found", status=404)
+            events = self._parse(request_id, entries, position)
+            yield events
+            if len(entries) < PAGE or events[-1].finish_reason is not None:
+                return
+            position = events[-1].position
+
+    def _parse(self, request_id: str, entries: Any, position: int) -> list[TokenEvent]:
+        """The entries of a page; where the log is not whole, an end that says so."""
+        try:
+            return parse_log(entries, position)
+        except Lost as error:
+            return [TokenEvent(request_id, position, None, "", finish_reason="error", error=RequestError(f"{GONE.message}: {error}", 500, code=GONE.code))]
+
+    async def has_ended(self, record: ResponseRecord) -> bool:
+        with redis_errors_as_503():
+            last: Any = await self.client.xrevrange(log_key(record.request_ids[0]), count=1)
+        return bool(last) and END in last[0][1]
+
+    async def follow(self, record: ResponseRecord, events: ResponseEvents) -> AsyncIterator[bytes]:
+        """The response's events as bytes, from its log and as the log grows."""
+        (request_id,) = record.request_ids
+        fold = Fold(record, events)
+        yield fold.encode(events.opening(None))
+        position, last_id, backoff, spoken_at = 0, b"0-0", Backoff(), time.monotonic()
+        while not fold.is_over:
+            is_due = time.monotonic() - spoken_at >= self.ping_interval_s - self.wait_s
+            try:
+                entries = await self._wait(request_id, last_id)
+                end, is_known = await self._state(record, last_id) if is_due and not entries else (None, True)
+            except (redis.RedisError, OSError) as error:
+                if not is_temporary(error):
+                    raise
+                yield events.ping
+                await asyncio.sleep(backoff.failed(error))
+                continue
+            backoff.succeeded()
+            if end is not None:
+                yield fold.encode(fold.add(end))
+                return
+            if not is_known or (self._is_draining and not entries):
+                yield fold.encode(events.interrupted(draining(record.response_id) if is_known else GONE))
+                return
+            for event in self._parse(request_id, entries, position):
+                position = event.position
+                await self._check_end(record, fold, event)
+                yield fold.encode(fold.add(event))
+            last_id = entries[-1][0] if entries else last_id
+            if not entries and is_due:
+                yield events.ping
+            if entries or is_due:
+                spoken_at = time.monotonic()
+
+    def drain(self) -> None:
+        """End the streams that follow logs: another gateway can go on with them."""
+        self._is_draining = True
+
+    async def _wait(self, request_id: str, last_id: bytes) -> Any:
+        """The log's entries after this one, once there are some; none after a while."""
+        key = log_key(request_id)
+        return entries_of(await self.followers.xread({key: last_id}, count=PAGE, block=int(self.wait_s * 1000))).get(key.encode(), [])
+
+    async def _state(self, record: ResponseRecord, last_id: bytes) -> tuple[TokenEvent | None, bool]:
+        """The end that the log holds at last_id or before, and whether anything may still write one.
+
+        A Redis that lost the log's last entries ends it before what was read of it.
+        """
+        (request_id,) = record.request_ids
+        last: Any = await self.client.xrevrange(log_key(request_id), count=1)
+        if last and END in last[0][1] and place(last[0][0]) <= place(last_id):
+            return end_alone(decode_entry(last[0][1][MESSAGE])), True
+        return None, bool(last) or bool(await self.client.hexists(inflight_key(record.served_model), request_id))
+
+    async def cancel(self, record: ResponseRecord) -> None:
+        """End the response as cancelled, now: its log says so before anybody is told. What has
+        ended stays as it is."""
+        with redis_errors_as_503():
+            async with self.client.pipeline(transaction=False) as pipe:
+                for request_id in record.request_ids:
+                    pipe.set(tombstone_key(request_id), "1", ex=LOG_TTL_S)
+                    end_request(pipe, record.served_model, request_id, None)
+                broadcast(pipe, Control("cancel", tuple(record.request_ids)))
+                await pipe.execute()
+
+    async def delete(self, record: ResponseRecord) -> None:
+        """Forget the response; one that runs is cancelled."""
+        await self.cancel(record)
+        handed_back = await self._handed_back(record)
+        with redis_errors_as_503():
+            async with self.client.pipeline(transaction=False) as pipe:
+                queue_delete(pipe, record.tenant_id, record.response_id)
+                if handed_back is not None:
+                    queue_rewrite(pipe, record.tenant_id, *handed_back)
+                for key in (log_key(record.request_ids[0]), response_key(record.response_id)):
+                    pipe.expire(key, DELETED_LOG_TTL_S)
+                await pipe.execute()
+
+
+def place(entry_id: bytes) -> tuple[int, int]:
+    """An entry's place in its stream, to compare."""
+    first, _, second = entry_id.partition(b"-")
+    return int(first), int(second)

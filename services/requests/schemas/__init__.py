@@ -1,0 +1,1 @@
+"""JSON schemas, rewritten into what the grammars' library can enforce."""

@@ -1,0 +1,39 @@
+"""Whether an answer keeps to its schema, by the jsonschema package. Runs in a helper: a pattern may
+take for ever."""
+
+import json
+import re
+from itertools import islice
+from typing import Any
+
+import jsonschema
+import referencing
+from jsonschema_specifications import REGISTRY
+from referencing.jsonschema import DRAFT202012
+
+MAX_PROBLEMS = 8
+MAX_PATH = 200  # characters
+EVERYTHING: Any = referencing.Resource(contents={}, specification=DRAFT202012)  # type: ignore[call-arg]
+
+# What a schema refers to in another place is not fetched: it says nothing
+PLACES: Any = referencing.Registry(retrieve=lambda _: EVERYTHING).combine(REGISTRY)  # type: ignore[call-arg]
+
+
+def problems_of(schema: Any, text: str) -> list[dict[str, Any]]:
+    """List where the answer breaks which keyword of its schema; empty: it is valid."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return [problem("$", "it is not JSON")]
+    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
+    found: list[dict[str, Any]] = []
+    try:
+        for error in islice(validator(schema, registry=PLACES).iter_errors(value), MAX_PROBLEMS):
+            found.append(problem(error.json_path, f"{error.validator or 'false'} does not hold"))
+    except (re.error, RecursionError, jsonschema.exceptions.SchemaError, referencing.exceptions.Unresolvable, TypeError, ValueError, AttributeError) as error:
+        found.append(problem("$", f"not checked: the schema can't be read ({type(error).__name__})"))
+    return found
+
+
+def problem(path: str, message: str) -> dict[str, Any]:
+    return {"path": path[:MAX_PATH], "message": message}

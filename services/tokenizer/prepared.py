@@ -1,0 +1,35 @@
+"""Prepared: a request on its way to token ids."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from services.tokenizer.chat_template import Slow
+from shared.model.arrays import Array
+from shared.process.errors import Invalid
+from shared.wire.messages import GenerateRequest
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A request with its text, then with its token ids, or with the reason why it has none."""
+
+    request: GenerateRequest
+    text: str | None = None  # to be encoded; None: the request brought token ids
+    token_ids: Array = field(default_factory=lambda: np.zeros(0, np.int32))  # [n] int32
+    error: Invalid | None = None  # it ends with this
+    is_slow: bool = False  # its chat template takes long: it is to be rendered beside the loop
+
+    @classmethod
+    def of(cls, request: GenerateRequest) -> "Prepared":
+        """Begin with the text or the token ids that the request brought."""
+        return cls(request, request.prompt) if request.prompt_token_ids is None else cls(request, request.prompt, request.prompt_token_ids)
+
+    def take(self, rendered: str | Invalid | Slow) -> None:
+        """The outcome of a chat template."""
+        if isinstance(rendered, Slow):
+            self.is_slow = True
+        elif isinstance(rendered, Invalid):
+            self.error = rendered
+        else:
+            self.text = rendered
