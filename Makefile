@@ -22,10 +22,11 @@ $(VENV)/dev: pyproject.toml
 up: $(BIN)/penstock  ## serves the demo model; ARGS are those of `penstock up`
 	$(BIN)/penstock up $(ARGS)
 
-dev: $(VENV)/dev  ## installs all that who changes the code needs, and the hook of pre-commit
+dev: $(VENV)/dev  ## installs everything for who changes the code, and the hook of pre-commit
 	$(BIN)/pre-commit install
 
-docs: $(VENV)/dev  ## writes what pages have from the code: docs/reference/, the contents of long pages (`mkdocs serve` shows the site)
+# docs/reference/, and the contents of long pages. `mkdocs serve` shows the site.
+docs: $(VENV)/dev  ## writes the pages that are written from the code
 	$(BIN)/python -m tests.lint --write
 
 test: $(VENV)/dev  ## runs the tests: real Redis, real processes, real HTTP; with ARGS, those of pytest

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.lint.pages import DOCS, ROOT, github_slug, headings, prose_lines
+from tests.lint.pages import DOCS, github_slug, headings, prose_lines
+from tests.lint.problem import Problem
 
 BEGIN, END = "<!-- contents -->", "<!-- end of contents -->"
 SCREEN = 80  # lines of a page that needs no contents
@@ -34,6 +35,6 @@ def write() -> None:
             page.write_text(wanted, encoding="utf-8")
 
 
-def problems() -> list[str]:
+def problems() -> list[Problem]:
     wrong = [page for page in listed_pages() if (text := page.read_text(encoding="utf-8")) != with_contents(text)]
-    return [f"{page.relative_to(ROOT)}: its contents are not its sections; run python -m tests.lint --write" for page in wrong]
+    return [Problem(page, 0, "its contents are not its sections; make docs writes them") for page in wrong]

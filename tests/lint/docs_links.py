@@ -3,31 +3,31 @@
 import re
 from pathlib import Path
 
-from tests.lint.pages import CODE, DOCS, ROOT, github_slug, headings, pages, prose_lines, site_slug
+from tests.lint.pages import CODE, DOCS, github_slug, headings, pages, prose_lines, site_slug
+from tests.lint.problem import Problem
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def problems() -> list[str]:
+def problems() -> list[Problem]:
     texts = {page: page.read_text(encoding="utf-8") for page in pages()}
     anchors = {page: {github_slug(title) for _, title in headings(text)} for page, text in texts.items()}
     return [problem for page, text in texts.items() for problem in (*wrong_headings(page, text), *wrong_links(page, text, anchors))]
 
 
-def wrong_headings(page: Path, text: str) -> list[str]:
-    name = page.relative_to(ROOT)
+def wrong_headings(page: Path, text: str) -> list[Problem]:
     titles = [title for _, title in headings(text)]
-    found = [f"{name}: GitHub and the site make different anchors of {title!r}" for title in titles if github_slug(title) != site_slug(title)]
+    found = [Problem(page, 0, f"GitHub and the site make different anchors of {title!r}") for title in titles if github_slug(title) != site_slug(title)]
     slugs = [github_slug(title) for title in titles]
-    return found + [f"{name}: two headings have the anchor {slug}" for slug in sorted({slug for slug in slugs if slugs.count(slug) > 1})]
+    return found + [Problem(page, 0, f"two headings have the anchor {slug}") for slug in sorted({slug for slug in slugs if slugs.count(slug) > 1})]
 
 
-def wrong_links(page: Path, text: str, anchors: dict[Path, set[str]]) -> list[str]:
+def wrong_links(page: Path, text: str, anchors: dict[Path, set[str]]) -> list[Problem]:
     found = []
     for number, line in prose_lines(text):
         for target in LINK.findall(CODE.sub("", line)):
             if (reason := problem_of(page, target, anchors)) is not None:
-                found.append(f"{page.relative_to(ROOT)}:{number}: {target}: {reason}")
+                found.append(Problem(page, number, f"{target}: {reason}"))
     return found
 
 

@@ -3,7 +3,8 @@
 import re
 from pathlib import Path
 
-from tests.lint.pages import ROOT, pages, prose_lines
+from tests.lint.pages import pages, prose_lines
+from tests.lint.problem import ROOT, Problem
 
 FOLDERS = ("services", "shared", "tests", "bench", "deploy", "docs", ".github")
 NAME = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:py|cpp|h|inc|mjs|js|acl|conf|yml|toml))`")
@@ -11,7 +12,7 @@ FOLDER = re.compile(rf"`((?:{'|'.join(map(re.escape, FOLDERS))})/(?:[\w.-]+/)*)`
 IMAGINED = {"lanes_sve.inc", "sve.cpp"}  # an instruction set that docs/understand/kernels.md makes up to show how one is added
 
 
-def problems() -> list[str]:
+def problems() -> list[Problem]:
     files = {path.relative_to(ROOT).as_posix() for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()}
     files |= {path.name for path in ROOT.iterdir() if path.is_file()}
     found = []
@@ -19,7 +20,7 @@ def problems() -> list[str]:
         for number, line in prose_lines(page.read_text(encoding="utf-8")):
             missing = [name for name in NAME.findall(line) if not is_there(name, files)]
             missing += [name for name in FOLDER.findall(line) if not (ROOT / name).is_dir()]
-            found += [f"{page.relative_to(ROOT)}:{number}: there is no {name}" for name in missing]
+            found += [Problem(page, number, f"there is no {name}") for name in missing]
     return found
 
 

@@ -5,7 +5,8 @@ import unicodedata
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+from tests.lint.problem import ROOT
+
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^\s*(```|~~~)")
 HEADING = re.compile(r"^(#{1,6})\s+(.*?)\s*$")

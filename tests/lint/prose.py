@@ -2,7 +2,8 @@
 
 import re
 
-from tests.lint.pages import ROOT, pages, prose_lines
+from tests.lint.pages import pages, prose_lines
+from tests.lint.problem import Problem
 
 WIDTH = 100
 TARGET = re.compile(r"\]\([^)]*\)")
@@ -14,9 +15,9 @@ def long_lines(text: str) -> list[tuple[int, int]]:
     return [(number, length) for number, length in lines if length > WIDTH]
 
 
-def problems() -> list[str]:
+def problems() -> list[Problem]:
     return [
-        f"{page.relative_to(ROOT)}:{number}: {length} columns of prose, more than {WIDTH}"
+        Problem(page, number, f"{length} columns of prose, more than {WIDTH}")
         for page in pages()
         for number, length in long_lines(page.read_text(encoding="utf-8"))
     ]

@@ -5,7 +5,8 @@ import pytest
 from tests.lint.contents import BEGIN, with_contents
 from tests.lint.docs_links import problem_of, wrong_headings
 from tests.lint.named_files import is_there
-from tests.lint.pages import DOCS, ROOT, github_slug, headings, site_slug
+from tests.lint.pages import DOCS, github_slug, headings, site_slug
+from tests.lint.problem import ROOT
 from tests.lint.prose import long_lines
 
 LONG = "word " * 30
