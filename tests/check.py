@@ -6,7 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-COMMANDS = {  # the longest first
+COMMANDS: dict[str, list[str | Path]] = {  # the longest first
     "mypy": [BIN / "mypy"],
     "lint-imports": [BIN / "lint-imports"],
     "tests.lint": [sys.executable, "-m", "tests.lint"],

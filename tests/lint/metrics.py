@@ -35,8 +35,8 @@ def series() -> set[str]:
 
 
 def of_page(shown: set[str]) -> list[Problem]:
-    rows = [(number, *match.groups()) for number, line in enumerate(PAGE.read_text().splitlines(), 1) if (match := ROW.match(line))]
-    documented = {name + suffix: number for number, name, kind in rows for suffix in (OF_HISTOGRAM if kind == "histogram" else ("",))}
+    rows = [(number, match) for number, line in enumerate(PAGE.read_text().splitlines(), 1) if (match := ROW.match(line))]
+    documented = {match[1] + suffix: number for number, match in rows for suffix in (OF_HISTOGRAM if match[2] == "histogram" else ("",))}
     unknown = [Problem(PAGE, number, f"/metrics has no {name}") for name, number in documented.items() if name not in shown]
     return unknown + [Problem(PAGE, 0, f"{name} of /metrics is missing") for name in sorted(shown - set(documented))]
 
