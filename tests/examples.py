@@ -9,5 +9,4 @@ DEFAULT = 100  # hypothesis' own, which the profile "explore" has; conftest.py g
 
 def examples(number: int, **others: Any) -> settings:
     """settings for a property that needs another number of examples than DEFAULT; `others` are passed on."""
-    assert settings.default is not None
-    return settings(max_examples=max(1, number * settings.default.max_examples // DEFAULT), **others)
+    return settings(max_examples=max(1, number * settings().max_examples // DEFAULT), **others)

@@ -162,7 +162,7 @@ class Engine:
             location = model.weights if isinstance(model, ModelFiles) else model
             executor = load_transformers_model(location, TorchBackend(dtype, CPU), max_model_len or SIZES["max_position_embeddings"])
         cache = KVCache(executor.config, executor.backend, num_blocks=num_blocks, block_size=block_size, group=kv_group)
-        self.runner = ModelRunner(executor, cache)
+        self.runner: ModelRunner = ModelRunner(executor, cache)
         self.row_search = backend.row_search
         blocks = BlockManager(num_blocks, block_size)
         self.scheduler = Scheduler(blocks, make_admission(strategy, blocks), max_num_seqs=max_num_seqs, max_batched_tokens=max_batched_tokens)
