@@ -105,13 +105,7 @@ def render(template: str, special_tokens: dict[str, str], conversation: dict[str
     add_generation_prompt, continue_final_message.
     """
     template = conversation["chat_template"] or template
-    messages, tools = conversation["messages"], conversation["tools"]
-    if not knows(template, "developer"):
-        messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
-    if not knows(template, "tool_calls") and not knows(template, "tool"):
-        messages = spell_calls(messages)
-    if tools and not knows(template, "tools"):
-        messages, tools = explain_tools(messages, tools), None
+    messages, tools = _in_terms_of(template, conversation["messages"], conversation["tools"])
     if conversation["documents"] and not knows(template, "documents"):
         return {"error": "it knows of no documents", "param": "documents"}
     options = {
@@ -119,13 +113,27 @@ def render(template: str, special_tokens: dict[str, str], conversation: dict[str
         "continue_final_message": conversation["continue_final_message"], **special_tokens, **conversation["kwargs"],
     }  # fmt: skip
     rendered = _render(template, messages, tools, options)
-    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
-    parsed = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
-    if parsed and ("error" in rendered or any(str(arguments) in rendered["text"] for arguments in parsed if arguments)):
-        # a template that wants arguments as text
+    if _wants_arguments_as_text(rendered, messages):
         spelt = _render(template, [_with_spelt_arguments(message) for message in messages], tools, options)
         rendered = spelt if "text" in spelt else rendered
     return rendered
+
+
+def _in_terms_of(template: str, messages: list[dict[str, Any]], tools: Any) -> tuple[list[dict[str, Any]], Any]:
+    """The messages and the tools without what the template does not know: told in plain messages
+    instead."""
+    if not knows(template, "developer"):
+        messages = [{**message, "role": "system"} if message["role"] == "developer" else message for message in messages]
+    if not knows(template, "tool_calls") and not knows(template, "tool"):
+        messages = spell_calls(messages)
+    return (explain_tools(messages, tools), None) if tools and not knows(template, "tools") else (messages, tools)
+
+
+def _wants_arguments_as_text(rendered: dict[str, str], messages: list[dict[str, Any]]) -> bool:
+    """Whether the template failed on a call's arguments, or printed them as Python does."""
+    calls = [call["function"] for message in messages for call in message.get("tool_calls", ())]
+    parsed = [call["arguments"] for call in calls if isinstance(call["arguments"], dict)]
+    return bool(parsed) and ("error" in rendered or any(str(arguments) in rendered["text"] for arguments in parsed if arguments))
 
 
 def _with_spelt_arguments(message: dict[str, Any]) -> dict[str, Any]:
