@@ -1,8 +1,8 @@
 """Stages of tests, forked from a process that has imported their modules: a start takes a tenth of what an interpreter's own imports take.
 
 A stage is a process as ever: `runpy` runs its `__main__`, with an environment, a log and an exit code
-of its own. What differs from `python -m` is that replicas share the seed of hash(). Chaos, `penstock up`
-and all programs beside pytest start theirs by `python -m`.
+of its own. What differs from `python -m` is that replicas share the seed of hash(). Chaos and
+`penstock up` start theirs by `python -m`.
 """
 
 import atexit
