@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FIRST = ["pipeline", "stages", "kernels"]  # which have the longest files
+# those with the longest files; kernels/cuda before all that imports Triton: its conftest.py sets the interpreter
+FIRST = ["kernels", "pipeline", "stages"]
 LAST = ["wire", "unit"]
 LAST_FAILED = ROOT / ".pytest_cache/v/cache/lastfailed"
 TESTS_FAILED = 1  # pytest's exit code; those above say that pytest itself did not work

@@ -60,11 +60,11 @@ def test_only_a_step_beyond_its_own_bound_ends_compute(tmp_path: Path, redis_bin
         settings = ComputeSettings(redis_url=url)
         compute, other = Stage("compute", settings, step_timeout_s=3600.0), Stage("sampler", settings)
         for each in (compute, other):
-            each._turned_at -= 2 * registry.STUCK_AFTER_S
+            each._alive_at -= 2 * registry.STUCK_AFTER_S
             each._served_at -= 2 * registry.STUCK_AFTER_S
             each._heartbeat.beat()
         assert {each.stage for each in compute.registry.replicas} == {"compute"}
-        compute._turned_at -= 3600.0
+        compute._alive_at -= 3600.0
         with pytest.raises(EndedError):
             compute._heartbeat.beat()
         for each in (compute, other):
@@ -78,7 +78,7 @@ def test_waiting_for_redis_is_no_step() -> None:
 
     def ask() -> None:
         idle_s.append(waiting.describe().idle_s)
-        waiting._turned_at -= 200.0
+        waiting._alive_at -= 200.0
         if len(idle_s) < 4:
             waiting.transport.client.ping()
 
