@@ -196,7 +196,7 @@ def main() -> None:
     windows = split(docstrings()[: args.tokens * 10], tokenizer, WINDOW)[: args.tokens // WINDOW]
     modes = [mode for mode in MODES if args.only is None or mode.name in ("bf16", *args.only)]
     if keeps_its_form(files):
-        print(f"{files.name} is quantized already: bf16 is as it is served, and it is not quantized anew")
+        print(f"{files.name} is quantized already: bf16 is as it is served, and it is not quantized again")
         modes = [mode for mode in modes if mode.packing.quantization == "none"]
     with fast_products(), torch.inference_mode():
         qualities = compare_modes(files, modes, args.quantized, windows)

@@ -3,7 +3,7 @@
 Method: a real SamplerService and a real Redis (the embedded one, on a Unix socket) that holds the token logs of 256 sequences, 4,000 tokens each. One
 message introduces all of them, with a row each, as compute sends it when a sampler has gone; the sampler replays the logs and decides. On the other side
 stands compute's own account of what is undecided, looked at ten times a second: it says how often compute would have sent everything again.
-The ceiling: all that must be done is to read the logs and to make their text anew; the table says what that is for a token.
+The ceiling: all that must be done is to read the logs and to make their text again; the table says what that is for a token.
 
     python -m bench.takeover
 """
@@ -60,7 +60,7 @@ def fill_logs(client: "redis.Redis", sequences: int, tokens: int) -> Array:
 
 
 def rows_at(position: int, previous: Array) -> CandidateRows:
-    """A greedy row for each sequence, computed upon its log's last token."""
+    """A greedy row for each sequence, computed on its log's last token."""
     count = len(previous)
     zeros, ones = np.zeros(count, np.int32), np.ones(count, np.int32)
     return CandidateRows(

@@ -288,7 +288,7 @@ def device_times(runner: ModelRunner, backend: CudaBackend, batch: int, num_comp
 def step_walls(runner: ModelRunner, backend: CudaBackend, batch: int, num_computed: int, num_blocks: int, *, is_ahead: bool) -> list[float]:
     """Milliseconds from one landing to the next. The first steps are recorded."""
     found: list[float] = []
-    rounds = STEPS if num_computed == 0 else 1  # a prompt has one step: it is begun anew for each
+    rounds = STEPS if num_computed == 0 else 1  # a prompt has one step: it is begun again for each
     for _ in range(rounds):
         scheduler = make_scheduler(num_blocks)
         begun(scheduler, batch, CONTEXT, num_computed)

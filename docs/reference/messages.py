@@ -55,7 +55,7 @@ def is_key_maker(value: Any) -> bool:
 
 
 def made(function: Any) -> Any:
-    """What a function of streams.py gives for names in angle brackets."""
+    """The key that a function of streams.py makes, with its arguments' names in angle brackets."""
     names = [f"<{re.sub('_id$', '', name)}>" for name in inspect.signature(function).parameters]
     return function(*names)
 

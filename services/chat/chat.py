@@ -21,7 +21,7 @@ COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)  # a path such as /etc
 HELP = f"""\
 /system [TEXT]   show the system prompt, or set it (/system none takes it away)
 /model [NAME]    list the models, or go on with another
-/regenerate      answer the last question anew
+/regenerate      answer the last question again
 /save FILE       write the conversation: Markdown, or messages to a .json
 /reset           forget what was said; the system prompt stays
 /help, /exit

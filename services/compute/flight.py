@@ -1,7 +1,7 @@
 """A step in flight: it runs on a device that draws its tokens, and nothing of it has been read yet.
 
 `launch`: each sequence of the step has a token that is PENDING. So the next step can be scheduled,
-and launched upon what the device draws. `collect`: the candidates are read, and the token becomes
+and launched on what the device draws. `collect`: the candidates are read, and the token becomes
 what the sampler will decide. The device's draw has no authority: where the host's is another, or
 ends its sequence, the next step's row is discarded, like everything computed from a wrong token.
 
@@ -25,7 +25,7 @@ class Flight:
     reduction: Reduction
     sequences: dict[int, Sequence]  # by handle: those that have a token PENDING
     began_at: float  # perf_counter, s: when the step was begun
-    # what the next step may be launched upon before this one is collected; None: nothing
+    # what the next step may be launched on before this one is collected; None: nothing
     drawn: DrawnTokens | None
 
 

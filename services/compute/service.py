@@ -121,7 +121,7 @@ class ComputeService:
         self.reduce(batch, hidden, sequences, masking, began_at)
 
     def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
-        """Launch a scheduled step upon what the step before draws; then collect that one, which
+        """Launch a scheduled step on what the step before draws; then collect that one, which
         says what of this one is still valid, and its masks."""
         began_at = self.meter.began_at
         self.announce(batch)
@@ -246,7 +246,7 @@ class ComputeService:
 
     def apply(self, decision: Decision) -> None:
         """The log holds this token now. Mostly it is the one foreseen; where it is not, or is the
-        last, what was computed upon it is dropped."""
+        last, what was computed on it is dropped."""
         active = self.active.get(decision.handle)
         if active is None:
             return  # ended by an earlier one of this batch

@@ -32,7 +32,7 @@ from shared.wire.transport import connect
 log = get_logger("penstock.launcher")
 
 FIRST_RESTART_S, LONGEST_RESTART_S = 0.2, 10.0
-STABLE_AFTER_S = 30.0  # a process that lived this long starts its backoff anew
+STABLE_AFTER_S = 30.0  # a process that lived this long starts its backoff again
 REDIS = "redis"
 MAX_REDIS_FAILURES = 3
 STARTUP_ERROR = 2  # a stage's exit code for "can't run as configured": trying again will not help

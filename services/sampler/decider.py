@@ -3,7 +3,7 @@ is given.
 
 Deciding is idempotent. A row whose position is already in the log is answered from the log, whether
 this replica decided it, another one did, or compute came back from a crash and asks again. Compute
-runs ahead: a row says which token it was computed upon, and is passed over if the log holds another
+runs ahead: a row says which token it was computed on, and is passed over if the log holds another
 there.
 """
 
@@ -45,7 +45,7 @@ class StepDecider:
         previous = step.previous_token_ids.tolist() or [None] * len(states)
         decided: list[Decided] = []
         # handles whose sequences have ended, or whose logs hold other tokens than the next rows
-        # were computed upon
+        # were computed on
         over, astray = set[int](), set[int]()
         token_before: dict[int, int | None] = {}  # that the log holds, by handle, of the row before
         for row, (handle, position, state) in enumerate(zip(step.handles.tolist(), step.positions.tolist(), states, strict=True)):
@@ -57,7 +57,7 @@ class StepDecider:
             if found is None:
                 assert state is not None
                 if handle in astray or not is_next(state, position, previous[row]):
-                    log.info("row skipped: it was computed upon other tokens than the log's", request_id=state.intro.request_id, position=position)
+                    log.info("row skipped: it was computed on other tokens than the log's", request_id=state.intro.request_id, position=position)
                     astray.add(handle)
                     continue
                 found = self._append(step, row, state, token_ids[row], logits[row])
@@ -126,5 +126,5 @@ def settled(state: RequestState | None, handle: int, position: int, logged: Logg
 
 
 def is_next(state: RequestState, position: int, previous_token_id: int | None) -> bool:
-    """Whether a row continues the state: at the next position, computed upon the last token."""
+    """Whether a row continues the state: at the next position, computed on the last token."""
     return position == state.position + 1 and (previous_token_id is None or previous_token_id == state.last_token_id)

@@ -70,7 +70,7 @@ def to_decide_again(decided: list[Decided], settled: list[Decided], refused: Con
     """The rows that follow refused ones in their logs. refused: by handle and position.
 
     Not those of sequences that have ended, or whose logs hold other tokens than were refused: these
-    rows were computed upon the refused ones.
+    rows were computed on the refused ones.
     """
     asked = {row.key: row.outcome.token_id for row in decided if row.key in refused and row.outcome is not None}
     over = {row.handle for row in settled if row.is_over or row.outcome is None or row.outcome.token_id != asked.get(row.key, row.outcome.token_id)}

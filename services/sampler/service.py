@@ -205,7 +205,7 @@ class SamplerService:
         return told
 
     def remainder(self, step: StepCandidates, again: list[Decided]) -> StepCandidates | None:
-        """The rows to decide again, upon what their logs hold now; None: there are none."""
+        """The rows to decide again, on what their logs hold now; None: there are none."""
         for state in {id(row.state): row.state for row in again if row.state is not None}.values():
             self.renew(state)
         keys = {row.key for row in again}

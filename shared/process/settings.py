@@ -187,7 +187,7 @@ class EngineSettings(StageSettings):
         None, gt=0, description="a step that takes longer has hung: compute ends, and another replica goes on; by default 300 on a GPU, 3600 on a CPU"
     )
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
-    run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed upon before the log holds them; 0: wait for each")
+    run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed on before the log holds them; 0: wait for each")
     publish_interval_ms: float | None = Field(
         None, ge=0, le=1000, description="tokens of shorter steps go out together, first and last ones at once; by default 50 where the model has all cores"
     )

@@ -203,7 +203,7 @@ class StepCandidates:
     kept_mass: Float64Array
     tail_token_ids: Int32Array  # [R] the token beyond the candidates on which the draw falls, or -1
     tail_logits: Float32Array  # [R]
-    # [R] at position - 1, as computed upon; -1: none. Empty: unknown
+    # [R] at position - 1, as computed on; -1: none. Empty: unknown
     previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     # [R] below 0: the request's own. Empty: so are all
     temperatures: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))

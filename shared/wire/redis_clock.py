@@ -1,5 +1,5 @@
 """Redis' clock may go back. A stream's ids are made of it: they still grow while the stream is
-there, but one that has expired begins anew with older ids.
+there, but one that has expired begins again with older ids.
 
 Who read the stream before waits for newer ones, and would never see them: so readers look now and
 then whether it is still the same stream.
@@ -32,9 +32,9 @@ def _order_of(entry_id: str) -> tuple[int, int]:
 
 
 def follow_clock(transport: Transport, readers: list[DirectReader]) -> None:
-    """Have streams that have begun anew read from their beginning."""
+    """Have streams that have begun again read from their beginning."""
     newest: Any = transport.persist(lambda: transport.client.eval(NEWEST, len(readers), *(each.stream.key for each in readers)))
     for reader, entry_id in zip(readers, newest, strict=True):
         if has_begun_anew(reader.last_id, entry_id):
-            log.warning("a stream has begun anew: Redis' clock went back", stream=reader.stream.key, last_id=reader.last_id)
+            log.warning("a stream has begun again: Redis' clock went back", stream=reader.stream.key, last_id=reader.last_id)
             reader.last_id = "0-0"

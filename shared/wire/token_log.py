@@ -91,7 +91,7 @@ end
 # key, message], …]]. One packed argument, because hundreds of commands a step cost the client more
 # than the whole decision. Returns what was refused: [index from 1, what the log holds at that
 # position or as its end; nil: the log has lost what came before]. What follows a refused entry in
-# its log is refused with it, unseen: it was computed upon that one. If anything was refused, no
+# its log is refused with it, unseen: it was computed on that one. If anything was refused, no
 # message is sent.
 WRITE_STEP = (
     _COMMON

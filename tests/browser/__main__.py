@@ -3,7 +3,7 @@
 The model is the demo. It prints a line a check; the exit code is 1 if one fails.
 
 python -m tests.browser [name …] [--screenshots FOLDER]
-python -m tests.browser --picture docs/images/kill.gif      the README's picture, recorded anew with the default model
+python -m tests.browser --picture docs/images/kill.gif      the README's picture, recorded again with the default model
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""A sequence's logits are the same bits alone, in any batch, in chunks of any size, and after they were computed anew: whole models in native code."""
+"""A sequence's logits are the same bits alone, in any batch, in chunks of any size, and after they were computed again: whole models in native code."""
 
 from pathlib import Path
 

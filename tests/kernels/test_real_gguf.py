@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from shared.model.files import open_model
 from tests.kernels.families import Engine
 
-PROMPTS = ("The capital of France is", "Once upon a time there was a little", "def fibonacci(n):\n", "1, 2, 3, 4, 5,", "Water boils at a temperature of")
+PROMPTS = ("The capital of France is", "Once on a time there was a little", "def fibonacci(n):\n", "1, 2, 3, 4, 5,", "Water boils at a temperature of")
 NUM_TOKENS = 40
 
 

@@ -18,7 +18,7 @@ MAX_ROUNDS = 5
 async def stream_all(deployment: Deployment, count: int, *, max_tokens: int, disturb: Callable[[], Awaitable[None]] | None = None) -> list[str]:
     """`count` seeded streams at once; `disturb` runs when each of them has had its first tokens, and none has ended. Returns their texts.
 
-    Where this process is held up for longer than the streams take, it finds them over before it can disturb them: then it asks for them anew.
+    Where this process is held up for longer than the streams take, it finds them over before it can disturb them: then it asks for them again.
     """
     async with deployment.async_client() as client:
         for _ in range(MAX_ROUNDS):
@@ -62,7 +62,7 @@ def compute_load(deployment: Deployment) -> dict[str, float]:
 
 
 def catch(pool: ThreadPoolExecutor, ask: Callable[[], T], progress: Callable[[], float], more: float) -> "Future[T]":
-    """A call of `ask` that is under way: `progress` has grown by `more` since it began. One that was over before this process saw that is made anew."""
+    """A call of `ask` that is under way: `progress` has grown by `more` since it began. One that was over before this process saw that is made again."""
     for _ in range(MAX_ROUNDS):
         before, reply = progress(), pool.submit(ask)
         wait_until(lambda before=before, reply=reply: reply.done() or progress() > before + more, description="it is at it")

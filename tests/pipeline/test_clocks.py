@@ -1,4 +1,4 @@
-"""Redis' clock goes back while a stream has expired: it begins anew with ids that are older than what its reader has read."""
+"""Redis' clock goes back while a stream has expired: it begins again with ids that are older than what its reader has read."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -49,4 +49,4 @@ def test_requests_are_answered_after_idle_streams_have_expired_and_the_clock_wen
     wait_until(are_read, description="what is no message is a dead letter by now")
     client.delete(*(stream.key for stream in streams))
     assert answer() == before
-    assert "has begun anew" in small.logs()
+    assert "has begun again" in small.logs()

@@ -76,7 +76,7 @@ def test_what_is_wrong_is_named(demo: Deployment, more: dict[str, Any], param: s
 
 
 def test_embeddings_survive_compute_and_are_the_same_alone_and_in_a_crowd(deployment: Deployment) -> None:
-    """In bfloat16, by the bits. Chunks of prompts are cut anew in every step, and whoever takes a request over begins it anew."""
+    """In bfloat16, by the bits. Chunks of prompts are cut again in every step, and whoever takes a request over begins it again."""
     small_steps = {"PENSTOCK_DTYPE": "bfloat16", "PENSTOCK_MAX_BATCHED_TOKENS": "64"}
     first = start_fragile(deployment, "compute-first", FRAGILE_STEP_S="0.05", FRAGILE_TOKEN="-1", **small_steps)  # a hundred: time to disturb it
     deployment.wait_live(first, *(deployment.start(stage) for stage in ("sampler", "tokenizer", "gateway")))

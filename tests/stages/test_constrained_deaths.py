@@ -53,7 +53,7 @@ def stages(tmp_path: Path, redis_binary: Path | None) -> Iterator[Deployment]:
 
 
 def request(number: int, constraint: Constraint | None) -> TokenizedRequest:
-    stop = ("7",) if number % 4 == 2 else ()  # seen by the sampler only: what was computed upon it is taken back
+    stop = ("7",) if number % 4 == 2 else ()  # seen by the sampler only: what was computed on it is taken back
     params = SamplingParams(max_tokens=MAX_TOKENS, seed=number, temperature=0.0 if number == 3 else 1.2, stop=stop, frequency_penalty=0.3 * (number % 3))
     prompt = np.array([30 + number, 40, 50 + number % 7], np.int32)
     return TokenizedRequest(f"r{number}.0", None, MODEL, params, prompt, EOS, constraint=constraint)

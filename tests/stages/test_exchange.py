@@ -84,7 +84,7 @@ def test_decisions_pass_once_and_in_the_order_of_their_positions(order: tuple[in
 
 
 def test_a_decision_of_an_earlier_life_is_nobodys() -> None:
-    """The replica's handles began anew from 1: what was decided for the sequence that had this one is about another request."""
+    """The replica's handles began again from 1: what was decided for the sequence that had this one is about another request."""
     undecided = Undecided()
     undecided.add(rows_of((1, 1)), 50)
     assert undecided.settle(49, [decision(1, 1, 7)]) == []
@@ -382,11 +382,11 @@ def test_held_rows_are_dropped_with_what_they_were_computed_upon(make_peer: Call
     peer.asked_soon("sampler-1")
     for position in (2, 3, 4):
         peer.exchange.send(rows_of((1, position), (2, position), (3, position)), is_urgent=False)
-    peer.exchange.undecided.forget(1, after_position=2)  # decided otherwise: computed anew from there
+    peer.exchange.undecided.forget(1, after_position=2)  # decided otherwise: computed again from there
     peer.exchange.undecided.forget(2)
-    anew = rows_of((1, 3))
-    anew.token_ids[:] = 77
-    peer.exchange.send(anew)
+    again = rows_of((1, 3))
+    again.token_ids[:] = 77
+    peer.exchange.send(again)
     (message,) = peer.asked_soon("sampler-1")
     assert keys_of([message]) == [[(1, 2), (3, 2), (1, 3), (3, 3), (3, 4)]] and message.token_ids.tolist() == [5, 5, 77, 5, 5]
 

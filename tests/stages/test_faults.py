@@ -27,13 +27,13 @@ STAGES = ("tokenizer", "compute", "sampler")
 REQUESTS = (
     ask("greedy.0", "The quick brown fox", max_tokens=10, temperature=0.0, ignore_eos=True),
     ask(
-        "seeded.0", "Once upon a time", max_tokens=8, seed=7, logprobs=2, ignore_eos=True, returns_prompt_token_ids=True, dry=DryParams(1.0, allowed_length=1),
+        "seeded.0", "Once on a time", max_tokens=8, seed=7, logprobs=2, ignore_eos=True, returns_prompt_token_ids=True, dry=DryParams(1.0, allowed_length=1),
         chain=ChainParams(typical_p=0.95, xtc_probability=0.5, dynatemp_range=0.5),
     ),
     ask("stopped.0", "Tell me about the weather", max_tokens=12, temperature=0.0, stop=("er owns",), ignore_eos=True),
     ask("scored.0", "The sampler decides each token", max_tokens=2, temperature=0.0, prompt_logprobs=3, ignore_eos=True),
     replace(ask("echoed.0", "Compute owns what needs the whole vocabulary", max_tokens=0, prompt_logprobs=1), echo=True),
-    replace(ask("tokens.0", "Once upon a time"), task="tokenize"),
+    replace(ask("tokens.0", "Once on a time"), task="tokenize"),
 )  # fmt: skip
 STRIDES = {"cut": 2, "lost": 2, "silent": 11, "late": 5}  # of the other faults every 7th write
 MOST_WRITES = 60  # of a stage, undisturbed; a machine that is so slow that there are more, of reads that time out, disturbs fewer of them

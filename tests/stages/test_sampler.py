@@ -209,7 +209,7 @@ def test_rows_behind_those_that_the_log_holds_are_decided_in_the_same_message(nu
 
 @pytest.mark.parametrize("theirs", [301, 555])
 def test_what_follows_a_row_that_was_decided_elsewhere_is_decided_anew(theirs: int, bench: Bench) -> None:
-    """Another sampler has written position 2 meanwhile, the same token or another. What was computed upon the other is not to be."""
+    """Another sampler has written position 2 meanwhile, the same token or another. What was computed on the other is not to be."""
     bench.answer((1, 1, 300, -1), (2, 1, 400, -1), intros=(intro(1), intro(2)))
     bench.client.xadd(log_key("r1.0"), {MESSAGE: encode(TokenEvent("r1.0", 2, theirs, "x"))}, id="2-0")
     told = bench.answer((1, 2, 301, 300), (2, 2, 401, 400), (1, 3, 302, 301), (1, 4, 303, 302))

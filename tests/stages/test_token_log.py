@@ -212,7 +212,7 @@ def test_one_refused_row_does_not_hold_up_the_logs_of_the_others(client: "redis.
 
 
 def test_what_follows_a_refused_entry_is_refused_with_it(client: "redis.Redis") -> None:
-    """It was computed upon a token that the log does not hold."""
+    """It was computed on a token that the log does not hold."""
     write(client, token("a.0", 1, 5))
     refused = write(client, token("a.0", 1, 6), token("b.0", 1, 7), token("a.0", 2, 8), token("b.0", 2, 9))
     assert refused == [[1, encode(token("a.0", 1, 5))], [3, b""]]

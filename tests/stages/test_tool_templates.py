@@ -152,6 +152,6 @@ def test_what_was_opened_is_echoed_unless_the_answer_must_match_something() -> N
     assert encoder.parsers == {"tool_calls": "hermes", "reasoning": "qwen3"}
     request = GenerateRequest("r.0", None, MODEL, SamplingParams(max_tokens=1), messages=(ASKED,))
     constrained = GenerateRequest("r.1", None, MODEL, SamplingParams(max_tokens=1), messages=(ASKED,), constraint=Constraint("json_object", ""))
-    opened, anew = encoder.encode([request, constrained], 1024)
+    opened, again = encoder.encode([request, constrained], 1024)
     assert isinstance(opened, TokenizedRequest) and opened.echo_text == "<think>\n" and not len(opened.echo_offsets)
-    assert isinstance(anew, TokenizedRequest) and anew.echo_text is None
+    assert isinstance(again, TokenizedRequest) and again.echo_text is None

@@ -1,6 +1,6 @@
 """A step in flight, under random arrivals, ends, cancels, preemptions and decisions, on a device that draws wrongly at times: what compute sends is right.
 
-The device is a model of the cache's content: what is written where, upon which tokens. Its logits follow from what is there, so a row that was computed upon a
+The device is a model of the cache's content: what is written where, on which tokens. Its logits follow from what is there, so a row that was computed on a
 wrong token, or over blocks that are another's, has other logits. What lands is compared with the same request computed alone, from its tokens.
 """
 
@@ -41,7 +41,7 @@ class Device:
         self.content: dict[int, tuple[int, ...]] = {}  # by slot: the token whose keys and values are there, after all before it
 
     def run(self, batch: ScheduledBatch, drawn: DrawnTokens | None) -> dict[int, tuple[int, ...]]:
-        """By handle, the tokens upon which each row's last one was computed, itself among them."""
+        """By handle, the tokens on which each row's last one was computed, itself among them."""
         read = [[self.content.get(source * BLOCK_SIZE + at) for at in range(BLOCK_SIZE)] for source, _ in batch.block_copies]
         for (_, target), values in zip(batch.block_copies, read, strict=True):
             self.content.update({target * BLOCK_SIZE + at: value for at, value in enumerate(values) if value is not None})
@@ -121,7 +121,7 @@ class FlightMachine(RuleBasedStateMachine):
         if before is not None:
             self.collect(before)
         sequences = rows_still_valid(batch, self.scheduler)
-        assert all(computed[handle] == tuple(each.token_ids) for handle, each in sequences.items()), "a row stands that was computed upon other tokens"
+        assert all(computed[handle] == tuple(each.token_ids) for handle, each in sequences.items()), "a row stands that was computed on other tokens"
         logits = torch.stack([logits_of(computed[handle]) for handle in sequences]) if sequences else torch.zeros(0, VOCAB)
         self.flight = launch(batch, begin_reduction(logits, list(sequences.values()), self.search), self.scheduler)
         return True

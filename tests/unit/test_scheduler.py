@@ -267,7 +267,7 @@ def test_who_runs_apart_preempts_nobody() -> None:
 
 
 def test_what_was_foreseen_in_a_cached_block_is_not_written_there() -> None:
-    """A sequence gives way, and begins again upon blocks that another has left, and that hold what it foresees; but decided is something else."""
+    """A sequence gives way, and begins again on blocks that another has left, and that hold what it foresees; but decided is something else."""
     scheduler = make_scheduler("paged", run_ahead=3, num_blocks=8)
     first, second = (make_sequence(handle, list(range(8)), 20, arrived_at=float(handle)) for handle in range(2))
     scheduler.add(first)

@@ -29,7 +29,7 @@ OUTCOMES = ("as foreseen", "otherwise", "the end", "not the end", "lost")
 
 
 class WatchedBlocks(BlockManager):
-    """Remembers which blocks were taken anew for a step."""
+    """Remembers which blocks were taken again for a step."""
 
     def __init__(self, num_blocks: int, *, prefix_caching: bool) -> None:
         super().__init__(num_blocks, BLOCK_SIZE, prefix_caching=prefix_caching)

@@ -19,7 +19,7 @@ class CandidateRows:
 
     handles: Array  # [R] int32
     positions: Array  # [R] int32: in the token log, of the token to be decided
-    # [R] int32: at the position before, which this row was computed upon; -1: it is the first
+    # [R] int32: at the position before, which this row was computed on; -1: it is the first
     previous_token_ids: Array
     counts: Array  # [R] int32
     token_ids: Array  # [R, K] int32, K = max(counts)

@@ -44,7 +44,7 @@ class Packed:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder of attention and a gated MLP, layer upon layer. What has a default here is Llama's
+    """A decoder of attention and a gated MLP, layer on layer. What has a default here is Llama's
     way; other families set it."""
 
     vocab_size: int

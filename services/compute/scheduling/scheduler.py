@@ -17,7 +17,7 @@ from whoever has most.
 Some may run apart (`apart`): in steps of their own, by turns with everybody else's.
 
 A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet.
-They are computed upon like any others, up to run_ahead of them; `confirm` says that the next one
+They are computed on like any others, up to run_ahead of them; `confirm` says that the next one
 was decided, `truncate` that it was not. The very last may be PENDING, known to the device only,
 until `reveal` says what it is.
 """
@@ -71,7 +71,7 @@ class Scheduler:
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
-        self.run_ahead = run_ahead  # foreseen tokens upon which a sequence may be computed
+        self.run_ahead = run_ahead  # foreseen tokens on which a sequence may be computed
         # False: every token of the model's sees all others, so a prompt is computed in one step
         self.splits_prompts = splits_prompts
         # handles that run in steps of their own, by turns with everybody else's
@@ -137,7 +137,7 @@ class Scheduler:
         sequence.num_undecided_tokens += not is_decided
 
     def reveal(self, sequence: Sequence, token_id: int, *, is_continued: bool) -> None:
-        """The token that was PENDING. is_continued: what a step computes upon it already, if one
+        """The token that was PENDING. is_continued: what a step computes on it already, if one
         does, stands; else it is to be computed, or never will be."""
         assert sequence.is_pending
         sequence.token_ids[-1] = token_id
@@ -179,7 +179,7 @@ class Scheduler:
         self._refused = None
 
     def _can_run(self, sequence: Sequence) -> bool:
-        """Whether it is its turn, and what it would be computed upon is decided as far as it must
+        """Whether it is its turn, and what it would be computed on is decided as far as it must
         be."""
         is_in = (sequence.handle in self.apart) == self._is_apart
         if sequence.handle in self.held and sequence.handle in self.running:

@@ -36,8 +36,8 @@ def check_quantizable(source: SafetensorsSource | GgufSource, option: str) -> No
     """Raises StartupError, which names the option that asks for it, where layers keep the form that
     they have in the file."""
     if source.quantized_as:
-        anew = "; penstock quantize --calibrate dequantizes it first" if isinstance(source, GgufSource) else ""
-        reason = f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized{anew}"
+        again = "; penstock quantize --calibrate dequantizes it first" if isinstance(source, GgufSource) else ""
+        reason = f"is quantized already ({source.quantized_as}) and keeps its form; only dense checkpoints are quantized{again}"
         raise StartupError(f"{option}: {source.folder} {reason}")
 
 

@@ -146,7 +146,7 @@ class Subscriptions:
             pipe.eval(NEWEST, 2, self.stream.key, CONTROL.key)
             *_, [newest_event, newest_control] = await pipe.execute()
         if has_begun_anew(self._last_id, newest_event) or has_begun_anew(self._control_id, newest_control):
-            log.warning("a stream has begun anew: Redis' clock went back", events=self._last_id, control=self._control_id)
+            log.warning("a stream has begun again: Redis' clock went back", events=self._last_id, control=self._control_id)
             self._last_id = "0-0" if has_begun_anew(self._last_id, newest_event) else self._last_id
             self._control_id = "0-0" if has_begun_anew(self._control_id, newest_control) else self._control_id
         self._trimmed_at = time.monotonic()

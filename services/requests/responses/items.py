@@ -194,7 +194,7 @@ def messages_of(items: list[Json]) -> tuple[list[Json], list[int]]:
 
 
 def _has(item: Json, message: Json) -> bool:
-    """Whether an assistant's message must end before this item of the assistant's: it thinks anew,
+    """Whether an assistant's message must end before this item of the assistant's: it thinks again,
     or says more."""
     if item["type"] in CALLS:
         return False

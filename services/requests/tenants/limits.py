@@ -3,7 +3,7 @@ and requests that run at once.
 
 They are checked by the script that hands a request over (admission.py), in the same round trip.
 What runs is what was admitted and is still in flight by the pipeline's own books, so a killed
-gateway's places come back when its requests end. They are counted anew only where a limit seems to
+gateway's places come back when its requests end. They are counted again only where a limit seems to
 be reached.
 """
 

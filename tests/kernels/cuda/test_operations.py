@@ -80,7 +80,7 @@ def test_a_recording_holds_kernels_and_memory_and_nothing_else(
 
 
 def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[str]) -> None:
-    """Before its candidates are read: it is prepared upon tokens that the device has drawn, its logits are edited, and searched."""
+    """Before its candidates are read: it is prepared on tokens that the device has drawn, its logits are edited, and searched."""
     reference_model("llama", tmp_path, config=LlamaConfig(**SIZES))
     backend = CudaBackend(torch.bfloat16, CPU)
     runner = LoadedModel(tmp_path, backend).make_runner(16)

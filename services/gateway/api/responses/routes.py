@@ -26,7 +26,7 @@ router = APIRouter(prefix="/v1/responses")
 
 @router.post("", openapi_extra=takes(ResponseBody))
 async def create(request: Request) -> Response:
-    """Answer an input, given as a text or as items, upon a conversation that is stored or on its
+    """Answer an input, given as a text or as items, on a conversation that is stored or on its
     own."""
     context = context_of(request)
     body = await context.read(request, ResponseBody)

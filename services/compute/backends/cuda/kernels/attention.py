@@ -10,7 +10,7 @@ A layer's cache is [2, blocks, kv_heads * block_size * row] of keys and values: 
 [kv_heads, block_size, head_dim] numbers, and, where they are int8, [kv_heads, block_size, head_dim
 / group] float16 scales after them.
 
-What differs from step to step is not specialized upon: no step has a kernel of its own to be
+What differs from step to step is not specialized on: no step has a kernel of its own to be
 compiled while others wait.
 """
 
