@@ -30,12 +30,11 @@ from shared.wire.stage import Stage
 def make_step(batch: int, step: int, count: int, params: SamplingParams, rng: "np.random.Generator") -> bytes:
     intros = tuple(SequenceIntro(row, f"bench.{row}", "gateway-bench", params, (1,), 10, np.array([40], np.int32)) for row in range(batch)) if step == 1 else ()
     logits = -np.sort(-rng.normal(size=(batch, count)).astype(np.float32) * 3, axis=1)
-    kept = np.zeros(batch) if params.is_greedy else np.exp(logits.astype(np.float64) - logits[:, :1]).sum(axis=1)
     return encode(
         StepCandidates(
             "compute-bench", step, intros, np.zeros(0, np.int32), np.arange(batch, dtype=np.int32), np.full(batch, step, np.int32),
             np.full(batch, count, np.int32), rng.integers(260, 2048, batch * count).astype(np.int32), logits.ravel(), np.zeros(batch, np.float32),
-            kept, np.full(batch, -1, np.int32), np.zeros(batch, np.float32),
+            np.full(batch, count, np.int32), np.zeros(batch), np.full(batch, -1, np.int32), np.zeros(batch, np.float32),
         )
     )  # fmt: skip
 

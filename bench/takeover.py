@@ -66,7 +66,7 @@ def rows_at(position: int, previous: Array) -> CandidateRows:
     return CandidateRows(
         handles=np.arange(count, dtype=np.int32), positions=ones * position, previous_token_ids=previous.astype(np.int32), counts=ones,
         token_ids=np.full((count, 1), 300, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype(np.float32),
-        kept_mass=zeros.astype(np.float64), tail_token_ids=-ones, tail_logits=zeros.astype(np.float32), chosen=ones * 300,
+        num_kept=ones, tail_mass=zeros.astype(np.float64), tail_token_ids=-ones, tail_logits=zeros.astype(np.float32), chosen=ones * 300,
         temperatures=np.full(count, REQUESTS_OWN, np.float32),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ import numpy as np
 from services.sampler.detokenizer import TokenTable
 from services.sampler.request_state import NO_TEXT, RequestState
 from services.sampler.rows import UNKNOWN, Decided
-from shared.model.decision import decide, pad, pick, uniform
+from shared.model.decision import Draws, decide, pad, pick
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import StepCandidates, TokenEvent
@@ -99,15 +99,16 @@ class StepDecider:
 
 def draw(step: StepCandidates, states: Sequence[RequestState | None]) -> tuple[list[int], list[float]]:
     """The token of each row and its logit."""
-    logits, columns = pad(step.logits, step.counts, -np.inf), np.zeros(len(states), np.int64)
-    if step.kept_mass.any():
-        temperatures = np.array([0.0 if state is None else state.intro.params.temperature for state in states])
+    logits, token_ids = pad(step.logits, step.counts, -np.inf), pad(step.token_ids, step.counts, 0)
+    columns = np.zeros(len(states), np.int64)
+    if step.num_kept.max(initial=1) > 1 or step.tail_mass.any():
+        temperatures = np.array([1.0 if state is None else state.intro.params.temperature for state in states])
         if len(step.temperatures):
             temperatures = np.where(step.temperatures >= 0, step.temperatures, temperatures)
         seeds = np.array([0 if state is None else state.intro.params.seed for state in states], np.uint64)
-        columns = decide(logits, step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
-    token_ids = pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids)
-    return token_ids.tolist(), pick(columns, step.counts, logits, step.tail_token_ids, step.tail_logits).tolist()
+        columns = decide(Draws(logits, token_ids, step.num_kept, step.tail_mass, temperatures, seeds, step.positions))
+    chosen = pick(columns, step.counts, token_ids, step.tail_token_ids, step.tail_token_ids)
+    return chosen.tolist(), pick(columns, step.counts, logits, step.tail_token_ids, step.tail_logits).tolist()
 
 
 def settled(state: RequestState | None, handle: int, position: int, logged: Logged) -> Decided | None:

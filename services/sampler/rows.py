@@ -60,7 +60,7 @@ def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
     listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
     by_row = {
         name: getattr(step, name)[rows]
-        for name in ("handles", "positions", "counts", "logsumexp", "kept_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures")
+        for name in ("handles", "positions", "counts", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures")
         if len(getattr(step, name))
     }
     return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)

@@ -1,59 +1,59 @@
 """The decision: which candidate becomes the token. Pure functions of values, in numpy only.
 
-Sorted by falling logit (ties by token id), every truncation keeps a prefix of the row: top-k its
-first k tokens, top-p the shortest prefix whose share of what top-k left reaches p, min-p the tokens
-whose probability is at least min_p times the largest. So with w_i = exp((l_i - l_0) / T), the kept
-tokens have the mass W = w_0 + … + w_(n-1), and the token for a uniform u is the first i with w_0 +
-… + w_i > u * W. Compute, which sees the whole row, knows W (`kept_mass`) and lists the first few
-tokens; if the draw falls beyond the list, it names that one token as well (the tail). The
-distribution is therefore exactly the full vocabulary's.
+The token is the one with the largest (logit / T + G(seed, position, token id)), where G is standard
+Gumbel noise (noise.py): so a token with probability p is the largest with probability p (Gumbel,
+"Statistical theory of extreme values", 1954). Greedy decoding is the case of one candidate.
+
+Sorted by falling logit (ties by token id), every truncation keeps a prefix of the row. Compute,
+which sees the whole row, lists the first few tokens and says how many of them are kept
+(`num_kept`), and what the kept tokens beyond the list weigh together (`tail_mass`, the sum of their
+w_i = exp((l_i - l_0) / T)). The largest of their logits with noise is itself ln(tail_mass) plus
+Gumbel noise, so the tail takes part as one group, with noise of its own. If it wins, compute draws
+a token inside it and names that as well. The distribution is therefore exactly the full
+vocabulary's.
+
+The noise belongs to the token, not to its place. So two rows of logits that differ a little mostly
+draw the same token for a seed and a position, as a draft and its model do: with probability at
+least (1 - d) / (1 + d), d being the distance of the distributions in total variation (Daliri,
+Musco, Suresh, "Coupling without communication and drafter-invariant speculative decoding", 2024).
 
 The sampler decides with `decide`; compute foresees with it what the sampler will decide, and
-supplies the tail where `falls_beyond` says that it is needed. Both read the same numbers and sum
-them in the same order, so they agree.
+supplies the tail where that wins.
 """
+
+from dataclasses import dataclass
 
 import numpy as np
 
 from shared.model.arrays import Array
+from shared.model.noise import TAIL_ID, TOKEN, gumbel, log, row_bits, token_bits, unit
 
-GREEDY = 0.0  # kept_mass of a row that takes its first candidate
-TOKEN, XTC = 0, 1  # what a uniform number decides: which token it is; whether XTC is applied
+DRAW = "gumbel-1"  # the name of this rule: with another the same request has another text
 
-_PHILOX_M0, _PHILOX_M1 = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
-_WEYL_0, _WEYL_1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
-_LOW = np.uint64(0xFFFFFFFF)
-_32 = np.uint64(32)
-
-
-def philox(counter: Array, key: Array) -> Array:
-    """Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as
-    easy as 1, 2, 3" (SC 2011), section 3.3.
-
-    counter: [4, n] and key: [2, n], uint64 holding 32-bit words. Returns [4, n] of the same form.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key
-    for _ in range(10):
-        product0, product1 = c0 * _PHILOX_M0, c2 * _PHILOX_M1
-        c0, c1, c2, c3 = (product1 >> _32) ^ c1 ^ k0, product1 & _LOW, (product0 >> _32) ^ c3 ^ k1, product0 & _LOW
-        k0, k1 = (k0 + _WEYL_0) & _LOW, (k1 + _WEYL_1) & _LOW
-    return np.stack([c0, c1, c2, c3])
+# Sums of which numpy's logarithm finds one the largest by more than this are in that order by ours:
+# both err by less than 10^-14 in numbers of this size.
+MARGIN = 1e-9
 
 
-def uniform(seeds: Array, positions: Array, purpose: int = TOKEN) -> Array:
-    """One number in [0, 1) for each (seed, position): 53 random bits. seeds: [n] uint64; positions:
-    [n] int32. Returns [n] float64.
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """What decides the tokens of some rows."""
 
-    purpose: what it decides. The numbers of different purposes have nothing to do with one another.
-    """
-    seeds = seeds.astype(np.uint64)
-    counter = np.zeros((4, len(seeds)), np.uint64)
-    counter[0] = positions.astype(np.uint64)
-    counter[1] = purpose
-    words = philox(counter, np.stack([seeds & _LOW, seeds >> _32]))
-    bits: Array = (words[0] << np.uint64(21)) ^ (words[1] >> np.uint64(11))
-    return bits.astype(np.float64) * 2.0**-53
+    logits: Array  # [R, K] float32, falling; beyond a row's num_kept they mean nothing
+    token_ids: Array  # [R, K] int32
+    num_kept: Array  # [R] int32, from 1
+    tail_mass: Array  # [R] float64, relative to the first candidate's weight; 0: no tail
+    temperatures: Array  # [R] float64, above 0 where there is more than one candidate
+    seeds: Array  # [R] uint64
+    positions: Array  # [R] int32
+
+    def only(self, rows: Array) -> "Draws":
+        """Some of the rows, and as many columns as these need."""
+        width = int(self.num_kept[rows].max())
+        return Draws(
+            self.logits[rows, :width], self.token_ids[rows, :width], self.num_kept[rows], self.tail_mass[rows], self.temperatures[rows], self.seeds[rows],
+            self.positions[rows],
+        )  # fmt: skip
 
 
 def pad(values: Array, counts: Array, fill: float) -> Array:
@@ -67,26 +67,48 @@ def pad(values: Array, counts: Array, fill: float) -> Array:
     return matrix
 
 
-def cumulative_mass(logits: Array, temperatures: Array) -> Array:
-    """w_0 + … + w_i for each listed candidate. logits: [R, K] float32, falling, -inf beyond a row's
-    list. Returns [R, K] float64."""
-    scale = np.where(temperatures > 0, temperatures, 1.0)[:, None]
-    weights = np.exp((logits.astype(np.float64) - logits[:, :1]) / scale)
-    mass: Array = np.cumsum(weights, axis=1)
-    return mass
+def decide(draws: Draws) -> Array:
+    """The column of each row's token; num_kept[r] stands for the row's tail. Returns [R] int64."""
+    columns = np.zeros(len(draws.num_kept), np.int64)
+    rows = np.flatnonzero((draws.num_kept > 1) | (draws.tail_mass > 0.0))
+    if len(rows):
+        columns[rows] = _draw(draws.only(rows))
+    return columns
 
 
-def decide(logits: Array, counts: Array, temperatures: Array, kept_mass: Array, u: Array) -> Array:
-    """The column of each row's token; counts[r] stands for the row's tail.
+def _draw(draws: Draws) -> Array:
+    """`decide` for rows that are drawn at random. numpy's logarithm, which may have other bits on
+    another machine, finds the largest, and ours where that is a close thing."""
+    shifted, u = weigh(draws)
+    sums = np.log(u)
+    np.negative(sums, out=sums)
+    np.log(sums, out=sums)
+    np.subtract(shifted, sums, out=sums)
+    columns: Array = sums.argmax(axis=1)
+    largest = sums[np.arange(len(columns)), columns]
+    close = np.flatnonzero(np.count_nonzero(sums >= largest[:, None] - MARGIN, axis=1) > 1)
+    if len(close):
+        columns[close] = (shifted[close] + gumbel(u[close])).argmax(axis=1)
+    is_tail = columns == draws.token_ids.shape[1]
+    columns[is_tail] = draws.num_kept[is_tail]
+    return columns
 
-    logits: [R, K] float32 as in cumulative_mass; counts, temperatures, kept_mass and u: [R].
-    Returns [R] int64.
-    """
-    beyond = u * kept_mass
-    columns = (cumulative_mass(logits, temperatures) <= beyond[:, None]).sum(axis=1)
-    columns = np.minimum(columns, counts)
-    chosen: Array = np.where(kept_mass == GREEDY, 0, columns)
-    return chosen
+
+def weigh(draws: Draws) -> tuple[Array, Array]:
+    """(l_i - l_0) / T of each candidate and, in the last column, ln(tail_mass); and the uniform
+    number that its noise is made of. Minus infinity: it is no candidate. Returns [R, K + 1] float64
+    each."""
+    num_rows, width = draws.token_ids.shape
+    shifted = np.full((num_rows, width + 1), -np.inf)
+    listed = shifted[:, :width]
+    np.subtract(draws.logits, draws.logits[:, :1], out=listed, dtype=np.float64)
+    listed /= draws.temperatures[:, None]
+    listed[np.arange(width) >= draws.num_kept[:, None]] = -np.inf
+    has_tail = draws.tail_mass > 0.0
+    shifted[has_tail, width] = log(draws.tail_mass[has_tail])
+    token_ids = np.full((num_rows, width + 1), TAIL_ID, np.int64)
+    token_ids[:, :width] = draws.token_ids
+    return shifted, unit(token_bits(row_bits(draws.seeds, draws.positions, TOKEN), token_ids))
 
 
 def pick(columns: Array, counts: Array, listed: Array, tail_token_ids: Array, tail: Array) -> Array:
@@ -95,27 +117,3 @@ def pick(columns: Array, counts: Array, listed: Array, tail_token_ids: Array, ta
     rows = np.arange(len(columns))
     chosen: Array = np.where((columns >= counts) & (tail_token_ids >= 0), tail, listed[rows, np.minimum(columns, counts - 1)])
     return chosen
-
-
-def falls_beyond(listed_mass: float, kept_mass: float, u: float) -> bool:
-    """Whether the draw of a random row falls beyond its listed candidates, which have that mass
-    together."""
-    return bool(listed_mass <= u * kept_mass)
-
-
-def kept_count(mass: Array, top_k: int, top_p: float, min_p: float, temperature: float, logits: Array, total: float) -> int:
-    """How many of a row's sorted tokens survive top-k, top-p and min-p; len(mass) may mean "all of
-    these, and perhaps more".
-
-    mass, logits: [K] of one row's sorted tokens; total: the mass of the whole row.
-    """
-    count = len(mass)
-    if 0 < top_k <= count:
-        count = top_k
-        total = float(mass[count - 1])
-    if top_p < 1.0:
-        count = min(count, int(np.searchsorted(mass[:count], top_p * total, side="left")) + 1)
-    if min_p > 0.0:
-        weights = np.exp((logits[:count].astype(np.float64) - logits[0]) / temperature)
-        count = min(count, int(np.searchsorted(-weights, -min_p, side="right")))
-    return max(count, 1)

@@ -199,9 +199,11 @@ class StepCandidates:
     token_ids: Int32Array  # [sum(counts)]
     logits: Float32Array  # [sum(counts)]
     logsumexp: Float32Array  # [R] of the whole row at temperature 1; 0 where no logprobs are asked
-    # [R] sum over the kept tokens of exp((logit - largest) / temperature); 0: greedy
-    kept_mass: Float64Array
-    tail_token_ids: Int32Array  # [R] the token beyond the candidates on which the draw falls, or -1
+    num_kept: Int32Array  # [R] of the candidates, how many take part in the draw; 1: greedy
+    # [R] of the tokens beyond the candidates that take part, the sum of exp((logit - largest) /
+    # temperature); 0: none does
+    tail_mass: Float64Array
+    tail_token_ids: Int32Array  # [R] the one of them that is drawn, or -1
     tail_logits: Float32Array  # [R]
     # [R] at position - 1, as computed on; -1: none. Empty: unknown
     previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -210,11 +212,13 @@ class StepCandidates:
 
     def __post_init__(self) -> None:
         count = len(self.handles)
-        columns = (self.positions, self.counts, self.logsumexp, self.kept_mass, self.tail_token_ids, self.tail_logits)
+        columns = (self.positions, self.counts, self.logsumexp, self.num_kept, self.tail_mass, self.tail_token_ids, self.tail_logits)
         if any(len(each) != count for each in columns) or any(len(each) not in (0, count) for each in (self.previous_token_ids, self.temperatures)):
             raise Invalid("StepCandidates: columns of different lengths")
         if count and (self.counts.min() < 1 or self.positions.min() < 1):
             raise Invalid("StepCandidates: a row without candidates, or before the first position")
+        if count and ((self.num_kept < 1) | (self.num_kept > self.counts)).any():
+            raise Invalid("StepCandidates: a row with more candidates than it lists, or none")
         if not len(self.token_ids) == len(self.logits) == int(self.counts.sum()):
             raise Invalid("StepCandidates: not as many candidates as the rows say")
 
@@ -332,7 +336,7 @@ class Replica:
 TAGS: dict[type, tuple[str, int]] = {
     GenerateRequest: ("generate", 1),
     TokenizedRequest: ("tokenized", 1),
-    StepCandidates: ("candidates", 1),
+    StepCandidates: ("candidates", 2),
     StepDecisions: ("decisions", 1),
     TokenEvent: ("token", 1),
     StepEvents: ("events", 1),

@@ -9,7 +9,7 @@ import torch
 from services.compute.backends.backend import RowSearch, SearchRequest, SearchResult
 from services.compute.candidates.draw import draw
 from shared.model.arrays import Array
-from shared.model.decision import decide, pick
+from shared.model.decision import Draws, pick
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class DrawingSearch:
 
     def start(self, logits: torch.Tensor, wanted: SearchRequest) -> DrawnSearch:
         found = self.search.start(logits, wanted).read()
-        drawn = draw_all(logits, wanted, found)
+        drawn = draw_all(logits, wanted, found, self.search)
         is_wrong = np.array([self.rng.random() < self.share_wrong for _ in drawn], bool)
         drawn[is_wrong] = (drawn[is_wrong] + self.rng.randrange(1, logits.shape[1])) % logits.shape[1]
         self.num_drawn += len(drawn)
@@ -55,12 +55,14 @@ class DrawingSearch:
     def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
         return self.search.total_masses(logits, rows, largest, temperatures)
 
+    def decide(self, draws: Draws) -> Array:
+        return self.search.decide(draws)
 
-def draw_all(logits: torch.Tensor, wanted: SearchRequest, found: SearchResult) -> Array:
+
+def draw_all(logits: torch.Tensor, wanted: SearchRequest, found: SearchResult, search: RowSearch) -> Array:
     """The rows' tokens, [R] int64, as the host draws them."""
     values = np.where(np.arange(found.values.shape[1]) < wanted.num_listed[:, None], found.values, np.float32(-np.inf))
     counts = (values > -np.inf).sum(axis=1).astype(np.int32)
     is_whole = (counts < wanted.num_listed) | (counts == logits.shape[1])
-    kept_mass, tail_token_ids, _ = draw(logits, wanted, values, counts, is_whole, found.whole_masses)
-    columns = decide(values, counts, np.array([each.temperature for each in wanted.params]), kept_mass, wanted.u)
-    return pick(columns, counts, found.token_ids, tail_token_ids, tail_token_ids).astype(np.int64)
+    drawn = draw(logits, wanted, values, found.token_ids, counts, is_whole, found.whole_masses, search)
+    return pick(drawn.columns, counts, found.token_ids, drawn.tail_token_ids, drawn.tail_token_ids).astype(np.int64)

@@ -1,6 +1,5 @@
 """Candidate sets are exact: the sampler's draws have the full vocabulary's distribution, and the same seed draws the same token."""
 
-import dataclasses
 import itertools
 import random
 
@@ -20,48 +19,17 @@ from services.compute.candidates.rows import CandidateRows
 from services.compute.candidates.sorted_head import SortedHead
 from services.compute.sequence import Sequence
 from shared.model.arrays import Array
-from shared.model.decision import decide, pad, pick, uniform
 from shared.model.sampling_params import SamplingParams
-from shared.wire.messages import StepCandidates, decode, encode
+from shared.wire.messages import encode
+from tests.kernels.draws import decided, draw_many, sent
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search  # native where that is built
 VOCAB = 3000
 NUM_DRAWS = 20_000
-ROWS = 500  # drawn in one step
 
 
 def make_logits(spread: float, seed: int = 0) -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * spread
-
-
-def draws(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> Array:
-    """NUM_DRAWS tokens, at ROWS positions each of requests with other seeds, by way of the wire."""
-    drawn = []
-    for seed in range(NUM_DRAWS // ROWS):
-        sequences = [Sequence(handle, "r", [7, 8, *[0] * handle], 2, with_seed(params, seed)) for handle in range(ROWS)]
-        if params.edits_logits:  # history matters: the same history for all, and each a seed of its own
-            sequences = [Sequence(handle, "r", [7, 8, *(tokens or [])], 2, with_seed(params, seed * ROWS + handle)) for handle in range(ROWS)]
-        rows = reduce(logits.repeat(ROWS, 1), sequences, SEARCH)
-        drawn.append(decided(sent(rows, list(range(ROWS))), sequences))
-    return np.concatenate(drawn)
-
-
-def sent(rows: CandidateRows, which: list[int]) -> StepCandidates:
-    """Some of the rows, as they come out of the wire."""
-    return decode(StepCandidates, encode(rows.message(which, "c", 1, (), [])))
-
-
-def decided(step: StepCandidates, sequences: list[Sequence]) -> Array:
-    """What a sampler decides."""
-    seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
-    temperatures = np.array([sequence.params.temperature for sequence in sequences])
-    columns = decide(pad(step.logits, step.counts, -np.inf), step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
-    assert (step.tail_token_ids[columns >= step.counts] >= 0).all()
-    return pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids)
-
-
-def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return dataclasses.replace(params, seed=seed)
 
 
 def exact(logits: torch.Tensor, params: SamplingParams, tokens: list[int] | None = None) -> Array:
@@ -116,7 +84,7 @@ def test_the_draws_have_the_full_vocabulary_s_distribution(name: str) -> None:
     params, spread, history = CASES[name]
     logits = make_logits(spread)
     expected = exact(logits, params, history) * NUM_DRAWS
-    counts = np.bincount(draws(logits, params, history), minlength=VOCAB)
+    counts = np.bincount(draw_many(logits, params, NUM_DRAWS, SEARCH, history), minlength=VOCAB)
     assert counts[expected == 0].sum() == 0
     often = expected >= 8
     observed, wanted = counts[often], expected[often]

@@ -15,15 +15,15 @@ from services.compute.backends.choose import choose_backend
 from services.compute.candidates.chain import is_applied, truncate
 from services.compute.candidates.reduction import reduce
 from services.compute.sequence import Sequence
-from shared.model.arrays import Array
-from shared.model.decision import decide, pad, pick, uniform
+from shared.model.noise import TOKEN, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
-from shared.wire.messages import StepCandidates, decode, encode
+from shared.wire.messages import encode
 from tests.examples import examples
+from tests.kernels.draws import draw_many
 
 SEARCH = choose_backend(torch.bfloat16, torch.device("cpu")).row_search
 VOCAB = 800
-NUM_DRAWS, ROWS = 4_000, 200
+NUM_DRAWS = 20_000
 OFF = ChainParams()
 
 
@@ -133,27 +133,6 @@ CASES = {
 }
 
 
-def draws(logits: torch.Tensor, params: SamplingParams) -> Array:
-    drawn = []
-    for start in range(0, NUM_DRAWS, ROWS):
-        sequences = [Sequence(handle, "r", [7, 8, *[0] * (start + handle)], 2, params) for handle in range(ROWS)]
-        rows = reduce(logits.repeat(ROWS, 1), sequences, SEARCH)
-        step = decode(StepCandidates, encode(rows.message(list(range(ROWS)), "c", 1, (), [])))
-        drawn.append(decided(step, sequences))
-        assert drawn[-1].tolist() == rows.chosen.tolist()
-    return np.concatenate(drawn)
-
-
-def decided(step: StepCandidates, sequences: list[Sequence]) -> Array:
-    """What a sampler decides: it knows the requests' parameters, and of the chain what the message says."""
-    seeds = np.array([sequence.params.seed for sequence in sequences], np.uint64)
-    temperatures = np.array([sequence.params.temperature for sequence in sequences])
-    if len(step.temperatures):
-        temperatures = np.where(step.temperatures >= 0, step.temperatures, temperatures)
-    columns = decide(pad(step.logits, step.counts, -np.inf), step.counts, temperatures, step.kept_mass, uniform(seeds, step.positions))
-    return pick(columns, step.counts, pad(step.token_ids, step.counts, 0), step.tail_token_ids, step.tail_token_ids)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_the_draws_have_the_distribution_that_is_left(name: str) -> None:
     params, spread = CASES[name]
@@ -162,7 +141,7 @@ def test_the_draws_have_the_distribution_that_is_left(name: str) -> None:
     left, temperature = left_by_definition(logits, params, 1)
     expected = np.zeros(VOCAB)
     expected[left] = torch.softmax(logits[left].double() / temperature, dim=0).numpy() * NUM_DRAWS
-    counts = np.bincount(draws(logits, params), minlength=VOCAB)
+    counts = np.bincount(draw_many(logits, params, NUM_DRAWS, SEARCH), minlength=VOCAB)
     assert counts[expected == 0].sum() == 0
     often = expected >= 8
     observed, wanted = counts[often], expected[often]
@@ -176,7 +155,7 @@ def test_xtc_is_applied_as_often_as_asked_and_does_not_depend_on_the_draw() -> N
     chain = ChainParams(xtc_probability=0.3)
     applied = np.array([is_applied(chain, 5, position) for position in range(1, 3_001)])
     assert stats.binomtest(int(applied.sum()), len(applied), 0.3).pvalue > 1e-3
-    u = uniform(np.full(3_000, 5, np.uint64), np.arange(1, 3_001, dtype=np.int32))
+    u = uniform(np.full(3_000, 5, np.uint64), np.arange(1, 3_001, dtype=np.int32), TOKEN)
     assert stats.ks_2samp(u[applied], u[~applied]).pvalue > 1e-3
 
 

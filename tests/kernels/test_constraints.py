@@ -163,7 +163,7 @@ def test_samplers_see_what_the_grammar_leaves(search: RowSearch, chain: ChainPar
     masked = reduce(logits.clone(), sequences, search, Masks(dict.fromkeys(range(4), bits_of(allowed, VOCAB))))
     plain = reduce(logits + ban, sequences, search)
     assert not masked.failures
-    for name in ("counts", "token_ids", "logits", "logsumexp", "kept_mass", "tail_token_ids", "tail_logits", "chosen", "temperatures"):
+    for name in ("counts", "token_ids", "logits", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "chosen", "temperatures"):
         assert np.array_equal(getattr(masked, name), getattr(plain, name)), name
     assert set(masked.chosen.tolist()) <= set(allowed.tolist())
     repeated = logits[:, torch.from_numpy(allowed)].double()

@@ -37,8 +37,9 @@ def rows_of(*keys: tuple[int, int]) -> CandidateRows:
     zeros, minus = np.zeros(count, np.int32), np.full(count, -1, np.int32)
     return CandidateRows(
         handles=ids(*(handle for handle, _ in keys)), positions=ids(*(position for _, position in keys)), previous_token_ids=minus, counts=zeros + 1,
-        token_ids=np.full((count, 1), 5, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype("f4"), kept_mass=zeros.astype("f8"),
-        tail_token_ids=minus, tail_logits=zeros.astype("f4"), chosen=zeros + 5, temperatures=np.full(count, REQUESTS_OWN, "f4"),
+        token_ids=np.full((count, 1), 5, np.int32), logits=np.zeros((count, 1), np.float32), logsumexp=zeros.astype("f4"), num_kept=zeros + 1,
+        tail_mass=zeros.astype("f8"), tail_token_ids=minus, tail_logits=zeros.astype("f4"), chosen=zeros + 5,
+        temperatures=np.full(count, REQUESTS_OWN, "f4"),
     )  # fmt: skip
 
 

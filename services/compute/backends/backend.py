@@ -23,6 +23,7 @@ from services.compute.backends.buffers import Buffers
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from shared.model.arrays import Array
+from shared.model.decision import Draws
 from shared.model.sampling_params import SamplingParams
 
 QUANTIZATIONS = ("none", "w8a8", "w4", "nf4", "fp8")
@@ -144,7 +145,8 @@ class SearchRequest:
     what decides the draw from each."""
 
     params: Sequence[SamplingParams]  # [R]: of the draws
-    u: Array  # [R] float64: the uniform numbers that decide them
+    seeds: Array  # [R] uint64
+    positions: Array  # [R] int32: in the token log, of the tokens to be decided
     num_listed: Array  # [R] int32, from 1: how many of its largest logits are wanted
     scored: MassRequest  # for logprobs
     whole: MassRequest  # of rows whose draw depends on the mass of all tokens
@@ -167,8 +169,8 @@ class RunningSearch(Protocol):
     @property
     def drawn(self) -> Tensor | None:
         """[R] int64, on the device, where the next step can read it before the host does: each
-        row's token, unless that is beyond the list, or so near to another's place that the device's
-        exponentials and the host's fall on two sides. None: only the host draws."""
+        row's token, unless that is in the tail, or the border of a truncation is so near that the
+        device's exponentials and the host's fall on two sides. None: only the host draws."""
         ...
 
     def wait(self) -> None:
@@ -200,6 +202,10 @@ class RowSearch(Protocol):
     def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
         """Sum exp((logit - largest) / temperature) over each of some rows [n] int64; largest,
         temperatures: float32 [n]. Returns [n] float64."""
+        ...
+
+    def decide(self, draws: Draws) -> Array:
+        """shared/model/decision.py's, to the same columns."""
         ...
 
 

@@ -15,7 +15,7 @@ stand in the order of their token ids.
 import numpy as np
 
 from shared.model.arrays import Array
-from shared.model.decision import XTC, uniform
+from shared.model.noise import XTC, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 
 MAX_TEMPERATURE = 100.0

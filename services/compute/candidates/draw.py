@@ -1,88 +1,102 @@
-"""The draw: how much mass a row's kept tokens have, and the token on which a draw falls that falls
-beyond the row's list.
+"""The draw: what a row's truncation keeps, which candidate becomes the token, and which token of
+the tail where that wins.
 
 Mostly the list says all of it. Where it does not, the row is slow: it is sorted, as far as somebody
 has to look.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 
-from services.compute.backends.backend import SearchRequest
+from services.compute.backends.backend import RowSearch, SearchRequest
 from services.compute.candidates.chain import NOT_FINITE
 from services.compute.candidates.sorted_head import SortedHead, sort_until
+from services.compute.candidates.truncation import cumulative_mass, kept_of
 from shared.model.arrays import Array
-from shared.model.decision import GREEDY, cumulative_mass, falls_beyond, kept_count
+from shared.model.decision import Draws
+from shared.model.noise import TAIL, uniform
 from shared.model.sampling_params import SamplingParams
 
-NO_TAIL = -1, 0.0  # of a row whose draw falls on its list: a token id and a logit
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The draws of some rows."""
+
+    num_kept: Array  # [R] int32, of the listed candidates
+    tail_mass: Array  # [R] float64, of the kept tokens beyond the list; 0: none
+    columns: Array  # [R] int64, as `decide` returns them
+    tail_token_ids: Array  # [R] int32: the token of the tail, where that wins; -1 elsewhere
+    tail_logits: Array  # [R] float32, its logit
 
 
-def draw(logits: torch.Tensor, wanted: SearchRequest, values: Array, counts: Array, is_whole: Array, whole_masses: Array) -> tuple[Array, Array, Array]:
-    """Compute the kept mass and the tail of the rows that are drawn at random. is_whole: [R] bool,
-    whether no token is beyond the list; whole_masses: as found.
+def draw(
+    logits: torch.Tensor, wanted: SearchRequest, values: Array, token_ids: Array, counts: Array, is_whole: Array, whole_masses: Array, search: RowSearch
+) -> Drawn:
+    """Draw a token from each row of logits [R, vocab].
 
-    Returns kept_mass, tail_token_ids, tail_logits, each [R].
+    values: [R, K] float32 and token_ids: [R, K] int32, of which counts: [R] are listed; is_whole:
+    [R] bool, whether no token is beyond the list; whole_masses: as found.
     """
     num_rows = len(values)
-    kept_mass = np.full(num_rows, GREEDY)
-    tail_token_ids, tail_logits = np.full(num_rows, NO_TAIL[0], np.int32), np.full(num_rows, NO_TAIL[1], np.float32)
+    num_kept, tail_mass = np.ones(num_rows, np.int32), np.zeros(num_rows)
+    tail_token_ids, tail_logits = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.float32)
+    drawn = Drawn(num_kept, tail_mass, np.zeros(num_rows, np.int64), tail_token_ids, tail_logits)
     rows = [row for row, each in enumerate(wanted.params) if not each.is_greedy]
     if not rows:
-        return kept_mass, tail_token_ids, tail_logits
+        return drawn
     mass = cumulative_mass(values[rows], np.array([wanted.params[row].temperature for row in rows]))
     listed = mass[np.arange(len(rows)), counts[rows] - 1]
     totals = listed.copy()
     whole = np.searchsorted(rows, wanted.whole.rows)
     totals[whole] = np.maximum(totals[whole], whole_masses)
+    heads: dict[int, SortedHead] = {}
     for at, row in enumerate(rows):
-        count, params, total, u = int(counts[row]), wanted.params[row], float(totals[at]), wanted.u[row]
-        kept = kept_mass_of(params, mass[at, :count], values[row, :count], total, is_whole=bool(is_whole[row]))
-        if kept is None or falls_beyond(listed[at], kept, u):
-            kept, tail_token_ids[row], tail_logits[row] = slow_row(logits[row], params, u, kept, total, float(listed[at]))
-        kept_mass[row] = kept
-    return kept_mass, tail_token_ids, tail_logits
+        count, params, total = int(counts[row]), wanted.params[row], float(totals[at])
+        kept = kept_of(params, mass[at, :count], values[row, :count], total, is_whole=bool(is_whole[row]))
+        if kept is None:
+            heads[row], kept = sort_kept(logits[row], params, total)
+        num_kept[row], tail_mass[row] = min(kept[0], count), max(kept[1] - float(listed[at]), 0.0)
+    drawn.columns[:] = search.decide(draws_of(wanted, values, token_ids, drawn))
+    won = np.flatnonzero(drawn.columns[rows] == counts[rows])
+    of_tail = np.array(rows)[won]
+    untils = within_tail(listed[won], tail_mass[of_tail], wanted.seeds[of_tail], wanted.positions[of_tail])
+    for row, until in zip(of_tail.tolist(), untils, strict=True):
+        head = heads.get(row) or sort_until(logits[row], wanted.params[row].temperature, lambda head: bool(head.mass[-1] > until))  # noqa: B023
+        place = int(place_of(head.mass, until))
+        tail_token_ids[row], tail_logits[row] = head.token_at(place), head.values[place]
+    return drawn
 
 
-def slow_row(row: torch.Tensor, params: SamplingParams, u: float, kept: float | None, total: float, listed: float) -> tuple[float, int, float]:
-    """A row [vocab] whose list does not say enough: its kept mass, and the token and the logit of
-    its tail.
+def draws_of(wanted: SearchRequest, values: Array, token_ids: Array, drawn: Drawn) -> Draws:
+    temperatures = np.array([each.temperature for each in wanted.params], np.float64)
+    return Draws(values, token_ids, drawn.num_kept, drawn.tail_mass, temperatures, wanted.seeds, wanted.positions)
 
-    kept: its kept mass, where the list says that; total: the mass of all tokens, where truncation
-    depends on it; listed: the mass of those on the list.
-    """
-    if kept is not None:
-        until = u * kept
-        return kept, *tail_of(sort_until(row, params.temperature, lambda head: bool(head.mass[-1] > until)), until)
-    head = sort_until(row, params.temperature, lambda head: kept_mass_of(params, head.mass, head.values, total) is not None)
-    kept = kept_mass_of(params, head.mass, head.values, total, is_whole=head.is_whole)
-    if kept is None:
+
+def sort_kept(row: torch.Tensor, params: SamplingParams, total: float) -> tuple[SortedHead, tuple[int, float]]:
+    """As long a head of a row [vocab] as it takes to know `kept_of`, and that. total: the mass of
+    all tokens, where truncation depends on it. Raises ArithmeticError for a row that is not
+    finite."""
+
+    def kept(head: SortedHead) -> tuple[int, float] | None:
+        return kept_of(params, head.mass, head.values, total, is_whole=head.is_whole)
+
+    head = sort_until(row, params.temperature, lambda head: kept(head) is not None)
+    found = kept(head)
+    if found is None:
         raise ArithmeticError(NOT_FINITE)
-    return kept, *(tail_of(head, u * kept) if falls_beyond(listed, kept, u) else NO_TAIL)
+    return head, found
 
 
-def tail_of(head: SortedHead, until: float) -> tuple[int, float]:
-    """The token at which the mass exceeds `until`, and its logit."""
-    place = min(int(np.searchsorted(head.mass, until, side="right")), len(head.mass) - 1)
-    return head.token_at(place), float(head.values[place])
+def within_tail(listed: Array, tail_mass: Array, seeds: Array, positions: Array) -> Array:
+    """Where in their mass the draws of some rows fall whose tails have won. listed: [n], the mass
+    before the tails. Returns [n] float64."""
+    found: Array = listed + tail_mass * uniform(seeds, positions, TAIL)
+    return found
 
 
-def kept_mass_of(params: SamplingParams, mass: Array, values: Array, total: float, *, is_whole: bool = False) -> float | None:
-    """The mass of a row's kept tokens as far as its first ones, [count] mass and values, tell;
-    None: more of them are needed.
-
-    total: the mass of all, where truncation depends on it; is_whole: there are no more.
-    """
-    if is_whole or 0 < params.top_k <= len(mass):
-        return float(mass[_count(mass, params, values, float(mass[-1])) - 1])
-    if params.top_k > 0:
-        return None
-    if params.top_p == 1.0 and params.min_p == 0.0:
-        return total
-    count = _count(mass, params, values, total)
-    is_bounded = count < len(mass) or (params.top_p < 1.0 and mass[-1] >= params.top_p * total)
-    return float(mass[count - 1]) if is_bounded else None
-
-
-def _count(mass: Array, params: SamplingParams, values: Array, total: float) -> int:
-    return kept_count(mass, params.top_k, params.top_p, params.min_p, params.temperature, values, total)
+def place_of(mass: Array, until: Array) -> Array:
+    """The first place at which a row's cumulative mass exceeds `until`, or the last."""
+    found: Array = np.minimum(np.searchsorted(mass, until, side="right"), len(mass) - 1)
+    return found

@@ -2,11 +2,11 @@
 vocabulary.
 
 A row is first edited as its request asks (penalties, bias, banned tokens, the mask of its grammar).
-Then its largest logits are listed in order, and for rows that are drawn at random, the mass W of
-all tokens that top-k, top-p and min-p keep, and the token on which the draw falls if it falls
-beyond the list. Compute can name that tail because the draw u(seed, position) is known to it as
-well. The header of shared/model/decision.py shows that this is exact. The list's length follows
-from the request's own parameters alone, never from the batch.
+Then its largest logits are listed in order, and for rows that are drawn at random, how many of them
+top-k, top-p and min-p keep, the mass of what they keep beyond the list (the tail), and the tail's
+token, if the tail wins the draw. Compute can name that because the noise of (seed, position, token
+id) is known to it as well. The header of shared/model/decision.py shows that this is exact. The
+list's length follows from the request's own parameters alone, never from the batch.
 
 A row that can't be reduced (its numbers are not finite, its edits fail) is a failure of its own
 request; the others go on. A device that fails is no row's mistake: compute ends with it, and
@@ -30,7 +30,7 @@ from services.compute.candidates.row_mask import allowed_tokens, apply_mask, ban
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
 from services.compute.sequence import Sequence
 from shared.model.arrays import Array
-from shared.model.decision import GREEDY, decide, pick, uniform
+from shared.model.decision import pick
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.process.telemetry import get_logger
 from shared.wire.messages import RequestError
@@ -75,7 +75,7 @@ class Reduction:
     def finish(self) -> CandidateRows:
         """Waits for the search."""
         try:
-            rows = reduce_found(self.logits, self.edited, self.wanted, self.searching.read())
+            rows = reduce_found(self.logits, self.edited, self.wanted, self.searching.read(), self.search)
             if is_finite(rows).all():
                 rows.failures.update(self.failures)
                 return rows
@@ -150,7 +150,7 @@ def failure_of(attempt: Callable[[], None], device: torch.device) -> RequestErro
 
 def is_finite(rows: CandidateRows) -> Array:
     """Whether each row's numbers are finite. [R] bool."""
-    finite: Array = np.isfinite(rows.kept_mass) & np.isfinite(rows.logsumexp)
+    finite: Array = np.isfinite(rows.tail_mass) & np.isfinite(rows.logsumexp)
     return finite
 
 
@@ -164,24 +164,22 @@ def wanted_of(edited: list[EditedRow], vocab_size: int) -> SearchRequest:
     """The search that decides the draws of these rows. It follows from their requests and positions
     alone."""
     params = [each.params for each in edited]
-    u = np.zeros(len(edited))
     drawn = [row for row, each in enumerate(params) if not each.is_greedy]
-    if drawn:
-        u[drawn] = uniform(np.array([params[row].seed for row in drawn], np.uint64), np.array([edited[row].position for row in drawn], np.int32))
+    seeds, positions = np.array([each.seed for each in params], np.uint64), np.array([each.position for each in edited], np.int32)
     num = np.array([num_listed(each, vocab_size) for each in params], np.int32)
     scored = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
     whole = np.array([row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)], np.int64)
     temperatures = np.array([params[row].temperature for row in whole], np.float32)
-    return SearchRequest(params, u, num, MassRequest(scored, np.ones(len(scored), np.float32)), MassRequest(whole, temperatures))
+    return SearchRequest(params, seeds, positions, num, MassRequest(scored, np.ones(len(scored), np.float32)), MassRequest(whole, temperatures))
 
 
 def reduce_edited(logits: torch.Tensor, edited: list[EditedRow], search: RowSearch) -> CandidateRows:
     """The candidates of rows that are edited already."""
     wanted = wanted_of(edited, logits.shape[1])
-    return reduce_found(logits, edited, wanted, search.start(logits, wanted).read())
+    return reduce_found(logits, edited, wanted, search.start(logits, wanted).read(), search)
 
 
-def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRequest, found: SearchResult) -> CandidateRows:
+def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRequest, found: SearchResult, search: RowSearch) -> CandidateRows:
     """The candidates of rows that were searched. Raises ArithmeticError if the largest number of
     one is not finite: so it is where any is NaN."""
     num_rows, vocab_size = logits.shape
@@ -195,18 +193,14 @@ def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRe
     if len(rows):
         logsumexp[rows] = values[rows, 0] + np.log(found.scored_masses)
         logsumexp[rows] = [each if edited[row].logsumexp is None else edited[row].logsumexp for row, each in zip(rows, logsumexp[rows], strict=True)]
-    temperatures = np.array([each.temperature for each in wanted.params])
-    kept_mass, tail_token_ids, tail_logits = draw(logits, wanted, values, counts, is_whole, found.whole_masses)
-    columns = np.zeros(num_rows, np.int64)
-    if (kept_mass != GREEDY).any():
-        columns = decide(values, counts, temperatures, kept_mass, wanted.u)
+    drawn = draw(logits, wanted, values, token_ids, counts, is_whole, found.whole_masses, search)
     return CandidateRows(
         handles=np.array([each.handle for each in edited], np.int32),
-        positions=np.array([each.position for each in edited], np.int32),
+        positions=wanted.positions,
         previous_token_ids=np.array([each.previous_token_id for each in edited], np.int32),
         counts=counts, token_ids=token_ids, logits=values, logsumexp=logsumexp,
-        kept_mass=kept_mass, tail_token_ids=tail_token_ids, tail_logits=tail_logits,
-        chosen=pick(columns, counts, token_ids, tail_token_ids, tail_token_ids).astype(np.int32),
+        num_kept=drawn.num_kept, tail_mass=drawn.tail_mass, tail_token_ids=drawn.tail_token_ids, tail_logits=drawn.tail_logits,
+        chosen=pick(drawn.columns, counts, token_ids, drawn.tail_token_ids, drawn.tail_token_ids).astype(np.int32),
         temperatures=np.array([each.temperature for each in edited], np.float32),
     )  # fmt: skip
 

@@ -25,7 +25,8 @@ class CandidateRows:
     token_ids: Array  # [R, K] int32, K = max(counts)
     logits: Array  # [R, K] float32
     logsumexp: Array  # [R] float32
-    kept_mass: Array  # [R] float64
+    num_kept: Array  # [R] int32
+    tail_mass: Array  # [R] float64
     tail_token_ids: Array  # [R] int32
     tail_logits: Array  # [R] float32
     chosen: Array  # [R] int32: what the sampler will decide
@@ -52,7 +53,8 @@ class CandidateRows:
             token_ids=self.token_ids[rows][is_listed],
             logits=self.logits[rows][is_listed],
             logsumexp=self.logsumexp[rows],
-            kept_mass=self.kept_mass[rows],
+            num_kept=self.num_kept[rows],
+            tail_mass=self.tail_mass[rows],
             tail_token_ids=self.tail_token_ids[rows],
             tail_logits=self.tail_logits[rows],
             previous_token_ids=self.previous_token_ids[rows],

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
+from services.compute.candidates.truncation import cumulative_mass
 from shared.model.arrays import Array
-from shared.model.decision import cumulative_mass
 
 # temperatures below the largest: beyond the first lies a token's weight of e^-8
 REACHES = (8.0, 20.0, float("inf"))

@@ -177,7 +177,8 @@ def launch_all(capability: int) -> None:
     logits = torch.zeros(2, 128_256)
     masses = MassRequest(np.arange(2), np.ones(2, np.float32))
     for k in (1, 64):
-        backend.row_search.start(logits, SearchRequest([SamplingParams()] * 2, np.zeros(2), np.full(2, k, np.int32), masses, masses))
+        wanted = SearchRequest([SamplingParams()] * 2, np.zeros(2, np.uint64), np.ones(2, np.int32), np.full(2, k, np.int32), masses, masses)
+        backend.row_search.start(logits, wanted)
     backend.row_math.finish_logits(logits, multiplier=2.0, cap=30.0)
 
 

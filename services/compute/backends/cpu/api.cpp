@@ -92,7 +92,7 @@ int64_t penstock_size_of(const char* structure) {
   } kSizes[] = {
       {"Weight", sizeof(Weight)},     {"CacheRows", sizeof(CacheRows)}, {"Attention", sizeof(Attention)}, {"Rotation", sizeof(Rotation)},
       {"Addition", sizeof(Addition)}, {"Largest", sizeof(Largest)},     {"Masses", sizeof(Masses)},
-      {"Norms", sizeof(Norms)},       {"Layer", sizeof(Layer)},         {"Layers", sizeof(Layers)},
+      {"Norms", sizeof(Norms)},       {"Layer", sizeof(Layer)},         {"Layers", sizeof(Layers)},       {"Draws", sizeof(Draws)},
   };
   for (const auto& each : kSizes) {
     if (std::strcmp(each.name, structure) == 0) return each.size;
@@ -262,4 +262,6 @@ void penstock_sum_masses(Context* context, const Masses* masses) {
   m.partial = take_partials(*context, m.count, m.vocab);
   context->kernels.sum_masses(m);
 }
+
+void penstock_decide(Context*, const Draws* draws) { decide(*draws); }
 }

@@ -24,7 +24,7 @@ INSTRUCTION_SETS = {
     "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
 }
-FLAGS: dict[str, list[str]] = {"api.cpp": []} | {f"{name}.cpp": flags for name, flags in INSTRUCTION_SETS.items()}
+FLAGS: dict[str, list[str]] = {"api.cpp": [], "draw.cpp": ["-ffp-contract=off"]} | {f"{name}.cpp": flags for name, flags in INSTRUCTION_SETS.items()}
 COMMON = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra"]
 
 

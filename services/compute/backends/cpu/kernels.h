@@ -132,6 +132,19 @@ struct Masses {
   float* partial;             // workspace
 };
 
+// What decides the tokens of some rows of candidates: shared/model/decision.py's Draws.
+struct Draws {
+  const float* logits;       // [rows][k], falling
+  const int32_t* token_ids;  // [rows][k]
+  int64_t rows, k;
+  const int32_t* num_kept;       // [rows]
+  const double* tail_mass;       // [rows]
+  const double* temperatures;    // [rows]
+  const uint64_t* seeds;         // [rows]
+  const int32_t* positions;      // [rows]
+  int64_t* columns;  // [rows]
+};
+
 // Norms of a layer, [hidden] or null: a family has some of them.
 struct Norms {
   const uint16_t *before_attention, *after_attention, *before_mlp, *after_mlp, *q, *k;
@@ -186,5 +199,8 @@ struct Kernels {
 };
 
 extern const Kernels kAvx2, kAvx512, kAmx;
+
+// The same bits on every instruction set: draw.cpp.
+void decide(const Draws&);
 
 }  // namespace penstock

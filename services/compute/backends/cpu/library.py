@@ -134,7 +134,17 @@ class Masses(ctypes.Structure):
     ]
 
 
-STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Norms, Layer, Layers, Largest, Masses)
+class Draws(ctypes.Structure):
+    """kernels.h's Draws."""
+
+    _fields_ = [
+        *((name, Pointer) for name in ("logits", "token_ids")),
+        *((name, ctypes.c_int64) for name in ("rows", "k")),
+        *((name, Pointer) for name in ("num_kept", "tail_mass", "temperatures", "seeds", "positions", "columns")),
+    ]
+
+
+STRUCTURES = (Weight, CacheRows, Attention, Rotation, Addition, Norms, Layer, Layers, Largest, Masses, Draws)
 
 
 class Context:
@@ -170,6 +180,7 @@ class Context:
         self.run_layers = function("run_layers", ctypes.POINTER(Layers))
         self.find_largest = function("find_largest", ctypes.POINTER(Largest))
         self.sum_masses = function("sum_masses", ctypes.POINTER(Masses))
+        self.decide = function("decide", ctypes.POINTER(Draws))
 
 
 def open_context() -> Context | None:

@@ -148,7 +148,8 @@ class CudaBackend:
         all_masses = MassRequest(np.arange(step.num_logits), np.ones(step.num_logits, np.float32))
         for k in (1, LISTED):
             listed = np.full(step.num_logits, min(k, step.head.num_outputs), np.int32)
-            wanted = SearchRequest([SamplingParams()] * step.num_logits, np.zeros(step.num_logits), listed, all_masses, all_masses)
+            seeds, positions = np.zeros(step.num_logits, np.uint64), np.ones(step.num_logits, np.int32)
+            wanted = SearchRequest([SamplingParams()] * step.num_logits, seeds, positions, listed, all_masses, all_masses)
             self.row_search.start(logits, wanted).read()
 
     def _reserve(self, attention: CudaAttention, lens: list[int], longest: int) -> CudaPlan:

@@ -12,6 +12,8 @@ from services.compute.backends.backend import SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
 from services.compute.backends.cuda.kernels import search as kernels
 from shared.model.arrays import Array
+from shared.model.decision import Draws, decide
+from shared.model.noise import TOKEN, row_bits
 
 # logits, or keys, of a program: no more than there are, no less than four times what it keeps
 CHUNK = 1024
@@ -60,8 +62,9 @@ class CudaRowSearch:
         if num_rows:
             kept = keys.shape[1]
             draws = to_device(draws_of(wanted), logits.device)
+            states = to_device(row_bits(wanted.seeds, wanted.positions, TOKEN).view(np.int64), logits.device)
             kernels.draw_tokens[(num_rows,)](
-                keys, masses, draws, drawn, logits.shape[1], masses.shape[1], KEPT=kept, num_warps=1, enable_fp_fusion=False
+                keys, masses, draws, states, drawn, logits.shape[1], masses.shape[1], KEPT=kept, num_warps=1, enable_fp_fusion=False
             )  # fmt: skip
         copies = to_host(keys), to_host(masses), to_host(drawn)
         copied = None
@@ -76,6 +79,9 @@ class CudaRowSearch:
     def total_masses(self, logits: Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
         given = (to_device(np.ascontiguousarray(each), logits.device) for each in (rows, largest, temperatures))
         return sum_parts(partial_masses(logits, *given).cpu().numpy())
+
+    def decide(self, draws: Draws) -> Array:
+        return decide(draws)
 
 
 def largest_keys(logits: Tensor, k: int) -> Tensor:
@@ -116,11 +122,11 @@ def sum_parts(masses: Array) -> Array:
 
 
 def draws_of(wanted: SearchRequest) -> Array:
-    """The argument of draw_tokens: [R, 7] float64."""
+    """The argument of draw_tokens: [R, 6] float64."""
     masses_rows = np.full(len(wanted.params), -1.0)
     masses_rows[wanted.whole.rows] = len(wanted.scored.rows) + np.arange(len(wanted.whole.rows))
     asked = [(0.0 if each.is_greedy else each.temperature, each.top_k, each.top_p, each.min_p) for each in wanted.params]
-    return np.column_stack([np.array(asked, np.float64), wanted.u, wanted.num_listed, masses_rows])
+    return np.column_stack([np.array(asked, np.float64), wanted.num_listed, masses_rows])
 
 
 def to_host(values: Tensor) -> Tensor:

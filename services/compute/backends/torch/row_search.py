@@ -9,6 +9,7 @@ import torch
 from services.compute.backends.backend import MassRequest, RowSearch, SearchRequest, SearchResult
 from services.compute.backends.buffers import to_device
 from shared.model.arrays import Array
+from shared.model.decision import Draws, decide
 
 CHUNK = 64  # logits that share a maximum in the search for the largest
 
@@ -69,6 +70,9 @@ class TorchRowSearch:
                 values[row], ids[row] = _largest_of_row(logits[row].numpy(), k, num_chunks)
             return values, ids
         return largest_on_device(logits, k, num_chunks)
+
+    def decide(self, draws: Draws) -> Array:
+        return decide(draws)
 
     def total_masses(self, logits: torch.Tensor, rows: Array, largest: Array, temperatures: Array) -> Array:
         """Sum in float32. The order of numpy's summation does not depend on the number of

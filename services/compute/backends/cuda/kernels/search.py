@@ -48,30 +48,57 @@ def sum_masses(logits_ptr, rows_ptr, largest_ptr, temperatures_ptr, out_ptr, voc
 
 
 @triton.jit
-def draw_tokens(keys_ptr, masses_ptr, draws_ptr, out_ptr, vocab_size, num_parts, KEPT: tl.constexpr):
+def logarithm(x):
+    """noise.py's log: the same operations in the same order. x: float64."""
+    bits = x.to(tl.int64, bitcast=True)
+    k = (bits - 0x3FE6A09E667F3BCD) >> 52
+    m = (bits - (k << 52)).to(tl.float64, bitcast=True)
+    s = (m - 1.0) / (m + 1.0)
+    z = s * s
+    p = tl.full(z.shape, 1.0 / 21, tl.float64)
+    for n in tl.static_range(19, 1, -2):
+        p = p * z + tl.full([], 1.0 / n, tl.float64)
+    s = s + s
+    return k.to(tl.float64) * tl.full([], 0.6931471805599453, tl.float64) + (s + s * (z * p))
+
+
+@triton.jit
+def gumbel_noise(state, token_ids):
+    """noise.py's gumbel(unit(token_bits)). state: uint64; token_ids: int64. Returns float64."""
+    z = state + (token_ids + 1).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+    u = ((z >> 12) | 0x3FF0000000000000).to(tl.float64, bitcast=True) - tl.full([], 1.0 - 2.0**-53, tl.float64)
+    return -logarithm(-logarithm(u))
+
+
+@triton.jit
+def draw_tokens(keys_ptr, masses_ptr, draws_ptr, states_ptr, out_ptr, vocab_size, num_parts, KEPT: tl.constexpr):
     """Draw each row's token, by the rules of shared/model/decision.py, among its KEPT largest.
 
-    out: [R] int64; keys: [R, KEPT], falling; masses: [n, num_parts] float32; draws: [R, 7] float64
-    of temperature (0: the largest is taken), top_k, top_p, min_p, u, how many of the keys are
-    listed, and the row of masses, or -1.
+    out: [R] int64; keys: [R, KEPT], falling; masses: [n, num_parts] float32; draws: [R, 6] float64
+    of temperature (0: the largest is taken), top_k, top_p, min_p, how many of the keys are listed,
+    and the row of masses, or -1; states: [R] int64, the bits of noise.py's row_bits.
 
-    Where the list does not hold the answer, it is the list's last token: the host will find
+    Where the list does not hold the answer, it is one of the list's tokens: the host will find
     another.
     """
     row, at = tl.program_id(0).to(tl.int64), tl.arange(0, KEPT)
     keys = tl.load(keys_ptr + row * KEPT + at)
     order = (keys >> 32).to(tl.int32)
     logits = tl.where(order < 0, order ^ 0x7FFFFFFF, order).to(tl.float32, bitcast=True).to(tl.float64)
-    temperature, top_p, min_p = tl.load(draws_ptr + row * 7), tl.load(draws_ptr + row * 7 + 2), tl.load(draws_ptr + row * 7 + 3)
-    top_k, num_listed = tl.load(draws_ptr + row * 7 + 1), tl.load(draws_ptr + row * 7 + 5)
+    temperature, top_p, min_p = tl.load(draws_ptr + row * 6), tl.load(draws_ptr + row * 6 + 2), tl.load(draws_ptr + row * 6 + 3)
+    top_k, num_listed = tl.load(draws_ptr + row * 6 + 1), tl.load(draws_ptr + row * 6 + 4)
     is_listed = (at < num_listed) & (logits > float("-inf"))
     count = tl.sum(is_listed.to(tl.int32), 0)
     first = tl.max(tl.where(at == 0, logits, float("-inf")), 0)
-    weights = tl.where(is_listed, tl.exp((logits - first) / tl.where(temperature > 0.0, temperature, 1.0)), 0.0)
+    shifted = (logits - first) / tl.where(temperature > 0.0, temperature, 1.0)
+    weights = tl.where(is_listed, tl.exp(shifted), 0.0)
     mass = tl.cumsum(weights, 0)
     listed_mass = tl.max(mass, 0)
     total, has_all = listed_mass, (count < num_listed) | (count == vocab_size)
-    masses_row = tl.load(draws_ptr + row * 7 + 6).to(tl.int64)
+    masses_row = tl.load(draws_ptr + row * 6 + 5).to(tl.int64)
     if masses_row >= 0:
         sums = tl.zeros([], tl.float64)
         for part in range(num_parts):
@@ -85,9 +112,10 @@ def draw_tokens(keys_ptr, masses_ptr, draws_ptr, out_ptr, vocab_size, num_parts,
         kept = tl.minimum(kept, tl.sum(((at < kept) & (mass < top_p * total)).to(tl.int32), 0) + 1)
     if min_p > 0.0:
         kept = tl.minimum(kept, tl.sum(((at < kept) & (weights >= min_p)).to(tl.int32), 0))
-    kept_mass = tl.sum(tl.where(at == tl.maximum(kept, 1) - 1, mass, 0.0), 0)
-    if (top_k == 0) & (top_p == 1.0) & (min_p == 0.0):
-        kept_mass = total
-    column = tl.sum(((at < count) & (mass <= tl.load(draws_ptr + row * 7 + 4) * kept_mass)).to(tl.int32), 0)
-    column = tl.where(temperature > 0.0, tl.maximum(tl.minimum(column, count - 1), 0), 0)
-    tl.store(out_ptr + row, tl.sum(tl.where(at == column, 4294967295 - (keys & 4294967295), 0), 0))
+    kept = tl.where(temperature > 0.0, tl.maximum(kept, 1), 1)
+    token_ids = 4294967295 - (keys & 4294967295)
+    state = tl.load(states_ptr + row).to(tl.uint64, bitcast=True)
+    sums_with_noise = tl.where(at < kept, shifted + gumbel_noise(state, token_ids), float("-inf"))
+    largest = tl.max(sums_with_noise, 0)
+    column = tl.min(tl.where(sums_with_noise == largest, at, KEPT), 0)
+    tl.store(out_ptr + row, tl.sum(tl.where(at == column, token_ids, 0), 0))
