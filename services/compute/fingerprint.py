@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from services.compute.backends.backend import Backend
+from shared.model.decision import DRAW
 from shared.model.files import TOKENIZER_FILES, WEIGHT_FILES, ModelFiles
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
@@ -31,11 +32,12 @@ SETTINGS = (
 
 
 def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) -> str:
-    """A name that changes with whatever may change a token: Penstock's version, the contents of the
-    model's files, and how they are computed. It ends in BATCH_VARIANT where the same request may
+    """A name that changes with whatever may change a token: Penstock's version, the rule of the
+    draw, the contents of the model's files, and how they are computed. It ends in BATCH_VARIANT where the same request may
     get other bits in another batch."""
     facts = {
         "version": version("penstock"),
+        "draw": DRAW,
         "config": files.config,
         "files": content_hashes(files),
         "settings": {name: getattr(settings, name) for name in SETTINGS},

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer
 from services.sampler.detokenizer import Detokenizer
 from services.sampler.logprobs import LogprobHolder
 from services.sampler.stop import StopMatcher
+from shared.model.decision import DRAW
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
@@ -23,6 +24,7 @@ from shared.wire.token_log import parse_log
 log = get_logger("penstock.sampler")
 
 LOST_LOG = "Redis has lost a part of this request's tokens"
+OTHER_DRAW = "a version that draws tokens by another rule began this answer: send the request again for a whole one"
 NO_TEXT = "the text of the answer could not be made"
 
 
@@ -90,6 +92,7 @@ class RequestState:
             withheld=self.logprobs.last,
             prompt_logprobs=prompt_logprobs,
             prompt_token_ids=self.intro.prompt_token_ids if self.position == 1 else None,
+            draw=DRAW if self.position == 1 else None,
         )
         self.last_event = event
         return event
@@ -171,8 +174,12 @@ class End(NamedTuple):
 def catch_up(state: RequestState, entries: Any) -> None:
     """Replay entries of a state's log. What can't be followed is that request's error alone."""
     try:
-        for event in parse_log(entries, state.position):
+        events = parse_log(entries, state.position)
+        for event in events:
             state.replay(event)
+        is_begun_here = state.intro.params.is_greedy or not events or events[0].position != 1 or events[0].draw == DRAW
+        if not is_begun_here and not state.is_finished:
+            state.lost = OTHER_DRAW
     except Lost as error:
         state.lost = f"{LOST_LOG}: {error}"
     except Exception as error:  # a tokenizer's own failure on these tokens

@@ -11,6 +11,10 @@ from shared.wire.token_log import LogEntry
 
 # token ids of decisions without one: the sequence is over; the sequence must be introduced
 FAILED, UNKNOWN = -1, -2
+# the columns of StepCandidates that have a value a row
+BY_ROW = (
+    "handles", "positions", "counts", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,7 @@ def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
     listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
     by_row = {
         name: getattr(step, name)[rows]
-        for name in ("handles", "positions", "counts", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "previous_token_ids", "temperatures")
+        for name in BY_ROW
         if len(getattr(step, name))
     }
     return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)

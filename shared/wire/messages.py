@@ -270,6 +270,7 @@ class TokenEvent:
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
     prompt_token_ids: Int32Array | None = None  # the same
     embedding: Float32Array | None = None  # of the prompt, with the request's one event
+    draw: str | None = None  # with the first token, the name of the rule that drew it
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,10 @@ from services.compute.exchange.undecided import FIRST_PATIENCE_S
 from services.operator.redis_server import socket_path
 from services.sampler import service as service_module
 from services.sampler.detokenizer import Detokenizer
+from services.sampler.request_state import OTHER_DRAW
 from services.sampler.rows import FAILED, UNKNOWN
 from services.sampler.service import SamplerService
+from shared.model.decision import DRAW
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import SamplerSettings
 from shared.wire.logprobs import PromptLogprobs
@@ -55,8 +57,8 @@ class Bench:
         count = len(rows)
         zeros = np.zeros(count, np.float32)
         step = StepCandidates(
-            "compute-1", self.step, intros, ids(), handles, positions, np.ones(count, np.int32), tokens, zeros, zeros, zeros.astype("f8"),
-            np.full(count, -1, np.int32), zeros, before,
+            "compute-1", self.step, intros, ids(), handles, positions, np.ones(count, np.int32), tokens, zeros, zeros,
+            np.ones(count, np.int32), zeros.astype("f8"), np.full(count, -1, np.int32), zeros, before,
         )  # fmt: skip
         self.proxy.arm()
         self.service.answer(step)
@@ -259,6 +261,22 @@ def test_a_log_with_fewer_tokens_than_compute_was_told_is_one_error_at_once(benc
     assert bench.log(1)[-1].finish_reason == "error" and len(bench.log(1)) == 3
     [error] = bench.errors()
     assert "2 are left of 4" in error
+
+
+@pytest.mark.parametrize("draw", [None, "gumbel-0"])
+def test_a_log_that_another_rule_began_is_not_drawn_on_in_silence(draw: str | None, bench: Bench) -> None:
+    """Its request ends with one error that says so. A greedy one goes on: any rule takes the same tokens; and so does one that the present rule began."""
+    first = TokenEvent("r1.0", 1, 300, "x", draw=draw)
+    hot = SamplingParams(max_tokens=100, temperature=1.0)
+    for handle, (params, begun_by) in enumerate([(hot, draw), (PARAMS, draw), (hot, DRAW)], 1):
+        bench.client.xadd(log_key(f"r{handle}.0"), {MESSAGE: encode(replace(first, request_id=f"r{handle}.0", draw=begun_by))}, id="1-0")
+        told = bench.answer((handle, 2, 301, 300), intros=(intro(handle, params),))
+        assert told == {(handle, 2): (FAILED, 1) if params is hot and begun_by == draw else (301, 0)}
+    assert bench.errors() == [OTHER_DRAW]
+    assert [bench.log(handle)[-1].finish_reason for handle in (1, 2, 3)] == ["error", None, None]
+    assert bench.answer((4, 1, 300, -1), intros=(intro(4),)) == {(4, 1): (300, 0)}
+    assert bench.answer((4, 2, 301, 300)) == {(4, 2): (301, 0)}
+    assert [event.draw for event in bench.log(4)] == [DRAW, None]
 
 
 def test_a_text_that_can_not_be_made_is_its_requests_error_alone(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

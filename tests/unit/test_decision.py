@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from services.compute.candidates.truncation import cumulative_mass, kept_count, kept_of
-from shared.model import decision
 from shared.model.arrays import Array
 from shared.model.decision import Draws, decide, pad, weigh
 from shared.model.noise import gumbel
@@ -88,9 +87,7 @@ def agreement(target: Array, draft: Array, num_draws: int) -> float:
 
 
 @examples(60)
-@given(
-    size=st.integers(2, 40), spread=st.sampled_from([0.5, 1.5, 3.0]), error=st.sampled_from([0.0, 0.1, 0.5, 2.0]), seed=st.integers(0, 1 << 30)
-)  # fmt: skip
+@given(size=st.integers(2, 40), spread=st.sampled_from([0.5, 1.5, 3.0]), error=st.sampled_from([0.0, 0.1, 0.5, 2.0]), seed=st.integers(0, 1 << 30))
 def test_a_draft_by_the_same_noise_agrees_as_often_as_is_promised(size: int, spread: float, error: float, seed: int) -> None:
     """At least in (1 - d) / (1 + d) of the draws, at a distance d in total variation; and never more often than anybody could, 1 - d."""
     rng = np.random.default_rng(seed)

@@ -74,7 +74,7 @@ def test_the_noise_is_gumbels_in_seeds_positions_and_tokens_and_no_two_have_to_d
     def noise(seeds: Array, positions: Array, token_ids: Array) -> Array:
         return gumbel(unit(token_bits(row_bits(seeds.astype(np.uint64), positions.astype(np.int32), TOKEN), token_ids[:, None])))[:, 0]
 
-    along = [noise(count, fixed, fixed), noise(fixed, count, fixed), noise(fixed, fixed, count), noise(fixed, fixed, count + 1000), noise(count + 1, fixed, fixed)]
+    along = [noise(count, fixed, fixed), noise(fixed, count, fixed), noise(fixed, fixed, count), noise(count + 1, fixed, fixed)]
     for each in along:
         assert stats.kstest(each, stats.gumbel_r.cdf).pvalue > 1e-3
         assert stats.kstest(each[-2000:], stats.gumbel_r.cdf).pvalue > 1e-3

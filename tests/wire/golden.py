@@ -179,8 +179,8 @@ INTRO = SequenceIntro(
 CANDIDATES = Golden(
     StepCandidates(
         "compute-1", 7, (INTRO,), forget=i32(2), handles=i32(4, 5), positions=i32(3, 1), counts=i32(2, 1), token_ids=i32(10, 11, 12),
-        logits=f32(2.5, 1.5, 0.5), logsumexp=f32(3.0, 0.0), num_kept=i32(2, 1), tail_mass=np.array([0.25, 0.0]), tail_token_ids=i32(99, -1), tail_logits=f32(-0.5, 0.0),
-        previous_token_ids=i32(8, -1), temperatures=f32(0.75, -1.0),
+        logits=f32(2.5, 1.5, 0.5), logsumexp=f32(3.0, 0.0), num_kept=i32(2, 1), tail_mass=np.array([0.25, 0.0]), tail_token_ids=i32(99, -1),
+        tail_logits=f32(-0.5, 0.0), previous_token_ids=i32(8, -1), temperatures=f32(0.75, -1.0),
     ),
     CANDIDATES_NOW,
     CANDIDATES_BEFORE,
@@ -194,9 +194,10 @@ DECISIONS_NOW = "98a96465636973696f6e7301a973616d706c65722d3107c4080400000005000
 DECISIONS = Golden(StepDecisions("sampler-1", 7, i32(4, 5), i32(3, 1), token_ids=i32(10, -1), is_finished=np.array([0, 1], np.uint8)), DECISIONS_NOW)
 
 TOKEN_NOW = (
-    "dc0010a5746f6b656e01a57265712d31032aa2c3a909089197a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c3a473746f70a20a0a94"
+    "dc0011a5746f6b656e01a57265712d31032aa2c3a909089197a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c3a473746f70a20a0a94"
     "a26e6fcd0190a473746f70a362616497a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c398c4080300000004000000c4040000c0bfc4"
-    "0402000000c40406000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080300000004000000c4080000003f000000c0"
+    "0402000000c40406000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080300000004000000c4080000003f000000c0a8"
+    "67756d62656c2d31"
 )
 TOKEN_BEFORE = (
     "9ea5746f6b656e01a57265712d31032aa2c3a909089195a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff400000000000007a473746f70a20a0a94a26e6fcd01"
@@ -207,11 +208,11 @@ TOKEN = Golden(
     TokenEvent(
         "req-1", 3, 42, "é", num_prompt_tokens=9, num_cached_tokens=8, logprobs=(LOGPROB,), finish_reason="stop", stop_reason="\n\n",
         error=RequestError("no", 400, "stop", "bad"), withheld=LOGPROB, prompt_logprobs=PROMPT_LOGPROBS,
-        prompt_token_ids=i32(3, 4), embedding=f32(0.5, -2.0),
+        prompt_token_ids=i32(3, 4), embedding=f32(0.5, -2.0), draw="gumbel-1",
     ),
     TOKEN_NOW,
     TOKEN_BEFORE,
-    {"prompt_token_ids": None, "embedding": None, "logprobs": (LOGPROB_BEFORE,), "withheld": LOGPROB_BEFORE},
+    {"prompt_token_ids": None, "embedding": None, "draw": None, "logprobs": (LOGPROB_BEFORE,), "withheld": LOGPROB_BEFORE},
 )  # fmt: skip
 
 EVENTS_NOW = (

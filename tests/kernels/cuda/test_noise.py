@@ -25,14 +25,14 @@ def test_the_noise_has_the_bits_of_numpys() -> None:
     assert found.numpy().tobytes() == noise.gumbel(noise.unit(noise.token_bits(states, token_ids))).tobytes()
 
 
-@triton.jit
-def logarithms(x_ptr, out_ptr, SIZE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def logarithms(x_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, SIZE)
     tl.store(out_ptr + at, logarithm(tl.load(x_ptr + at)))
 
 
-@triton.jit
-def noises(states_ptr, token_ids_ptr, out_ptr, SIZE: tl.constexpr):
+@triton.jit  # type: ignore[untyped-decorator]
+def noises(states_ptr, token_ids_ptr, out_ptr, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
     row, at = tl.program_id(0), tl.arange(0, SIZE)
     state = tl.load(states_ptr + row).to(tl.uint64, bitcast=True)
     tl.store(out_ptr + row * SIZE + at, gumbel_noise(state, tl.load(token_ids_ptr + row * SIZE + at)))

@@ -1,5 +1,5 @@
-// The decision, as shared/model/decision.py and shared/model/noise.py define it: the same operations in the same order, so the same bits. This file is compiled
-// without fused multiply-adds.
+// The decision, as shared/model/decision.py and shared/model/noise.py define it: the same operations
+// in the same order, so the same bits. This file is compiled without fused multiply-adds.
 
 #include <cmath>
 #include <cstdint>
@@ -68,7 +68,7 @@ int64_t decide_row(const Draws& d, int64_t row) {
   for (int64_t at = 0; at < kept; ++at) {
     const double shifted = (static_cast<double>(logits[at]) - static_cast<double>(logits[0])) / d.temperatures[row];
     const double sum = shifted + gumbel(uniform(state, d.token_ids[row * d.k + at]));
-    if (sum > most) {
+    if (sum > most) {  // of equal ones the first
       most = sum;
       column = at;
     }
