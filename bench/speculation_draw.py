@@ -94,7 +94,7 @@ def probabilities(logits: Array, params: SamplingParams) -> Array:
     if params.top_p < 1.0:
         p[np.cumsum(p, axis=1) - p >= params.top_p] = 0.0
         p /= p.sum(axis=1, keepdims=True)
-    found = np.empty_like(p)
+    found: Array = np.empty_like(p)
     np.put_along_axis(found, order, p, axis=1)
     return found
 

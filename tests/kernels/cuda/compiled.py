@@ -1,9 +1,9 @@
 """Does every kernel compile for the GPUs that we name, and does it fit? No GPU is needed: Triton's wheel brings NVIDIA's assembler.
 
 Each launch of the backend is compiled instead of run. Prints shared memory, registers, spilled bytes, and the matrix instruction. Fails where one does not
-compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; where the draw's products may be fused with sums; where tiles of one form leave their sums
-of floats to other instructions, or add and multiply otherwise what follows; where FP8 is not refused on a device that lacks it; and where a step compiles what
-a server's first steps have not.
+compile, takes more shared memory than the architecture has, or (FP8) leaves longer sums to tensor cores than it says; where the draw's products may be fused
+with sums; where tiles of one form leave their sums of floats to other instructions, or add and multiply otherwise what follows; where FP8 is not refused on a
+device that lacks it; and where a step compiles what a server's first steps have not.
 
     python -m tests.kernels.cuda.compiled [80 89 90]
 """
@@ -106,10 +106,11 @@ class Compiler:
             self.operations[*given, depth].add(tuple(count / elements for count in operations_in(compiled.asm["ptx"])))
         fits = compiled.metadata.shared <= SHARED_BYTES[self.capability]
         keeps_sums_short = begins_with_zeros(compiled.asm["ttir"])
-        is_rounded_twice = kernel.__name__ != "draw_tokens" or not re.search(r"\b(add|sub|mul)\.f64 ", compiled.asm["ptx"])
-        self.num_wrong += not (fits and keeps_sums_short and is_rounded_twice)
+        is_fused = kernel.__name__ == "draw_tokens" and re.search(r"\b(add|sub|mul)\.f64 ", compiled.asm["ptx"]) is not None
+        wrong = "".join(what for what, holds in ((" TOO MUCH", not fits), (" LONG SUMS", not keeps_sums_short), (" FUSED", is_fused)) if holds)
+        self.num_wrong += bool(wrong)
         shown = " ".join(f"{name} {options[name]}" for name in SHOWN if options.get(name) is not None)
-        memory = f"shared {compiled.metadata.shared:6}{'' if fits else ' TOO MUCH'}{'' if keeps_sums_short else ' LONG SUMS'}{'' if is_rounded_twice else ' FUSED'}"
+        memory = f"shared {compiled.metadata.shared:6}{wrong}"
         print(f"sm_{self.capability} {kernel.__name__:17} {memory} registers {registers:>3} spilled {spilled:>4} {instruction:8} {shown}", flush=True)
         return compiled
 
