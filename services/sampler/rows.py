@@ -62,11 +62,7 @@ def moments_of(rows: list[Decided], compute_id: str, sampler_id: str, decided_at
 def select(step: StepCandidates, rows: list[int]) -> StepCandidates:
     """The step with some of its rows, at least one."""
     listed = np.isin(np.repeat(np.arange(len(step.handles)), step.counts), rows)
-    by_row = {
-        name: getattr(step, name)[rows]
-        for name in BY_ROW
-        if len(getattr(step, name))
-    }
+    by_row = {name: getattr(step, name)[rows] for name in BY_ROW if len(getattr(step, name))}
     return replace(step, intros=(), forget=step.forget[:0], token_ids=step.token_ids[listed], logits=step.logits[listed], **by_row)
 
 
