@@ -38,6 +38,7 @@ from services.gateway.http.observed import Observed
 from services.gateway.reading.canceller import LAST_TRY_S
 from services.gateway.reading.silence import Silence
 from services.gateway.reading.subscriptions import exit_on_failure
+from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
@@ -59,6 +60,7 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
             "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
             "canceller": pipeline.canceller.run(),
             "memory": context.admission.memory.run(),
+            "append-only file": AppendOnlyFile(context.client).run(),
         }
         tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
         await asyncio.to_thread(context.stage.join)
