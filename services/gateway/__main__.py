@@ -1,6 +1,7 @@
 """`python -m services.gateway`: settings, objects, run."""
 
 import signal
+from dataclasses import replace
 
 import uvicorn
 
@@ -48,7 +49,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
 
     def announce_load(_: RedisPipeline) -> None:
         unlike.tell(stage.registry)
-        stage.load = metrics.load() | {"running": subscriptions.num_sequences}
+        stage.load = replace(metrics.load(), running=subscriptions.num_sequences)
 
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies")

@@ -144,7 +144,7 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
     found, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
     if num_batches and not workers:
         found.append(f"batches wait ({num_batches}), and no worker of batches is alive")
-    if (num_deaths := int(max((each.load.get("deaths", 0) for each in workers), default=0))) >= TOLD_DEATHS:
+    if (num_deaths := int(max((each.load.deaths or 0 for each in workers), default=0))) >= TOLD_DEATHS:
         found.append(f"workers of batches die again and again: {num_deaths} within ten minutes")
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(STORAGE_TIMEOUT_S):
@@ -173,7 +173,7 @@ async def health(request: Request) -> JSONResponse:
         problems.append("no compute replica is alive")
     problems += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
     problems += [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
-    steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.get("steps", 0)} for each in computes}
+    steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes}
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
     told = await warnings(context, num_batches)
     body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": told, "reader": reader, "compute": steps}
