@@ -34,12 +34,12 @@ from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
+from shared.wire.line import Pipeline
 from shared.wire.messages import Control, Moments, RequestError, TokenEvent
 from shared.wire.registry import show
 from shared.wire.stage import Stage
 from shared.wire.streams import prompts
 from shared.wire.token_log import end_request, write_end
-from shared.wire.transport import Pipeline
 
 log = get_logger("penstock.compute")
 

@@ -31,9 +31,9 @@ from services.requests.responses.stored import Store
 from services.requests.tenants.api_keys import check_exposure
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
+from shared.wire.line import Pipeline as RedisPipeline
 from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
-from shared.wire.transport import Pipeline as RedisPipeline
 
 
 def build(settings: GatewaySettings, keys: KeyRing) -> Context:

@@ -23,14 +23,14 @@ from services.sampler.writer import AFTER_REFUSED, StepWriter
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
 from shared.process.telemetry import get_logger
-from shared.wire.line import Line
+from shared.wire.entries import DirectReader, write_dead_letter
+from shared.wire.line import Line, Pipeline
 from shared.wire.load import Load
 from shared.wire.messages import Control, SequenceIntro, StepCandidates, encode
 from shared.wire.redis_clock import follow_clock
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, MESSAGE, candidates
 from shared.wire.token_log import decode_entry
-from shared.wire.transport import DirectReader, Pipeline, write_dead_letter
 
 log = get_logger("penstock.sampler")
 

@@ -10,12 +10,13 @@ from services.tokenizer.slow_templates import SlowTemplates, brings_template
 from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
 from shared.process.telemetry import get_logger
+from shared.wire.entries import DeadLetter, Delivery, GroupReader, append_to_group
+from shared.wire.line import Pipeline
 from shared.wire.load import Load
 from shared.wire.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
 from shared.wire.stage import Stage
 from shared.wire.streams import prompts, requests, tombstone_key
 from shared.wire.token_log import end_request, write_end
-from shared.wire.transport import DeadLetter, Delivery, GroupReader, Pipeline, append_to_group
 
 log = get_logger("penstock.tokenizer")
 

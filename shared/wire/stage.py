@@ -23,11 +23,12 @@ from shared.process.errors import Recoverable, StartupError
 from shared.process.settings import StageSettings
 from shared.process.telemetry import get_logger, setup_logging
 from shared.process.tracing import open_tracer
-from shared.wire.line import DENIED, reason_of
+from shared.wire.entries import RELEASED_MS
+from shared.wire.line import DENIED, Pipeline, reason_of
 from shared.wire.load import Load
 from shared.wire.messages import Replica
 from shared.wire.registry import LEASE_S, Heartbeat, Registry
-from shared.wire.transport import RELEASED_MS, Pipeline, Transport
+from shared.wire.transport import Transport
 
 log = get_logger("penstock.stage")
 

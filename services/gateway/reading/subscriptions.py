@@ -19,12 +19,13 @@ from services.gateway.reading.subscription import Subscription
 from services.requests.errors import draining
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
+from shared.wire.entries import TRIM_EVERY_S, entries_of, next_id, write_dead_letter
 from shared.wire.line import DENIED, reason_of, without_command
 from shared.wire.messages import Control, RequestError, StepEvents, TokenEvent, decode
 from shared.wire.redis_clock import NEWEST, has_begun_anew
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, MESSAGE, events
-from shared.wire.transport import TRIM_EVERY_S, Backoff, entries_of, is_temporary, next_id, write_dead_letter
+from shared.wire.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
 

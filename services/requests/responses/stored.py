@@ -26,11 +26,12 @@ from services.requests.responses.events import ResponseEvents
 from services.requests.tenants.tenant import Tenant
 from shared.process.errors import Invalid, Lost, Rejected
 from shared.process.telemetry import get_logger
+from shared.wire.entries import entries_of
 from shared.wire.messages import Control, RequestError, TokenEvent
 from shared.wire.registry import broadcast
 from shared.wire.streams import LOG_TTL_S, MESSAGE, inflight_key, log_key, response_key, stored_key, tombstone_key
 from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
-from shared.wire.transport import Backoff, entries_of, is_temporary
+from shared.wire.transport import Backoff, is_temporary
 
 log = get_logger("penstock.gateway")
 
