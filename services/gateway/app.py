@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -48,38 +49,40 @@ STORAGE_TIMEOUT_S = 1.0
 LEAST_FREE_BYTES = 64 << 20  # for files
 
 
-def build_app(context: Context, watch: Watch) -> FastAPI:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        pipeline = context.pipeline
-        await context.bodies.helpers.start()
-        await context.grammars.helpers.start()
-        work = {
-            "reader": pipeline.subscriptions.run(),
-            "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
-            "canceller": pipeline.canceller.run(),
-            "memory": context.admission.memory.run(),
-        }
-        tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
-        await asyncio.to_thread(context.stage.join)
-        yield
-        await asyncio.to_thread(context.stage.leave)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await pipeline.canceller.finish()
-        with suppress(RedisError, OSError):
-            async with asyncio.timeout(LAST_TRY_S):
-                await context.client.delete(pipeline.subscriptions.stream.key)
-        await context.client.aclose()
-        await context.store.followers.aclose()
-        await context.bodies.helpers.stop()
-        await context.grammars.helpers.stop()
-        await context.pipeline.answers.helper.stop()
+@asynccontextmanager
+async def working(context: Context, _: FastAPI) -> AsyncIterator[None]:
+    """The gateway's life: its helpers, its tasks and its place in the registry, begun and ended."""
+    pipeline = context.pipeline
+    await context.bodies.helpers.start()
+    await context.grammars.helpers.start()
+    work = {
+        "reader": pipeline.subscriptions.run(),
+        "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
+        "canceller": pipeline.canceller.run(),
+        "memory": context.admission.memory.run(),
+    }
+    tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
+    await asyncio.to_thread(context.stage.join)
+    yield
+    await asyncio.to_thread(context.stage.leave)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await pipeline.canceller.finish()
+    with suppress(RedisError, OSError):
+        async with asyncio.timeout(LAST_TRY_S):
+            await context.client.delete(pipeline.subscriptions.stream.key)
+    await context.client.aclose()
+    await context.store.followers.aclose()
+    await context.bodies.helpers.stop()
+    await context.grammars.helpers.stop()
+    await context.pipeline.answers.helper.stop()
 
+
+def build_app(context: Context, watch: Watch) -> FastAPI:
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
     # users' browsers a CDN
-    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
+    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=partial(working, context))
     app.state.context = context
     app.state.watch = watch
     app.router.redirect_slashes = False
