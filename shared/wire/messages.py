@@ -22,6 +22,7 @@ from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.wire.codec import converted, map_unpacker, packer, unpacker
+from shared.wire.load import Load
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
 from shared.wire.views import ComputeView
 
@@ -315,7 +316,7 @@ class Replica:
     model: str | None = None
     max_model_len: int | None = None
     idle_s: float = 0.0  # since its loop last came round: large means stuck
-    load: dict[str, float] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
     aliases: tuple[str, ...] = ()  # further names of the model
     problem: str = ""  # what keeps it from Redis at the moment
     # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all

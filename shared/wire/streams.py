@@ -1,7 +1,7 @@
 """The wiring: every stream and key this system uses, who writes it, who reads it, what it carries.
 
-Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they
-say is messages.py.
+Nothing else in the repository builds a Redis key. How messages are moved is entries.py; what they say
+is messages.py.
 """
 
 from dataclasses import dataclass

@@ -78,10 +78,10 @@ def simulate(argv: list[str]) -> None:
         raise StartupError(f"--max-total-tokens: {error}") from None
     print(f"{args.model} on {args.hardware}: KV cache of {kv_tokens:,} tokens, admission {args.admission}")
     print(describe(result))
-    peaks = scheduler.admission.metrics()
-    if followed := peaks.get("predicted_peaks"):
-        ratio = peaks["predicted_peak_ratio_sum"] / followed
-        print(f"predicted peaks of KV memory: {peaks['predicted_peaks_exceeded']:.0f} of {followed:.0f} exceeded, real / predicted {ratio:.2f} in the mean")
+    peaks = scheduler.admission.calibration
+    if peaks is not None and peaks.num_predictions:
+        ratio = peaks.sum_of_ratios / peaks.num_predictions
+        print(f"predicted peaks of KV memory: {peaks.num_exceeded} of {peaks.num_predictions} exceeded, real / predicted {ratio:.2f} in the mean")
 
 
 def describe(result: Replay) -> str:

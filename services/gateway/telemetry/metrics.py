@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from services.gateway.telemetry.pipeline_state import PipelineState
 from services.requests.batches.figures import BatchFigures
 from shared.process.telemetry import get_logger
+from shared.wire.load import Load
 from shared.wire.messages import RequestError
 from shared.wire.stage import Stage
 from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inflight_key, prompts, requests
@@ -140,11 +141,11 @@ class Metrics:
         figures.ttft.observe(seconds)
         self._ttfts.append((time.monotonic(), seconds))
 
-    def load(self) -> dict[str, float]:
+    def load(self) -> Load:
         """Figures for the registry, where penstock status reads them. Safe from any thread."""
         since = time.monotonic() - RECENT_S
         recent = [seconds for at, seconds in list(self._ttfts) if at > since]
-        return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}
+        return Load(output_tokens=self.num_output_tokens, ttft_s=statistics.median(recent) if recent else None)
 
     async def render(self, client: Any) -> bytes:
         """The Prometheus text format. What Redis would have to say is missing while it is away; the

@@ -13,8 +13,9 @@ from typing import Any
 import redis.asyncio
 from redis.exceptions import NoPermissionError
 
+from services.requests.client import persist
 from shared.process.telemetry import get_logger
-from shared.wire.transport import Backoff, is_temporary
+from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
 
@@ -32,14 +33,7 @@ class AppendOnlyFile:
     async def run(self) -> None:
         """Look at it now and then, until cancelled."""
         while True:
-            try:
-                await self.look()
-            except (redis.RedisError, OSError) as error:
-                if not is_temporary(error):
-                    raise
-                await asyncio.sleep(self.backoff.failed(error))
-                continue
-            self.backoff.succeeded()
+            await persist(self.look, self.backoff)
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def look(self) -> None:
