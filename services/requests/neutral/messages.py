@@ -28,20 +28,22 @@ def read_arguments(value: Any) -> str:
 class FunctionCall(Body):
     neutral = OF_CALLS
 
-    name: str = Field(max_length=MAX_NAME)
-    arguments: Annotated[str, PlainValidator(read_arguments), WithJsonSchema({"type": "string"})] = "{}"
+    name: str = Field(max_length=MAX_NAME, description="the function")
+    arguments: Annotated[str, PlainValidator(read_arguments), WithJsonSchema({"type": "string"})] = Field(
+        "{}", description="JSON as text; an object is taken, too"
+    )
 
 
 class CustomCall(Body):
-    name: str = Field(max_length=MAX_NAME)
-    input: str
+    name: str = Field(max_length=MAX_NAME, description="the tool")
+    input: str = Field(description="the text that it was given")
 
 
 class ToolCallBody(Body):
-    id: str = Field("", max_length=MAX_NAME)
-    type: Literal["function", "custom"] = "function"
-    function: FunctionCall | None = None
-    custom: CustomCall | None = None
+    id: str = Field("", max_length=MAX_NAME, description="names the call; a tool's answer repeats it as tool_call_id")
+    type: Literal["function", "custom"] = Field("function", description="which of the next two fields holds the call")
+    function: FunctionCall | None = Field(None, description="required where type is function")
+    custom: CustomCall | None = Field(None, description="required where type is custom")
     index: int | None = Field(None, description="of a call that was put together from a stream")
 
     @model_validator(mode="after")
