@@ -11,14 +11,14 @@ from shared.wire import messages, streams
 from shared.wire.messages import TAGS
 from shared.wire.streams import DirectStream, GroupStream
 
-INTRODUCTION = """Who does what with these is in [the protocol](../understand/protocol.md). A message is a msgpack array `[tag, version, field, …]`, with the
+INTRODUCTION = """[The protocol](../understand/protocol.md) says how the stages use these. A message is a msgpack array `[tag, version, field, …]`, with the
 fields in this order. Types are Python's; arrays (`Int32Array` and the like) are raw little-endian bytes.
 A field with a default may be missing in an older message."""
 
-STREAMS = """An entry of a *group* stream goes to one replica of the stage that is named, and stays pending until its work is done. A *direct* stream has
+STREAMS = """An entry of a *group* stream goes to one replica of the named stage, and stays pending until its work is done. A *direct* stream has
 one reader, which trims it."""
 
-KEYS = "A name in angle brackets is filled in. A comment says who writes the key, and who reads it."
+KEYS = "A name in angle brackets is filled in. The arrow goes from the stages that write the key to those that read it."
 
 
 def page() -> str:

@@ -31,12 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
     help_text = "or a .json with fixed_s, per_token_s, per_context_token_s and kv_tokens"
     parser.add_argument("--hardware", default="a100-80g", help=f"one of {', '.join(HARDWARE)}, {help_text} (default: %(default)s)")
     parser.add_argument("--num-requests", type=int, help="default: all of the file, 1000 synthetic ones")
-    parser.add_argument("--rate", type=float, help="requests/s, at random; default: as the trace says, or all at once")
-    parser.add_argument("--max-total-tokens", type=int, default=4096, help="what each request asks for, prompt and answer (default: %(default)s)")
+    parser.add_argument("--rate", type=float, help="requests/s, at random times; default: the trace's times, or all at once")
+    parser.add_argument("--max-total-tokens", type=int, default=4096, help="tokens that each request asks for, prompt and answer (default: %(default)s)")
     parser.add_argument("--admission", choices=STRATEGIES, default="predicted", help="default: %(default)s")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--max-batched-tokens", type=int, default=2048, help="default: %(default)s")
-    parser.add_argument("--target-itl-ms", type=float, help="cut prompts into chunks so that steps keep to this")
+    parser.add_argument("--target-itl-ms", type=float, help="cut prompts into chunks so that steps take no longer than this")
     parser.add_argument("--block-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     return parser
