@@ -80,9 +80,24 @@ def field_rows(kind: type) -> list[list[str]]:
     rows = []
     for each in body.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            end = lines[(each.end_lineno or each.lineno) - 1][each.end_col_offset or 0 :]
             default = "" if each.value is None else "empty" if "default_factory" in ast.unparse(each.value) else ast.unparse(each.value)
             rows.append(
-                [code(each.target.id), code(ast.unparse(each.annotation)), default if default == "empty" else code(default), end.partition("#")[2].strip()]
+                [
+                    code(each.target.id),
+                    code(ast.unparse(each.annotation)),
+                    default if default == "empty" else code(default),
+                    sentence(field_comment(lines, each)),
+                ]
             )
     return rows
+
+
+def field_comment(lines: list[str], field: ast.AnnAssign) -> str:
+    """The comment behind a field, else the comment lines directly above it."""
+    behind = lines[(field.end_lineno or field.lineno) - 1][field.end_col_offset or 0 :].partition("#")[2].strip()
+    above: list[str] = []
+    for line in reversed(lines[: field.lineno - 1]):
+        if not line.lstrip().startswith("#"):
+            break
+        above.insert(0, line.strip().lstrip("# "))
+    return behind or " ".join(above)
