@@ -130,7 +130,7 @@ class FormatSettings(StageSettings):
 
 
 class TokenizerSettings(ModelSettings, FormatSettings):
-    """Text to token ids."""
+    """Turns text into token ids."""
 
     command: ClassVar[str] = "penstock serve tokenizer"
     examples: ClassVar[str] = "penstock serve tokenizer --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
@@ -139,7 +139,7 @@ class TokenizerSettings(ModelSettings, FormatSettings):
 
 
 class SamplerSettings(ModelSettings):
-    """Candidates to tokens and text."""
+    """Turns candidates into tokens and text."""
 
     command: ClassVar[str] = "penstock serve sampler"
     examples: ClassVar[str] = "penstock serve sampler --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
@@ -199,7 +199,7 @@ class EngineSettings(StageSettings):
 
 
 class ComputeSettings(ModelSettings, EngineSettings):
-    """The model."""
+    """Runs the model."""
 
     command: ClassVar[str] = "penstock serve compute"
     examples: ClassVar[str] = (
@@ -208,22 +208,22 @@ class ComputeSettings(ModelSettings, EngineSettings):
 
 
 class WorkerSettings(StageSettings):
-    """How batch jobs are run."""
+    """How batches run."""
 
     batch_requests: int = Field(32, gt=0, description="sequences of batches that one worker has in the pipeline at once")
     busy_batch_requests: int = Field(8, gt=0, description="the same, while other requests are in the pipeline")
 
 
 class JobsSettings(RequestSettings, WorkerSettings):
-    """Batches."""
+    """Runs batches."""
 
     command: ClassVar[str] = "penstock serve jobs"
     examples: ClassVar[str] = "penstock serve jobs --redis-url redis://10.0.0.5:6379/0 --files-url s3://bucket/penstock"
 
 
 class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings):
-    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url
-    names none."""
+    """Start everything on this machine: every stage, restarted when it dies, and a Redis unless
+    --redis-url names one."""
 
     command: ClassVar[str] = "penstock up"
     examples: ClassVar[str] = """penstock up                                    a small model, fetched once, on http://127.0.0.1:8000
