@@ -24,19 +24,19 @@ EXAMPLES = """examples:
   penstock status --watch                       replicas, queues, tokens/s
   penstock serve sampler --redis-url redis://10.0.0.5:6379/0     one more sampler, on any host
 
-penstock COMMAND --help says more of each."""
+penstock COMMAND --help shows the flags of a command."""
 
 CHAT_EXAMPLES = """examples:
-  penstock chat                                         with the penstock up of this machine
+  penstock chat                                         with the penstock up on this machine
   penstock chat "What is a penstock?"                   one answer
-  git diff | penstock chat "Write a commit message."    about what a pipe brings
+  git diff | penstock chat "Write a commit message."    about the text from a pipe
   penstock chat --url https://host/v1 --model NAME      with any OpenAI-compatible server
 
-A key is taken from PENSTOCK_API_KEY or OPENAI_API_KEY."""
+The API key comes from PENSTOCK_API_KEY or OPENAI_API_KEY."""
 
 BATCH_EXAMPLES = """examples:
   penstock batch questions.jsonl
-  penstock batch batch_0123456789abcdef          wait for one again"""
+  penstock batch batch_0123456789abcdef          wait for a batch again"""
 
 STATUS_EXAMPLES = """examples:
   penstock status                               one look
@@ -44,13 +44,13 @@ STATUS_EXAMPLES = """examples:
   penstock status --data-dir /srv/penstock      of a penstock up with that --data-dir
   penstock status --json | jq .replicas         for programs
 
-It reads Redis alone, so it works while no gateway does. The exit code is 1 if a stage is missing."""
+It reads only Redis, so it works without a gateway. The exit code is 1 if a stage is missing."""
 
 QUANTIZE_EXAMPLES = """examples:
   penstock quantize ~/models/mine ~/models/mine-w8a8
   penstock quantize ~/models/mine ~/models/mine-w4 --quantization w4 --calibrate default
 
-What it writes is packed for a CPU's kernels. A GPU quantizes at load, in seconds: penstock up --device cuda --model ~/models/mine --quantization fp8"""
+The output is packed for a CPU's kernels. On a GPU, quantize at load, in seconds: penstock up --device cuda --model ~/models/mine --quantization fp8"""
 
 MAKE_MODEL_EXAMPLES = """examples:
   penstock make-model /tmp/m --shape qwen2.5-0.5b
@@ -64,7 +64,7 @@ PULL_EXAMPLES = """examples:
 
 
 SERVE_EXAMPLES = """examples:
-  penstock serve compute --help                 what a stage can be told
+  penstock serve compute --help                 the flags of a stage
   penstock serve gateway --port 9000
   penstock serve sampler --redis-url redis://10.0.0.5:6379/0"""
 

@@ -1,4 +1,4 @@
-"""`penstock simulate`: what a model would do on hardware that is not here."""
+"""`penstock simulate`: predicts the speed of a model on other hardware."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from shared.process.errors import StartupError
 
 EXAMPLES = """examples:
   penstock simulate                                              chat-like requests, Llama 3 8B, one A100
-  penstock simulate --rate 12 --target-itl-ms 40                 arriving one by one, prompts in chunks to suit
+  penstock simulate --rate 12 --target-itl-ms 40                 requests arrive one by one, prompts in smaller chunks
   penstock simulate --trace chats.json --admission reserve       the lengths of a ShareGPT file
   penstock simulate --model ~/models/mine --hardware mine.json   a checkpoint's shape, measured steps
 """
@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="penstock simulate",
-        description="Replay a trace of requests through the scheduler and the KV cache's accounting under a cost model of the steps.",
+        description="Replay a trace of requests through the scheduler and the KV cache's accounting, with a cost model of the steps.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--trace", default="synthetic", help="synthetic, a ShareGPT .json, or a .jsonl of prompt_tokens, output_tokens, arrived_at")
