@@ -34,7 +34,7 @@ class CountTokensBody(Body):
         "cache_control": ANYTHING, "inference_geo": ANYTHING, "service_tier": ANYTHING, "speed": ("standard",), "metadata": ANYTHING,
     }  # fmt: skip
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     messages: Annotated[list[tuple[int, Json]], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)] = Field(
         description="the conversation; an assistant's message at its end is continued"
     )

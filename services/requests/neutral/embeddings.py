@@ -31,7 +31,7 @@ class EmbeddingBody(Body):
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = Field(
         None, description="a text, token ids, or a list of either: a vector is made of each"
     )
@@ -48,10 +48,10 @@ class EmbeddingBody(Body):
     dimensions: int | None = Field(None, ge=1, description="keep only the first so many numbers, of models that are made for it")
     pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default what the model was made for")
     normalize: bool = Field(True, description="scale each vector to length 1")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many; -1: as many as fit")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many tokens; -1: as many as fit")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
-    cache_salt: str = Field("", max_length=256, description="only requests of one salt share cached prefixes")
+    cache_salt: str = Field("", max_length=256, description=description_of("cache_salt"))
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log")
 
     @property

@@ -45,7 +45,7 @@ class ReasoningOptions(Body):
 class ResponseBody(Body):
     neutral: ClassVar[Table] = OF_OTHER_SERVERS | {"conversation": REFUSED, "modalities": (["text"],), "prompt": REFUSED}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)] = Field(description="a text, or a list of items")
     instructions: str | None = Field(None, description="the system's message; previous_response_id does not bring those of the response before")
     max_output_tokens: int | None = Field(None, ge=1, description=description_of("max_tokens"))

@@ -99,7 +99,7 @@ class LlamaBody(Body):
         "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "post_sampling_probs": (False,), "tfs_z": (1,),
     }  # fmt: skip
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     stream: bool = Field(False, description="send the answer as it comes; the last event says stop: true")
     n_predict: int | None = Field(None, ge=-2, description="most tokens of the answer; -1, -2 or left out: as many as fit")
     max_tokens: int | None = Field(None, ge=-2, description="n_predict by another name")
@@ -177,5 +177,5 @@ class InfillBody(LlamaBody):
 class LlamaEmbeddingBody(Body):
     neutral: ClassVar[Table] = {"embd_normalize": (2,), "encoding_format": ("float",)}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     content: Texts = Field(description="one text or several: a vector is made of each")

@@ -84,7 +84,7 @@ class OllamaBody(Body):
 
     neutral: ClassVar[Table] = {"template": REFUSED}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     stream: bool = Field(True, description="send the answer as it comes, a JSON object a line")
     options: Json | None = Field(None, description="sampling parameters; those that say how Ollama runs a model are passed over")
     format: Json | str | None = Field(None, description="json, or a JSON schema that the answer must match")
@@ -144,7 +144,7 @@ class OllamaGenerateBody(OllamaBody):
 class OllamaEmbedBody(Body):
     neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = Field(
         description="a text, or a list of texts: a vector is made of each"
     )
@@ -155,7 +155,7 @@ class OllamaEmbedBody(Body):
 class OllamaEmbeddingsBody(Body):
     neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     prompt: str = Field(description="the text; its end is cut off where it is too long")
 
 

@@ -24,7 +24,7 @@ def read_tokens(value: Any) -> TokenIds | list[int]:
 class TokenizeBody(Body):
     """A text, or a conversation."""
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     prompt: str | None = Field(None, description="a text; give it or messages")
     messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)] = Field(
         None, description="a conversation, which the model's template renders"
@@ -62,7 +62,7 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     """Token ids, to be spelt as a text."""
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     tokens: Annotated[Any, PlainValidator(read_tokens), WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})] = Field(
         description="token ids"
     )

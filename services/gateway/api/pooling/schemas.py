@@ -33,8 +33,8 @@ class PairsBody(Body):
 
     neutral: ClassVar[Table] = {"service_tier": ("auto", "default"), "metadata": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many; -1: as many as fit")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
     cache_salt: str = Field("", max_length=256, description=description_of("cache_salt"))
@@ -86,9 +86,9 @@ class ClassificationBody(Body):
 
     neutral: ClassVar[Table] = PairsBody.neutral
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     input: Texts = Field(description="one text or several; each gets a label")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many; -1: as many as fit")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit")
     use_activation: bool = Field(True, description="false: the head's own numbers instead of probabilities")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
     user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
