@@ -1,4 +1,4 @@
-# `make help` lists what there is; CI calls these too.
+# `make help` lists the targets; CI calls them, too.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ help:  ## lists the targets, and the suites of verify
 	@sed -n 's/^\([a-z]*\):.*##  *\(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 	@$(PYTHON) tests/verify.py
 
-# --no-compile: Python compiles what it imports when it first does so, seconds of what a whole installation takes.
+# --no-compile: Python compiles modules when it first imports them, which saves seconds of an installation.
 $(BIN)/penstock: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[all]"
@@ -19,24 +19,24 @@ $(VENV)/dev: pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[dev]"
 	touch $@
 
-up: $(BIN)/penstock  ## serves the demo model; ARGS are those of `penstock up`
+up: $(BIN)/penstock  ## fetches a small model and serves it; ARGS are those of `penstock up`
 	$(BIN)/penstock up $(ARGS)
 
-dev: $(VENV)/dev  ## installs everything for who changes the code, and the hook of pre-commit
+dev: $(VENV)/dev  ## installs everything for development, and the pre-commit hook
 	$(BIN)/pre-commit install
 
 # docs/reference/, and the contents of long pages. `mkdocs serve` shows the site.
-docs: $(VENV)/dev  ## writes the pages that are written from the code
+docs: $(VENV)/dev  ## writes the generated pages
 	$(BIN)/python -m tests.lint --write
 
-test: $(VENV)/dev  ## runs the tests: real Redis, real processes, real HTTP; with ARGS, those of pytest
+test: $(VENV)/dev  ## runs the tests: real Redis, real processes, real HTTP; ARGS are those of pytest
 	$(BIN)/python -m $(if $(ARGS),pytest $(ARGS),tests)
 
-check: $(VENV)/dev  ## looks at the files: format, lint, import contracts, types, what pages say
+check: $(VENV)/dev  ## checks the files: format, lint, import contracts, types, pages
 	$(BIN)/python tests/check.py
 
-verify: $(VENV)/dev  ## runs a suite beside the tests, SUITE=NAME ARGS="..."; lists them without a name
+verify: $(VENV)/dev  ## runs a further suite, SUITE=NAME ARGS="..."; lists the suites without a name
 	@$(BIN)/python tests/verify.py "$(SUITE)" '$(ARGS)'
 
-bench: $(VENV)/dev  ## measures what the pipeline itself costs
+bench: $(VENV)/dev  ## measures the cost of the pipeline itself
 	$(BIN)/python -m bench.pipeline

@@ -24,6 +24,7 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.sequence import Sequence
 from services.compute.view import make_view
 from shared.model.sampling_params import SamplingParams
+from shared.wire.load import STEP_PARTS
 from shared.wire.messages import TokenizedRequest, encode
 from shared.wire.streams import WATCHED
 from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN
@@ -33,7 +34,6 @@ from tests.deployment import MODEL, Deployment
 REPEATS = 50
 NUM_SEQUENCES = 16
 WINDOW_S = 4.0
-PARTS = ("schedule", "forward", "reduce", "publish")
 
 
 def cpu_of_a_view() -> tuple[float, int]:
@@ -65,9 +65,9 @@ def step_s(deployment: Deployment, *, is_watched: bool) -> float:
         before = deployment.registry().of("compute")[0].load
         time.sleep(WINDOW_S)
         after = deployment.registry().of("compute")[0].load
-    if (num_steps := after["steps"] - before["steps"]) <= 0:
+    if (num_steps := (after.steps or 0) - (before.steps or 0)) <= 0:
         raise SystemExit(f"compute made no step in {WINDOW_S} s: is the machine free?\n{deployment.logs()[-2000:]}")
-    return sum(after[f"step_{part}_s"] - before[f"step_{part}_s"] for part in PARTS) / num_steps
+    return sum(after.step_s[part] - before.step_s[part] for part in STEP_PARTS if part != "wait") / num_steps
 
 
 def compare(deployment: Deployment, num_pairs: int, seconds: float) -> list[tuple[float, float]]:

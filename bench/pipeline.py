@@ -44,9 +44,9 @@ from bench.load import generate
 from bench.loop import Loop, prompts
 from bench.model_folder import model_folder
 from services.operator.redis_server import socket_path
+from shared.wire.load import STEP_PARTS
 
 PROMPT_TOKENS, OUTPUT_TOKENS = 128, 128
-PARTS = ("schedule", "forward", "reduce", "publish", "wait")
 READY_S, REPORTED_S = 180.0, 20.0  # at most, until it is ready, and until compute's report of a run is in
 REVIVED_S = 2.5  # after a stop: replicas report once a second, and gateways look once a second
 NOISE, MAX_ATTEMPTS = 0.1, 4  # cores that others may take while a pair is measured; beyond, it is measured again
@@ -130,7 +130,7 @@ class Served:
     def _totals(self) -> dict[str, float]:
         counts = self.redis.info("stats")
         text = httpx.get(f"http://127.0.0.1:{self.port}/metrics", timeout=10, trust_env=False).text
-        totals = {part: metric(text, "penstock_step_seconds_total", f'part="{part}"') for part in PARTS}
+        totals: dict[str, float] = {part: metric(text, "penstock_step_seconds_total", f'part="{part}"') for part in STEP_PARTS}
         totals |= {"steps": metric(text, "penstock_steps_total"), "tokens": metric(text, "penstock_computed_generation_tokens_total")}
         return totals | {f"redis {name}": float(counts[key]) for name, key in REDIS_COUNTS.items()}
 
@@ -219,7 +219,7 @@ def compare(alone: dict[str, float], served: dict[str, float], streams: int) -> 
         "loop_steps": loop_steps,
     }
     loop_parts = {"forward": alone["forward"], "reduce": alone["reduce"], "schedule": alone["seconds"] - alone["forward"] - alone["reduce"]}
-    served_parts = {part: served[part] for part in PARTS} | {"outside": served["seconds"] - sum(served[part] for part in PARTS)}
+    served_parts = {part: served[part] for part in STEP_PARTS} | {"outside": served["seconds"] - sum(served[part] for part in STEP_PARTS)}
     figures |= {f"loop_{part}_ms": seconds / loop_steps * 1e3 for part, seconds in (loop_parts | {"step": alone["seconds"]}).items()}
     figures |= {f"{part}_ms": seconds / steps * 1e3 for part, seconds in (served_parts | {"step": served["seconds"]}).items()}
     figures |= {f"{name.replace(' ', '_')}_ms": seconds / steps * 1e3 for name, seconds in served.items() if name.startswith("cpu ")}
@@ -232,7 +232,7 @@ def show(streams: int, figures: dict[str, float]) -> None:
     steps = f"{figures['steps']:.0f} steps, {figures['loop_steps']:.0f} of the loop"
     print(f"\n{streams} streams: ratio {figures['ratio']:.3f} ({rates}); TTFT {figures['ttft_ms']:.0f} ms; {steps}; others {figures['others_cores']:.2f} cores")
     print(f"{'ms a step':>12}{'loop':>10}{'served':>10}{'more':>10}")
-    for part in (*PARTS, "outside", "step"):
+    for part in (*STEP_PARTS, "outside", "step"):
         alone, served = figures.get(f"loop_{part}_ms", 0.0), figures[f"{part}_ms"]
         print(f"{part:>12}{alone:10.3f}{served:10.3f}{served - alone:+10.3f}")
     print("CPU, ms a step: " + ", ".join(f"{name[4:-3]} {value:.2f}" for name, value in figures.items() if name.startswith("cpu_")))

@@ -19,12 +19,13 @@ from contextlib import ExitStack, closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from bench.pipeline import PARTS, Served, free_port, whole_machine
+from bench.pipeline import Served, free_port, whole_machine
+from shared.wire.load import STEP_PARTS
 
 MODEL = "penstock-demo"
 FLAGS = ["--model", "demo", "--kv-cache-memory", "256MiB", "--jobs", "0"]
 SHORT, LONG = (128, 4), (32, 64)  # streams, tokens out
-OWN_PARTS = [part for part in PARTS if part != "wait"]
+OWN_PARTS = [part for part in STEP_PARTS if part != "wait"]
 FIGURES = {"requests_s": "requests/s", "step_ms": "ms a step"}
 
 

@@ -29,13 +29,13 @@ class Suite:
 
 
 SUITES = {
-    "audit": Suite("tests.audit", "the licences of what is installed, and no known hole in it", "a minute", "asks PyPI", ("--group", "audit"), ".venv-audit"),
+    "audit": Suite("tests.audit", "licences of installed packages, and no known hole in them", "a minute", "asks PyPI", ("--group", "audit"), ".venv-audit"),
     "bad-lines": Suite("tests.chaos.bad_lines", "a batch with 100,000 bad lines costs other clients neither time nor memory", "minutes"),
     "batch-chaos": Suite("tests.chaos.batches", "each line of a batch is answered once while workers and stages are killed", "minutes"),
     "browser": Suite("tests.browser", "the playground, in Chromium", "minutes", "apt install chromium chromium-driver", ("--group", "browser")),
     "chaos": Suite("tests.chaos", "each request ends once, with its own text, while everything is killed, stopped and cut off", "a minute, or --minutes"),
     "clients": Suite(
-        "tests.clients", "clients work as docs/start/clients.md has them", "half an hour", "npm and 5 GB; --weekly 15", ("--group", "clients"), ".venv-clients",
+        "tests.clients", "clients work as docs/start/clients.md says", "half an hour", "npm and 5 GB; --weekly 15", ("--group", "clients"), ".venv-clients",
         (f"{OURS}/bin/python",),
     ),
     "compose": Suite("tests.compose.run", "docker-compose.yml, from build to teardown", "a quarter of an hour", "a Docker engine"),

@@ -8,6 +8,8 @@ from fastapi import FastAPI
 
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from docs.reference.settings import bounds
+from services.gateway.api.llamacpp.schemas import DEFAULTS as LLAMA_DEFAULTS
+from services.gateway.api.llamacpp.schemas import LlamaBody
 from services.gateway.app import add_routes
 from services.gateway.bodies import BODIES
 from services.gateway.http.docs import REF
@@ -15,7 +17,8 @@ from services.requests.bodies.body import ANYTHING, Body
 from shared.model.sampling_params import BOUNDS, SHARES, ChainParams, DryParams, SamplingParams
 
 INTRODUCTION = """Each section is a JSON object: a body, with the endpoints that take it, or an object that stands in one. A field without a default may be
-left out, unless it is required. The default of a sampling parameter is for models whose makers say nothing ([sampling](../use/sampling.md))."""
+left out, unless it is required. Where a model's makers say defaults for sampling, theirs go before those given here ([sampling](../use/sampling.md)),
+except in the bodies of llama.cpp's API."""
 
 FATES = """An object may have other fields. Those under *Taken* change nothing here, with the values in brackets. Those under *Refused* would change the
 answer, and are not supported: 400, `unknown_parameter`. All others are passed over, and the header `X-Penstock-Ignored` names them
@@ -64,14 +67,15 @@ def section(body: type[Body]) -> list[str]:
 
 def row(body: type[Body], name: str) -> list[str]:
     field = body.model_fields[name]
-    default = "required" if field.is_required() else said_default(name, field.get_default(call_default_factory=True))
+    default = "required" if field.is_required() else said_default(body, name, field.get_default(call_default_factory=True))
     return [code(name), said_type(body, name), default, said_bounds(name, field.metadata), sentence(field.description or "")]
 
 
-def said_default(name: str, value: Any) -> str:
-    """The schema's default; of a sampling parameter that the schema leaves open, the sampler's."""
+def said_default(body: type[Body], name: str, value: Any) -> str:
+    """The schema's default; of a sampling parameter that the schema leaves open, its API's own, else the sampler's."""
     if value is None:
-        value = sampling_defaults().get(name)
+        own = LLAMA_DEFAULTS if issubclass(body, LlamaBody) else {}
+        value = own.get(name, sampling_defaults().get(name))
     if value is None or value in ("", [], {}, ()):
         return ""
     if isinstance(value, tuple):

@@ -11,14 +11,14 @@ from shared.wire import messages, streams
 from shared.wire.messages import TAGS
 from shared.wire.streams import DirectStream, GroupStream
 
-INTRODUCTION = """Who does what with these is in [the protocol](../understand/protocol.md). A message is a msgpack array `[tag, version, field, …]`, with the
+INTRODUCTION = """[The protocol](../understand/protocol.md) says how the stages use these. A message is a msgpack array `[tag, version, field, …]`, with the
 fields in this order. Types are Python's; arrays (`Int32Array` and the like) are raw little-endian bytes.
 A field with a default may be missing in an older message."""
 
-STREAMS = """An entry of a *group* stream goes to one replica of the stage that is named, and stays pending until its work is done. A *direct* stream has
+STREAMS = """An entry of a *group* stream goes to one replica of the named stage, and stays pending until its work is done. A *direct* stream has
 one reader, which trims it."""
 
-KEYS = "A name in angle brackets is filled in. A comment says who writes the key, and who reads it."
+KEYS = "A name in angle brackets is filled in. The arrow goes from the stages that write the key to those that read it."
 
 
 def page() -> str:
@@ -80,9 +80,24 @@ def field_rows(kind: type) -> list[list[str]]:
     rows = []
     for each in body.body:
         if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-            end = lines[(each.end_lineno or each.lineno) - 1][each.end_col_offset or 0 :]
             default = "" if each.value is None else "empty" if "default_factory" in ast.unparse(each.value) else ast.unparse(each.value)
             rows.append(
-                [code(each.target.id), code(ast.unparse(each.annotation)), default if default == "empty" else code(default), end.partition("#")[2].strip()]
+                [
+                    code(each.target.id),
+                    code(ast.unparse(each.annotation)),
+                    default if default == "empty" else code(default),
+                    sentence(field_comment(lines, each)),
+                ]
             )
     return rows
+
+
+def field_comment(lines: list[str], field: ast.AnnAssign) -> str:
+    """The comment behind a field, else the comment lines directly above it."""
+    behind = lines[(field.end_lineno or field.lineno) - 1][field.end_col_offset or 0 :].partition("#")[2].strip()
+    above: list[str] = []
+    for line in reversed(lines[: field.lineno - 1]):
+        if not line.lstrip().startswith("#"):
+            break
+        above.insert(0, line.strip().lstrip("# "))
+    return behind or " ".join(above)

@@ -13,12 +13,12 @@ from shared.process.settings import StageSettings
 from shared.wire.messages import Replica
 from shared.wire.stage import Stage
 
-INTRODUCTION = """`GET /metrics` of any gateway gives all of these. How to read and to scrape them is in [observe](../operate/observe.md). A histogram has the
+INTRODUCTION = """`GET /metrics` of any gateway gives all of these. [Observe](../operate/observe.md) says how to scrape and read them. A histogram has the
 series `_bucket`, `_count` and `_sum`."""
 
 OWN = "Each gateway counts these itself. Sums over gateways are right as they are."
-SHARED = """Every gateway tells the same of all replicas. With several gateways, take `max by (replica, model_name)` first. Figures of batches are in Redis,
-not in a worker; take `max` of them."""
+SHARED = """Every gateway reports the same values of all replicas. With several gateways, take `max by (replica, model_name)` first. Figures of batches are
+in Redis, not in a worker; take `max` of them."""
 
 
 def page() -> str:

@@ -13,13 +13,13 @@ from pydantic.fields import FieldInfo
 from docs.reference.markdown import HEAD, code, paragraph, sentence, table
 from shared.process.settings import StageSettings
 
-INTRODUCTION = """A flag is also an environment variable: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`. A flag goes before the variable. `penstock up` and
-`penstock serve STAGE` take the flags below; each of the sections says whose they are. A size is a number of bytes, or a number with a unit: `4GiB`, `512MB`. A
+INTRODUCTION = """A flag is also an environment variable: `--max-num-seqs` is `PENSTOCK_MAX_NUM_SEQS`. A flag overrides the variable. `penstock up` and
+`penstock serve STAGE` take the flags below; each section says which of them. A size is a number of bytes, or a number with a unit: `4GiB`, `512MB`. A
 switch has two flags: `--prefix-caching` and `--no-prefix-caching`."""
 
-OTHERS = """Variables that are no flags: `PENSTOCK_KERNELS` names the instruction set of the native kernels ([kernels](../understand/kernels.md)).
-`OTEL_EXPORTER_OTLP_ENDPOINT` and OpenTelemetry's other variables turn traces on ([observe](../operate/observe.md)). `TRITON_CACHE_DIR` is where kernels for
-GPUs are kept."""
+OTHERS = """Some variables have no flag. `PENSTOCK_KERNELS` names the instruction set of the native kernels ([kernels](../understand/kernels.md)).
+`OTEL_EXPORTER_OTLP_ENDPOINT` and OpenTelemetry's other variables turn traces on ([observe](../operate/observe.md)). `TRITON_CACHE_DIR` is the folder of
+compiled kernels for GPUs."""
 
 
 def page() -> str:

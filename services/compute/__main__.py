@@ -1,8 +1,5 @@
 """`python -m services.compute`: settings, objects, run."""
 
-from services.compute.engine import build_engine
-from services.compute.fingerprint import fingerprint
-from services.compute.service import ComputeService
 from shared.model.files import open_model
 from shared.process.settings import ComputeSettings, load_settings
 from shared.wire.stage import Stage, run_stage, start_logging
@@ -12,6 +9,12 @@ def main() -> None:
     settings = load_settings(ComputeSettings)
     start_logging(settings)
     files = open_model(settings.model, settings.served_model_name, weights=True)
+
+    # torch takes seconds to import: only now, so that a bad setting is told at once
+    from services.compute.engine import build_engine
+    from services.compute.fingerprint import fingerprint
+    from services.compute.service import ComputeService
+
     engine = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
     stage.fingerprint = fingerprint(settings, files, engine.runner.model.backend)

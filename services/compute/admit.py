@@ -14,11 +14,12 @@ from services.compute.sequence import Sequence
 from shared.model.dry_breakers import unpack_breakers
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
+from shared.wire.entries import DeadLetter, Delivery, write_dead_letter
+from shared.wire.line import Pipeline
 from shared.wire.messages import RequestError, TokenEvent, TokenizedRequest, encode
 from shared.wire.stage import Stage
 from shared.wire.streams import MESSAGE, REQUEST_ID, inflight_key, reader_key, response_of, tombstone_key
 from shared.wire.token_log import end_request, parse_log, queue_read
-from shared.wire.transport import DeadLetter, Delivery, Pipeline, write_dead_letter
 
 log = get_logger("penstock.compute")
 

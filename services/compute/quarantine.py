@@ -16,8 +16,9 @@ from typing import Any
 import msgpack
 
 from services.compute.sequence import Sequence
+from shared.wire.line import Pipeline
 from shared.wire.streams import LOG_TTL_S, attempts_key
-from shared.wire.transport import Pipeline, Transport
+from shared.wire.transport import Transport
 
 GROUP_SIZE = 8  # suspects that are begun together the first time
 MAX_ALONE = 2

@@ -12,7 +12,7 @@ and `step_ahead`. The first is the specification: the second sends the same rows
 """
 
 import time
-from dataclasses import asdict
+from dataclasses import replace
 
 import torch
 
@@ -34,12 +34,12 @@ from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
 from shared.process.settings import ComputeSettings
 from shared.process.telemetry import get_logger
+from shared.wire.line import Pipeline
 from shared.wire.messages import Control, Moments, RequestError, TokenEvent
 from shared.wire.registry import show
 from shared.wire.stage import Stage
 from shared.wire.streams import prompts
 from shared.wire.token_log import end_request, write_end
-from shared.wire.transport import Pipeline
 
 log = get_logger("penstock.compute")
 
@@ -289,7 +289,7 @@ class ComputeService:
         """How many sequences other replicas lack that are to have `depth` for each place, as they
         said last."""
         others = [each.load for each in self.stage.registry.of("compute", self.model) if each.replica_id != self.stage.replica_id]
-        return int(sum(max(0, depth * load.get("max_num_seqs", 0) - load.get("running", 0) - load.get("waiting", 0)) for load in others))
+        return int(sum(max(0, depth * (load.max_num_seqs or 0) - (load.running or 0) - (load.waiting or 0)) for load in others))
 
     def hand_on(self) -> None:
         """Hand sequences that have not begun to replicas with less to do: the last in rank is
@@ -375,19 +375,24 @@ class ComputeService:
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         if self.stage.registry.is_watched:
             show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks))
-        self.stage.load = {
-            "running": len(scheduler.running),
-            "waiting": len(self.active) - len(scheduler.running),
-            "max_num_seqs": scheduler.max_num_seqs,
-            "preemptions": scheduler.num_preemptions,
-            "kv_cache_usage": blocks.num_used_blocks / blocks.num_blocks,
-            "prefix_cache_queries": scheduler.num_prefix_queries,
-            "prefix_cache_hits": scheduler.num_prefix_hits,
-            "prompt_tokens": self.num_prompt_tokens,
-            "output_tokens": self.num_output_tokens,
-            "surplus_tokens": self.num_surplus_tokens,
-            "claimed": self.admitter.num_claimed,
-            **scheduler.admission.metrics(),
-            **({} if scheduler.step_cost.cost is None else {f"step_cost_{name}": value for name, value in asdict(scheduler.step_cost.cost).items()}),
-            **self.meter.load(),
-        }
+        peaks, cost = scheduler.admission.calibration, scheduler.step_cost.cost
+        self.stage.load = replace(
+            self.meter.load(),
+            running=len(scheduler.running),
+            waiting=len(self.active) - len(scheduler.running),
+            max_num_seqs=scheduler.max_num_seqs,
+            preemptions=scheduler.num_preemptions,
+            kv_cache_usage=blocks.num_used_blocks / blocks.num_blocks,
+            prefix_cache_queries=scheduler.num_prefix_queries,
+            prefix_cache_hits=scheduler.num_prefix_hits,
+            prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens,
+            surplus_tokens=self.num_surplus_tokens,
+            claimed=self.admitter.num_claimed,
+            predicted_peaks=None if peaks is None else peaks.num_predictions,
+            predicted_peaks_exceeded=None if peaks is None else peaks.num_exceeded,
+            predicted_peak_ratio_sum=None if peaks is None else peaks.sum_of_ratios,
+            step_cost_fixed_s=None if cost is None else cost.fixed_s,
+            step_cost_per_token_s=None if cost is None else cost.per_token_s,
+            step_cost_per_context_token_s=None if cost is None else cost.per_context_token_s,
+        )

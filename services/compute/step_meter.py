@@ -3,10 +3,9 @@
 
 import time
 from bisect import bisect_left
-from typing import Literal
 
-Part = Literal["schedule", "forward", "reduce", "publish", "wait"]
-PARTS: tuple[Part, ...] = ("schedule", "forward", "reduce", "publish", "wait")
+from shared.wire.load import STEP_PARTS, Load, StepPart
+
 TOKEN_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)  # upper ends
 
 
@@ -16,7 +15,7 @@ class StepMeter:
 
     def __init__(self) -> None:
         self.num_steps = 0
-        self.seconds: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
+        self.seconds: dict[StepPart, float] = dict.fromkeys(STEP_PARTS, 0.0)
         self.num_tokens = 0
         self._steps_by_bucket = [0] * (len(TOKEN_BUCKETS) + 1)
         self.began_at = self._lapped_at = self._ended_at = 0.0
@@ -24,7 +23,7 @@ class StepMeter:
     def begin(self) -> None:
         self.began_at = self._lapped_at = time.perf_counter()
 
-    def lap(self, part: Part) -> None:
+    def lap(self, part: StepPart) -> None:
         """Count the time since the last lap to this part."""
         now = time.perf_counter()
         self.seconds[part] += now - self._lapped_at
@@ -40,8 +39,7 @@ class StepMeter:
         self._ended_at = self._lapped_at
         return seconds
 
-    def load(self) -> dict[str, float]:
+    def load(self) -> Load:
         """The meter's figures, for the registry."""
-        parts = {f"step_{part}_s": seconds for part, seconds in self.seconds.items()}
-        buckets = {f"iteration_tokens_{end}": float(count) for end, count in zip((*TOKEN_BUCKETS, "inf"), self._steps_by_bucket, strict=True)}
-        return {"steps": self.num_steps, "iteration_tokens": self.num_tokens, **parts, **buckets}
+        buckets = {str(end): float(count) for end, count in zip((*TOKEN_BUCKETS, "inf"), self._steps_by_bucket, strict=True)}
+        return Load(steps=self.num_steps, iteration_tokens=self.num_tokens, step_s=dict(self.seconds), steps_by_tokens=buckets)

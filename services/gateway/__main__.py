@@ -1,6 +1,7 @@
 """`python -m services.gateway`: settings, objects, run."""
 
 import signal
+from dataclasses import replace
 
 import uvicorn
 
@@ -30,9 +31,9 @@ from services.requests.responses.stored import Store
 from services.requests.tenants.api_keys import check_exposure
 from shared.process.errors import StartupError
 from shared.process.settings import GatewaySettings, load_settings
+from shared.wire.line import Pipeline as RedisPipeline
 from shared.wire.registry import UnlikeReplicas
 from shared.wire.stage import Stage, run_stage, start_logging
-from shared.wire.transport import Pipeline as RedisPipeline
 
 
 def build(settings: GatewaySettings, keys: KeyRing) -> Context:
@@ -48,7 +49,7 @@ def build(settings: GatewaySettings, keys: KeyRing) -> Context:
 
     def announce_load(_: RedisPipeline) -> None:
         unlike.tell(stage.registry)
-        stage.load = metrics.load() | {"running": subscriptions.num_sequences}
+        stage.load = replace(metrics.load(), running=subscriptions.num_sequences)
 
     stage.on_heartbeat = announce_load
     bodies = BodyReader(settings.body_timeout_s, settings.max_body_memory, settings.max_body_bytes, "services.gateway.bodies")

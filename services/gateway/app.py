@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -38,6 +39,7 @@ from services.gateway.http.observed import Observed
 from services.gateway.reading.canceller import LAST_TRY_S
 from services.gateway.reading.silence import Silence
 from services.gateway.reading.subscriptions import exit_on_failure
+from services.requests.admission.append_only_file import AppendOnlyFile
 from services.requests.bodies.ignored import HEADER
 from shared.process.stages import PIPELINE
 from shared.wire.registry import unlike_replicas
@@ -48,38 +50,41 @@ STORAGE_TIMEOUT_S = 1.0
 LEAST_FREE_BYTES = 64 << 20  # for files
 
 
-def build_app(context: Context, watch: Watch) -> FastAPI:
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        pipeline = context.pipeline
-        await context.bodies.helpers.start()
-        await context.grammars.helpers.start()
-        work = {
-            "reader": pipeline.subscriptions.run(),
-            "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
-            "canceller": pipeline.canceller.run(),
-            "memory": context.admission.memory.run(),
-        }
-        tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
-        await asyncio.to_thread(context.stage.join)
-        yield
-        await asyncio.to_thread(context.stage.leave)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        await pipeline.canceller.finish()
-        with suppress(RedisError, OSError):
-            async with asyncio.timeout(LAST_TRY_S):
-                await context.client.delete(pipeline.subscriptions.stream.key)
-        await context.client.aclose()
-        await context.store.followers.aclose()
-        await context.bodies.helpers.stop()
-        await context.grammars.helpers.stop()
-        await context.pipeline.answers.helper.stop()
+@asynccontextmanager
+async def working(context: Context, _: FastAPI) -> AsyncIterator[None]:
+    """The gateway's life: its helpers, its tasks and its place in the registry, begun and ended."""
+    pipeline = context.pipeline
+    await context.bodies.helpers.start()
+    await context.grammars.helpers.start()
+    work = {
+        "reader": pipeline.subscriptions.run(),
+        "silence": Silence(pipeline.subscriptions, context.client, context.settings.ping_interval_s).run(),
+        "canceller": pipeline.canceller.run(),
+        "memory": context.admission.memory.run(),
+        "append-only file": AppendOnlyFile(context.client).run(),
+    }
+    tasks = [asyncio.create_task(exit_on_failure(name, each)) for name, each in work.items()]
+    await asyncio.to_thread(context.stage.join)
+    yield
+    await asyncio.to_thread(context.stage.leave)
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await pipeline.canceller.finish()
+    with suppress(RedisError, OSError):
+        async with asyncio.timeout(LAST_TRY_S):
+            await context.client.delete(pipeline.subscriptions.stream.key)
+    await context.client.aclose()
+    await context.store.followers.aclose()
+    await context.bodies.helpers.stop()
+    await context.grammars.helpers.stop()
+    await context.pipeline.answers.helper.stop()
 
+
+def build_app(context: Context, watch: Watch) -> FastAPI:
     # /docs with Swagger UI's files from a package: the machine need not reach the internet, nor its
     # users' browsers a CDN
-    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=lifespan)
+    app = FastAPIOffline(title="Penstock", description="Large language models, served as a durable pipeline. OpenAI's API.", lifespan=partial(working, context))
     app.state.context = context
     app.state.watch = watch
     app.router.redirect_slashes = False
@@ -144,7 +149,7 @@ async def warnings(context: Context, num_batches: int) -> list[str]:
     found, workers = unlike_replicas(context.stage.registry.of("compute")), context.stage.registry.of("jobs")
     if num_batches and not workers:
         found.append(f"batches wait ({num_batches}), and no worker of batches is alive")
-    if (num_deaths := int(max((each.load.get("deaths", 0) for each in workers), default=0))) >= TOLD_DEATHS:
+    if (num_deaths := int(max((each.load.deaths or 0 for each in workers), default=0))) >= TOLD_DEATHS:
         found.append(f"workers of batches die again and again: {num_deaths} within ten minutes")
     with suppress(OSError, TimeoutError):
         async with asyncio.timeout(STORAGE_TIMEOUT_S):
@@ -173,7 +178,7 @@ async def health(request: Request) -> JSONResponse:
         problems.append("no compute replica is alive")
     problems += [f"{each.replica_id} has not finished a step for {each.idle_s:.0f} s" for each in computes if each.idle_s > context.settings.stuck_after_s]
     problems += [f"{each.replica_id}: {each.problem}" for each in registry.replicas if each.problem and each.replica_id != context.stage.replica_id]
-    steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.get("steps", 0)} for each in computes}
+    steps = {each.replica_id: {"last_step_s_ago": round(each.idle_s, 3), "steps": each.load.steps or 0} for each in computes}
     reader = {"last_read_s_ago": round(subscriptions.silent_s, 3), "problem": subscriptions.backoff.problem or None}
     told = await warnings(context, num_batches)
     body = {"status": "ok" if not problems else "failing", "problems": problems, "warnings": told, "reader": reader, "compute": steps}

@@ -20,11 +20,12 @@ from kombu.transport.virtual import Empty
 
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
+from shared.wire.entries import write_dead_letter
 from shared.wire.ids import is_batch_id
 from shared.wire.job_queue import RUN_BATCH
 from shared.wire.line import reason_of
 from shared.wire.streams import JOB_QUEUE, MESSAGE
-from shared.wire.transport import Transport, write_dead_letter
+from shared.wire.transport import Transport
 
 log = get_logger("penstock.jobs")
 

@@ -8,8 +8,8 @@ from typing import Any
 import redis.asyncio
 
 from services.jobs.asking import Asked, Logs
-from services.jobs.retry import persist
 from services.requests.answers.schema_errors import schema_errors
+from services.requests.client import persist
 from services.requests.errors import GONE
 from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, read_response

@@ -25,13 +25,13 @@ from services.jobs.input import Line, folder_of
 from services.jobs.lease import Lease, LeaseLost
 from services.jobs.output import Answer, answered, not_answered, refused
 from services.jobs.reading import end_all, forget, is_known, read_answer
-from services.jobs.retry import persist
 from services.jobs.runtime import JobsRuntime
 from services.jobs.spans import BatchSpans, spans_of
 from services.requests.admission.admission import admit
 from services.requests.admission.held import CODE as STORAGE_LIMIT
 from services.requests.batches.figures import queue_note
 from services.requests.batches.store import RUNNING, Batch, Totals, read_batch
+from services.requests.client import persist
 from services.requests.errors import RequestFailed
 from services.requests.files.store import FileRecord
 from services.requests.tenants.limits import Caller

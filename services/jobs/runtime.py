@@ -27,6 +27,7 @@ from shared.process.settings import JobsSettings
 from shared.process.telemetry import get_logger
 from shared.wire.job_queue import make_queue, send_batch
 from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.load import Load
 from shared.wire.stage import Stage
 
 log = get_logger("penstock.jobs")
@@ -109,14 +110,12 @@ class JobsRuntime:
     async def _beat(self) -> None:
         while True:
             self.stage.mark_alive()
-            self.stage.load = {
-                "batches": self.num_running, "sequences": self.places.num_taken, "max_sequences": self.places.limit, "deaths": self.deaths.num_recent,
-            }  # fmt: skip
+            self.stage.load = Load(batches=self.num_running, sequences=self.places.num_taken, max_sequences=self.places.limit, deaths=self.deaths.num_recent)
             await asyncio.sleep(BEAT_S)
 
     def _num_of_other_workers(self) -> int:
         others = (each for each in self.stage.registry.of("jobs") if each.replica_id != self.stage.replica_id)
-        return int(sum(each.load.get("sequences", 0) for each in others))
+        return int(sum(each.load.sequences or 0 for each in others))
 
 
 async def exit_on_failure(work: Coroutine[Any, Any, None]) -> None:

@@ -24,19 +24,19 @@ EXAMPLES = """examples:
   penstock status --watch                       replicas, queues, tokens/s
   penstock serve sampler --redis-url redis://10.0.0.5:6379/0     one more sampler, on any host
 
-penstock COMMAND --help says more of each."""
+penstock COMMAND --help shows the flags of a command."""
 
 CHAT_EXAMPLES = """examples:
-  penstock chat                                         with the penstock up of this machine
+  penstock chat                                         with the penstock up on this machine
   penstock chat "What is a penstock?"                   one answer
-  git diff | penstock chat "Write a commit message."    about what a pipe brings
+  git diff | penstock chat "Write a commit message."    about the text from a pipe
   penstock chat --url https://host/v1 --model NAME      with any OpenAI-compatible server
 
-A key is taken from PENSTOCK_API_KEY or OPENAI_API_KEY."""
+The API key comes from PENSTOCK_API_KEY or OPENAI_API_KEY."""
 
 BATCH_EXAMPLES = """examples:
   penstock batch questions.jsonl
-  penstock batch batch_0123456789abcdef          wait for one again"""
+  penstock batch batch_0123456789abcdef          wait for a batch again"""
 
 STATUS_EXAMPLES = """examples:
   penstock status                               one look
@@ -44,13 +44,13 @@ STATUS_EXAMPLES = """examples:
   penstock status --data-dir /srv/penstock      of a penstock up with that --data-dir
   penstock status --json | jq .replicas         for programs
 
-It reads Redis alone, so it works while no gateway does. The exit code is 1 if a stage is missing."""
+It reads only Redis, so it works without a gateway. The exit code is 1 if a stage is missing."""
 
 QUANTIZE_EXAMPLES = """examples:
   penstock quantize ~/models/mine ~/models/mine-w8a8
   penstock quantize ~/models/mine ~/models/mine-w4 --quantization w4 --calibrate default
 
-What it writes is packed for a CPU's kernels. A GPU quantizes at load, in seconds: penstock up --device cuda --model ~/models/mine --quantization fp8"""
+The output is packed for a CPU's kernels. On a GPU, quantize at load, in seconds: penstock up --device cuda --model ~/models/mine --quantization fp8"""
 
 MAKE_MODEL_EXAMPLES = """examples:
   penstock make-model /tmp/m --shape qwen2.5-0.5b
@@ -64,7 +64,7 @@ PULL_EXAMPLES = """examples:
 
 
 SERVE_EXAMPLES = """examples:
-  penstock serve compute --help                 what a stage can be told
+  penstock serve compute --help                 the flags of a stage
   penstock serve gateway --port 9000
   penstock serve sampler --redis-url redis://10.0.0.5:6379/0"""
 
@@ -87,19 +87,17 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser("up", add_help=False, help="start everything on this machine")
     serve = commands.add_parser("serve", add_help=False, help="run one stage in the foreground (penstock serve STAGE --help)", epilog=SERVE_EXAMPLES)
     serve.add_argument("stage", choices=STAGES, metavar="STAGE", help=", ".join(STAGES))
-    serve.add_argument(
-        "-h", "--help", action=StageHelp, nargs=0, dest="stage_help", default=[], help="show this help message, or behind a stage all of its flags"
-    )
-    add_status(commands.add_parser("status", help="replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES))
-    add_chat(commands.add_parser("chat", help="a chat in the terminal", epilog=CHAT_EXAMPLES))
-    add_batch(commands.add_parser("batch", help="have a file of requests answered, and wait for it", epilog=BATCH_EXAMPLES))
-    pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models, where --model finds it by its name", epilog=PULL_EXAMPLES)
+    serve.add_argument("-h", "--help", action=StageHelp, nargs=0, dest="stage_help", default=[], help="show this help message; after a stage, all of its flags")
+    add_status(commands.add_parser("status", help="show replicas, queues, running requests, tokens/s", epilog=STATUS_EXAMPLES))
+    add_chat(commands.add_parser("chat", help="chat in the terminal", epilog=CHAT_EXAMPLES))
+    add_batch(commands.add_parser("batch", help="have a file of requests answered, and wait for the answers", epilog=BATCH_EXAMPLES))
+    pull = commands.add_parser("pull", help="fetch a model into ~/.penstock/models; --model then finds it by name", epilog=PULL_EXAMPLES)
     pull.add_argument("name", metavar="NAME", help="smollm2-135m, or a hub id, owner/name")
-    pull.add_argument("--file", default="", help="of a hub repository with several GGUF files, the one that is wanted")
-    commands.add_parser("models", help="the models that were pulled: name, size, form", epilog="example:\n  penstock models")
+    pull.add_argument("--file", default="", help="the GGUF file to fetch, from a hub repository with several")
+    commands.add_parser("models", help="list the models that were pulled: name, size, form", epilog="example:\n  penstock models")
     examples = "example:\n  penstock keys add team-a --rpm 600"
-    add_keys_arguments(commands.add_parser("keys", help="API keys: add, list, rotate, revoke", epilog=examples))
-    commands.add_parser("simulate", add_help=False, help="replay a trace of requests on a model and hardware of your choice, in simulation")
+    add_keys_arguments(commands.add_parser("keys", help="add, list, rotate and revoke API keys", epilog=examples))
+    commands.add_parser("simulate", add_help=False, help="simulate a trace of requests on a model and hardware of your choice")
     add_quantize(commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES))
     built = "example:\n  apt install g++ && penstock build-kernels"
     commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)", epilog=built)
@@ -107,7 +105,7 @@ def build_parser() -> argparse.ArgumentParser:
     make.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     make.add_argument("--shape", choices=SHAPES, default="tiny", help="default: %(default)s")
     make.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="default: %(default)s")
-    make.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of the random numbers (default: %(default)s)")
+    make.add_argument("--seed", type=whole_number, default=0, metavar="N", help="seed of the random numbers (default: %(default)s)")
     add_force(make)
     for command in commands.choices.values():  # up, serve and simulate hand what they don't know to parsers of their own
         command.set_defaults(parser=command if command.add_help else None)
@@ -118,28 +116,33 @@ def build_parser() -> argparse.ArgumentParser:
 def add_status(status: argparse.ArgumentParser) -> None:
     place = status.add_mutually_exclusive_group()
     place.add_argument("--redis-url", metavar="URL", help="the Redis that the stages share (default: PENSTOCK_REDIS_URL, else the one of penstock up)")
-    place.add_argument("--data-dir", type=Path, metavar="FOLDER", help="the --data-dir of the penstock up that is meant")
+    place.add_argument("--data-dir", type=Path, metavar="FOLDER", help="the --data-dir of the penstock up to ask")
     status.add_argument("--watch", type=seconds, nargs="?", const=2.0, metavar="SECONDS", help="look again every so many seconds (default: %(const)s)")
     status.add_argument("--json", action="store_true", help="for programs; with --watch, a line for each look")
 
 
 def add_chat(chat: argparse.ArgumentParser) -> None:
-    chat.add_argument("question", nargs="?", default="", metavar="QUESTION", help="asked instead of a chat; what a pipe brings is put below it")
+    chat.add_argument("question", nargs="?", default="", metavar="QUESTION", help="one question instead of a chat; text from a pipe is put below it")
     chat.add_argument("--url", default="http://127.0.0.1:8000", help="the server (default: %(default)s)")
     chat.add_argument("--model", help="default: the first that the server serves")
     chat.add_argument("--system", default="", metavar="TEXT", help="a system prompt")
     chat.add_argument("--temperature", type=float, default=0.7, metavar="X", help="0 is greedy (default: %(default)s)")
-    chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="of an answer, at most (default: what the context has room for)")
+    chat.add_argument("--max-tokens", type=positive_number, metavar="N", help="longest answer (default: as long as the context has room for)")
     chat.add_argument("--seed", type=whole_number, metavar="N", help="the same conversation then gets the same answers")
 
 
 def add_batch(batch: argparse.ArgumentParser) -> None:
-    batch.add_argument("source", metavar="FILE", help="requests, a line each, as OpenAI's batches have them; or the id of a batch, to wait for it again")
+    batch.add_argument(
+        "source", metavar="FILE", help="a file with a request on each line, in the form of OpenAI's batches; or the id of a batch, to wait for it again"
+    )
     batch.add_argument("--url", default="http://127.0.0.1:8000", help="the gateway (default: %(default)s)")
     batch.add_argument(
-        "--out", type=Path, metavar="FILE", help="where the answers go; by default beside the file, FILE.out.jsonl, and what failed to FILE.out.errors.jsonl"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="file of the answers; by default FILE.out.jsonl next to the input, and failed requests in FILE.out.errors.jsonl",
     )
-    batch.add_argument("--window", default="24h", metavar="TIME", help="in which it is to be done, at most 24h (default: %(default)s)")
+    batch.add_argument("--window", default="24h", metavar="TIME", help="time in which the batch must end, at most 24h (default: %(default)s)")
     batch.add_argument("--api-key", default=os.environ.get("PENSTOCK_API_KEY", ""), metavar="KEY", help="default: PENSTOCK_API_KEY of the environment")
 
 
@@ -147,20 +150,25 @@ def add_quantize(quantize: argparse.ArgumentParser) -> None:
     quantize.add_argument("source", metavar="SOURCE", help="a checkpoint folder, a hub id, or demo")
     quantize.add_argument("out", metavar="OUT", type=Path, help="folder to write")
     quantize.add_argument(
-        "--quantization", choices=("w8a8", "w4", "nf4"), default="w8a8", help="default: %(default)s; fp8 is a GPU's, at load: penstock up --quantization fp8"
+        "--quantization",
+        choices=("w8a8", "w4", "nf4"),
+        default="w8a8",
+        help="default: %(default)s; for fp8 on a GPU, quantize at load: penstock up --quantization fp8",
     )
     quantize.add_argument("--group", type=int, choices=(32, 64, 128), default=64, help="inputs that share a scale, with four bits (default: %(default)s)")
     quantize.add_argument("--attention-output", action="store_true", help="quantize attention's output projection too, whose inputs have outliers")
     quantize.add_argument("--lm-head", action="store_true", help="with four bits, the LM head in four bits too; else it has eight")
     quantize.add_argument(
-        "--calibrate", metavar="TEXT", help="a text file, or default: round by what the layers see of it. Takes minutes, and keeps more of what the model knows"
+        "--calibrate", metavar="TEXT", help="a text file, or default: calibrate the rounding on this text. Takes minutes, and loses less of the model's quality"
     )
-    quantize.add_argument("--calibration-tokens", type=positive_number, default=16_384, metavar="N", help="of the text, at most (default: %(default)s)")
+    quantize.add_argument(
+        "--calibration-tokens", type=positive_number, default=16_384, metavar="N", help="longest part of the text to use, in tokens (default: %(default)s)"
+    )
     add_force(quantize)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--force", action="store_true", help="replace the model that the folder holds already")
+    parser.add_argument("--force", action="store_true", help="replace a model that is in the folder already")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -79,7 +79,7 @@ class Watcher:
             for replica in replicas:
                 if replica != self._last.get(replica.replica_id) and (key := TOKENS.get(replica.stage)) is not None:
                     announced = self._announced.setdefault(replica.replica_id, deque(maxlen=MAX_ANNOUNCEMENTS))
-                    announced.append((now, replica.load.get(key, 0.0)))
+                    announced.append((now, getattr(replica.load, key) or 0.0))
             self._last = {replica.replica_id: replica for replica in replicas}
             for gone in self._announced.keys() - self._last.keys():
                 del self._announced[gone]
@@ -99,12 +99,12 @@ class Watcher:
 
     def _line(self, replica: Replica) -> Line:
         load = replica.load
-        running, waiting = load.get("running", load.get("sequences")), load.get("waiting")
+        running, waiting = load.sequences if load.running is None else load.running, load.waiting
         stuck = f"its loop has not come round for {replica.idle_s:.0f} s" if replica.idle_s > STUCK_AFTER_S else ""
         return Line(
             replica.stage, replica.replica_id, replica.model,
             None if running is None else int(running), None if waiting is None else int(waiting),
-            self._rate(replica.replica_id), load.get("ttft_s"), load.get("kv_cache_usage"),
+            self._rate(replica.replica_id), load.ttft_s, load.kv_cache_usage,
             max(0.0, time.time() - replica.started_at), replica.host, replica.pid, replica.problem or stuck,
         )  # fmt: skip
 

@@ -1,9 +1,9 @@
 """Redis, for asyncio."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
@@ -15,7 +15,9 @@ from redis.backoff import NoBackoff
 from shared.process.errors import Recoverable
 from shared.process.settings import StageSettings
 from shared.wire.line import REPLY_TIMEOUT_S, reason_of
-from shared.wire.transport import is_temporary
+from shared.wire.transport import Backoff, is_temporary
+
+T = TypeVar("T")
 
 MAX_CONNECTIONS = 64
 BLOCK_S = 1.0  # that a read may block at most
@@ -67,3 +69,19 @@ def redis_errors_as_503() -> Iterator[None]:
         if not is_temporary(error):
             raise
         raise Recoverable(reason_of(error)) from error
+
+
+async def persist(operation: Callable[[], Awaitable[T]], backoff: Backoff | None = None) -> T:
+    """operation(), again and again with growing pauses while Redis can't serve. What is not
+    temporary is raised. backoff: its caller's, who shows the problem; None: one of its own."""
+    backoff = backoff or Backoff()
+    while True:
+        try:
+            result = await operation()
+        except (redis.RedisError, OSError, Recoverable) as error:
+            if not (isinstance(error, Recoverable) or is_temporary(error)):
+                raise
+            await asyncio.sleep(backoff.failed(error))
+            continue
+        backoff.succeeded()
+        return result

@@ -8,10 +8,11 @@ from tokenizers import Tokenizer
 
 from services.sampler.request_state import RequestState, catch_up
 from shared.process.errors import Lost
+from shared.wire.line import Pipeline
 from shared.wire.messages import SequenceIntro, TokenEvent
 from shared.wire.streams import MESSAGE
 from shared.wire.token_log import decode_entry, queue_entry, queue_read
-from shared.wire.transport import Pipeline, Transport
+from shared.wire.transport import Transport
 
 
 class Replay:

@@ -23,13 +23,14 @@ from services.sampler.writer import AFTER_REFUSED, StepWriter
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
 from shared.process.telemetry import get_logger
-from shared.wire.line import Line
+from shared.wire.entries import DirectReader, write_dead_letter
+from shared.wire.line import Line, Pipeline
+from shared.wire.load import Load
 from shared.wire.messages import Control, SequenceIntro, StepCandidates, encode
 from shared.wire.redis_clock import follow_clock
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, MESSAGE, candidates
 from shared.wire.token_log import decode_entry
-from shared.wire.transport import DirectReader, Pipeline, write_dead_letter
 
 log = get_logger("penstock.sampler")
 
@@ -73,7 +74,7 @@ class SamplerService:
                 self.answer(step)
                 quiet_since = time.monotonic()
             self.stage.mark_alive()
-            self.stage.load.update(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
+            self.stage.load = Load(sequences=len(self.states), tokens=self.num_tokens, rebuilt=self.num_rebuilt)
             if time.monotonic() - self.forgot_at > FORGET_EVERY_S:
                 self.forget_untouched()
             if time.monotonic() - self.followed_at > FOLLOW_CLOCK_EVERY_S:

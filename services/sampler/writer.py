@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from services.sampler.rows import FAILED, Decided, moments_of
+from shared.wire.line import Pipeline
 from shared.wire.messages import Moments, StepCandidates, StepDecisions, StepEvents
 from shared.wire.streams import DirectStream, decisions, events
 from shared.wire.token_log import LogEntry, log_entry, write_end, write_step
-from shared.wire.transport import Pipeline
 
 AFTER_REFUSED = b""  # an entry that was refused unseen, for it follows one that was refused
 # by handle and position: what the log holds there, AFTER_REFUSED, or None if it has lost what came

@@ -10,11 +10,13 @@ from services.tokenizer.slow_templates import SlowTemplates, brings_template
 from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
 from shared.process.telemetry import get_logger
+from shared.wire.entries import DeadLetter, Delivery, GroupReader, append_to_group
+from shared.wire.line import Pipeline
+from shared.wire.load import Load
 from shared.wire.messages import GenerateRequest, RequestError, TokenEvent, TokenizedRequest
 from shared.wire.stage import Stage
 from shared.wire.streams import prompts, requests, tombstone_key
 from shared.wire.token_log import end_request, write_end
-from shared.wire.transport import DeadLetter, Delivery, GroupReader, Pipeline, append_to_group
 
 log = get_logger("penstock.tokenizer")
 
@@ -121,7 +123,7 @@ class TokenizerService:
 
         self.stage.transport.run(write, atomic=True)
         self.num_requests += len(requests)
-        self.stage.load["requests"] = self.num_requests
+        self.stage.load = Load(requests=self.num_requests)
         for request, result in zip(live, results, strict=True):
             if isinstance(result, Invalid):
                 log.info("request refused", request_id=request.request_id, error=result)

@@ -15,8 +15,8 @@ from typing import Any
 from services.tokenizer.chat_template import ChatTemplate
 from services.tokenizer.prepared import Prepared
 from shared.process.errors import Invalid
+from shared.wire.entries import Delivery
 from shared.wire.messages import GenerateRequest
-from shared.wire.transport import Delivery
 
 NUM_WORKERS = 2
 MAX_OF_TENANT = 64  # that wait

@@ -1,10 +1,11 @@
 """Errors, in three kinds. The `except` clauses of a service loop are its whole failure policy.
 
-PenstockError ├── Rejected      come again: the server is full or a stage is missing (429, 503, with
-Retry-After) ├── Invalid       never valid: the request or the message is wrong (400, or the
-dead-letter stream) ├── Recoverable   try again: Redis is away, a replica has gone ├── Lost
-Redis does not hold any more what it held: the request ends with a clear error └── StartupError
-this process can't run as configured: one line, exit code 2
+PenstockError
+├── Rejected      come again: the server is full or a stage is missing (429, 503, with Retry-After)
+├── Invalid       never valid: the request or the message is wrong (400, or the dead-letter stream)
+├── Recoverable   try again: Redis is away, a replica has gone
+├── Lost          Redis does not hold any more what it held: the request ends with a clear error
+└── StartupError  this process can't run as configured: one line, exit code 2
 """
 
 

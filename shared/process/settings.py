@@ -42,9 +42,9 @@ class StageSettings(BaseSettings):
 
     redis_url: str = Field(DEFAULT_REDIS_URL, description="Redis or Valkey, 6.2 or newer: redis://host:port/0 or unix:///path")
     redis_timeout_s: float = Field(60.0, gt=0, description="how long to wait for Redis at the start")
-    replica_id: str = Field("", description="this replica's name in the registry; made up by default", pattern=r"^[A-Za-z0-9._-]*$")
+    replica_id: str = Field("", description="this replica's name in the registry; by default a random one", pattern=r"^[A-Za-z0-9._-]*$")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least severe event to log")
-    log_format: Literal["text", "json"] = Field("text", description="of the log, on standard error; json: an object a line")
+    log_format: Literal["text", "json"] = Field("text", description="form of the log, on standard error; json: an object a line")
 
 
 class ModelSettings(StageSettings):
@@ -55,19 +55,19 @@ class ModelSettings(StageSettings):
 
 
 class RequestSettings(StageSettings):
-    """Settings of those that make requests of bodies: gateways, and the workers of batch jobs. Give
-    all of them the same."""
+    """Settings of gateways and batch workers, which make requests of bodies. Give all of them the
+    same."""
 
     max_requests: int = Field(1024, gt=0, description="requests in the pipeline of a model, over all gateways; beyond: 429")
-    max_tokens_in_flight: int = Field(4_000_000, gt=0, description="their prompt and output tokens, estimated; beyond: 429")
-    max_held_size: ByteSize = Field(ByteSize(256 << 20), gt=0, description="what one key's requests and stored responses hold in Redis; beyond: 429")
+    max_tokens_in_flight: int = Field(4_000_000, gt=0, description="prompt and output tokens of those requests, estimated; beyond: 429")
+    max_held_size: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bytes in Redis of one key's requests and stored responses; beyond: 429")
     max_body_bytes: int = Field(8 << 20, gt=0, description="longest request body; of a batch, longest line")
     min_priority: int = Field(0, ge=-100, le=100, description="the most urgent (smallest) priority that clients may ask for; beyond: 400")
     strict_fields: bool = Field(False, description="refuse fields of requests that are unknown or not supported; else the header X-Penstock-Ignored names them")
     trust_request_chat_template: bool = Field(False, description="clients may bring a chat template of their own, which runs in a sandbox")
     files_url: str = Field(
         str(DEFAULT_DATA_DIR / "files"),
-        description="where files are kept: a folder that gateways and workers share, or a URL that fsspec knows, as s3://bucket/penstock",
+        description="where files are kept: a folder that gateways and workers share, or a URL that fsspec supports, such as s3://bucket/penstock",
     )
 
 
@@ -81,22 +81,22 @@ class GatewaySettings(RequestSettings):
     port: int = Field(8000, ge=0, le=65535, description="port to listen on")
     tls_certificate: Path | None = Field(None, description="a PEM file of the certificate and those above it: the gateway then speaks HTTPS")
     tls_key: Path | None = Field(None, description="a PEM file of its private key; by default it is in the certificate's file")
-    auth: bool = Field(True, description="--no-auth: whoever reaches the gateway may use it, with a key or without")
-    keys_file: Path = Field(DEFAULT_KEYS_FILE, description="API keys, as penstock keys writes them; where the file is, requests need one")
-    api_key: SecretStr = Field(SecretStr(""), description="one more API key, of an administrator; others see a flag: set PENSTOCK_API_KEY instead")
+    auth: bool = Field(True, description="--no-auth: everybody who reaches the gateway may use it, with a key or without")
+    keys_file: Path = Field(DEFAULT_KEYS_FILE, description="file of API keys, as penstock keys writes it; if it exists, requests need a key")
+    api_key: SecretStr = Field(SecretStr(""), description="one more API key, an administrator's. Other users can see a flag: set PENSTOCK_API_KEY instead")
     max_file_bytes: ByteSize = Field(ByteSize(200 << 20), gt=0, description="longest file that may be uploaded")
     max_files_size: ByteSize = Field(ByteSize(10 << 30), gt=0, description="all files of one owner; beyond: 413")
-    max_body_memory: ByteSize = Field(ByteSize(256 << 20), gt=0, description="bodies that are received and read at once; beyond: 503")
+    max_body_memory: ByteSize = Field(ByteSize(256 << 20), gt=0, description="memory of bodies that are being received; beyond: 503")
     max_connections: int = Field(4096, gt=0, description="open connections; beyond: 503")
-    header_timeout_s: float = Field(10.0, gt=0, description="for a request's headers to come; then the connection is closed")
-    keep_alive_timeout_s: int = Field(130, gt=0, description="an idle connection is closed after this: later than a proxy closes its own")
-    body_timeout_s: float = Field(60.0, gt=0, description="for a request's body to come; then: 408")
+    header_timeout_s: float = Field(10.0, gt=0, description="how long a request's headers may take; then the connection is closed")
+    keep_alive_timeout_s: int = Field(130, gt=0, description="an idle connection is closed after this; choose more than the proxy's time")
+    body_timeout_s: float = Field(60.0, gt=0, description="how long a request's body may take; then: 408")
     write_timeout_s: float = Field(60.0, gt=0, description="a client that has not read for this long loses its connection")
-    ping_interval_s: float = Field(5.0, gt=0, description="between the pings that keep a waiting stream open, and between looks at silent logs")
+    ping_interval_s: float = Field(5.0, gt=0, description="time between the pings that keep a waiting stream open, and between checks of silent logs")
     stuck_after_s: float = Field(60.0, gt=0, description="a compute step that takes longer makes /health say 503")
     allow_origin: Annotated[list[str], NoDecode] = Field(
         [],
-        description="an origin whose pages may call the API, as https://chat.example; *: all; null: files and sandboxed pages; may be given several times",
+        description="an origin whose pages may call the API, such as https://chat.example; *: all; null: files and sandboxed pages; may be given several times",
     )
     chaos_demo: bool = Field(False, description="the playground may kill this machine's replicas, to show that nothing is lost; on a loopback address only")
 
@@ -123,14 +123,14 @@ class GatewaySettings(RequestSettings):
 
 
 class FormatSettings(StageSettings):
-    """How the model writes what is not plain text."""
+    """How the model writes tool calls and reasoning."""
 
     tool_call_parser: ToolCallParser = Field("auto", description="the form of the model's tool calls; auto: what its chat template says")
     reasoning_parser: ReasoningParser = Field("auto", description="the marks of the model's reasoning; auto: what its chat template says")
 
 
 class TokenizerSettings(ModelSettings, FormatSettings):
-    """Text to token ids."""
+    """Turns text into token ids."""
 
     command: ClassVar[str] = "penstock serve tokenizer"
     examples: ClassVar[str] = "penstock serve tokenizer --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
@@ -139,24 +139,24 @@ class TokenizerSettings(ModelSettings, FormatSettings):
 
 
 class SamplerSettings(ModelSettings):
-    """Candidates to tokens and text."""
+    """Turns candidates into tokens and text."""
 
     command: ClassVar[str] = "penstock serve sampler"
     examples: ClassVar[str] = "penstock serve sampler --redis-url redis://10.0.0.5:6379/0 --model ~/models/Qwen2.5-0.5B-Instruct"
 
-    drain_s: float = Field(2.5, ge=0, description="after SIGTERM, how long no candidates must have come before it exits")
+    drain_s: float = Field(2.5, ge=0, description="after SIGTERM, how long it must get no candidates before it exits")
 
 
 class EngineSettings(StageSettings):
     """How the model runs."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="of weights and KV cache; auto: the checkpoint's")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field("auto", description="type of weights and KV cache; auto: the checkpoint's")
     model_impl: Literal["auto", "native", "transformers"] = Field(
         "auto", description="whose layers run: our own, or the transformers library's; auto: our own where they know the architecture"
     )
     quantization: Literal["none", "w8a8", "w4", "nf4", "fp8"] = Field(
-        "none", description="of weights, at load; activations then are int8, or FP8 with fp8, which takes a GPU: docs/understand/kernels.md"
+        "none", description="form of the weights, made at load; activations are then int8, or FP8 with fp8, which needs a GPU: docs/understand/kernels.md"
     )
     quantization_group: Literal["32", "64", "128"] = Field("64", description="inputs that share a scale, with four bits")
     quantize_attention_output: bool = Field(False, description="quantize attention's output projection too, whose inputs have outliers")
@@ -164,15 +164,17 @@ class EngineSettings(StageSettings):
     max_model_len: int | None = Field(None, gt=0, description="longest sequence, prompt and output; the model's own by default")
     max_num_seqs: int = Field(64, gt=0, description="sequences in one step")
     max_batched_tokens: int = Field(512, gt=0, description="tokens in one step: longer prompts are computed in chunks")
-    target_itl_ms: float | None = Field(None, gt=0, description="time between tokens: chunks of prompts are cut to keep to it, as far as they can")
-    admission: Literal["predicted", "paged", "reserve"] = Field(
-        "predicted", description="what must fit before a sequence begins: docs/understand/scheduling.md"
+    target_itl_ms: float | None = Field(
+        None, gt=0, description="target of the time between tokens: chunks of prompts are cut to meet it, where that is possible"
     )
-    admission_confidence: float = Field(0.99, ge=0.5, lt=1, description="with which a predicted peak of the KV cache must fit")
+    admission: Literal["predicted", "paged", "reserve"] = Field(
+        "predicted", description="how much must fit before a sequence begins: docs/understand/scheduling.md"
+    )
+    admission_confidence: float = Field(0.99, ge=0.5, lt=1, description="confidence with which a predicted peak of the KV cache must fit")
     aging_s: float = Field(30.0, ge=0, description="seconds of waiting that are worth one level of priority; 0: priorities do not count")
     block_size: int = Field(16, gt=0, multiple_of=16, description="tokens in a KV cache block, a multiple of 16")
-    prefix_caching: bool = Field(True, description="keep the KV of finished sequences for those that begin alike")
-    kv_cache_dtype: Literal["auto", "int8"] = Field("auto", description="of keys and values; int8: in groups, nearly twice the tokens")
+    prefix_caching: bool = Field(True, description="keep the KV of finished sequences for sequences with the same beginning")
+    kv_cache_dtype: Literal["auto", "int8"] = Field("auto", description="type of keys and values; int8: in groups, nearly twice the tokens")
     kv_cache_group: Literal["8", "32", "64"] | None = Field(None, description="dimensions that share a scale with int8; by default 64 where heads allow")
     kv_cache_memory: ByteSize | None = Field(None, gt=0, description="size of the KV cache, as in 4GiB; else --kv-cache-share decides")
     kv_cache_share: float | None = Field(
@@ -189,12 +191,15 @@ class EngineSettings(StageSettings):
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
     run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed on before the log holds them; 0: wait for each")
     publish_interval_ms: float | None = Field(
-        None, ge=0, le=1000, description="tokens of shorter steps go out together, first and last ones at once; by default 50 where the model has all cores"
+        None,
+        ge=0,
+        le=1000,
+        description="the tokens of steps shorter than this go out together, first and last ones at once; by default 50 where the model has all cores",
     )
 
 
 class ComputeSettings(ModelSettings, EngineSettings):
-    """The model."""
+    """Runs the model."""
 
     command: ClassVar[str] = "penstock serve compute"
     examples: ClassVar[str] = (
@@ -203,22 +208,22 @@ class ComputeSettings(ModelSettings, EngineSettings):
 
 
 class WorkerSettings(StageSettings):
-    """How batch jobs are run."""
+    """How batches run."""
 
     batch_requests: int = Field(32, gt=0, description="sequences of batches that one worker has in the pipeline at once")
-    busy_batch_requests: int = Field(8, gt=0, description="the same while others than batches have requests in the pipeline")
+    busy_batch_requests: int = Field(8, gt=0, description="the same, while other requests are in the pipeline")
 
 
 class JobsSettings(RequestSettings, WorkerSettings):
-    """Batches."""
+    """Runs batches."""
 
     command: ClassVar[str] = "penstock serve jobs"
     examples: ClassVar[str] = "penstock serve jobs --redis-url redis://10.0.0.5:6379/0 --files-url s3://bucket/penstock"
 
 
 class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings):
-    """Everything on this machine: every stage, restarted when it dies, and a Redis if --redis-url
-    names none."""
+    """Start everything on this machine: every stage, restarted when it dies, and a Redis unless
+    --redis-url names one."""
 
     command: ClassVar[str] = "penstock up"
     examples: ClassVar[str] = """penstock up                                    a small model, fetched once, on http://127.0.0.1:8000
@@ -238,14 +243,14 @@ class UpSettings(GatewaySettings, EngineSettings, FormatSettings, WorkerSettings
     samplers: int = Field(1, gt=0, description="sampler replicas")
     jobs: int = Field(1, ge=0, description="workers for batches; 0: batches wait until there is one")
     files_url: str = Field(
-        "", description="where files are kept: a folder, or a URL that fsspec knows, as s3://bucket/penstock; by default the data folder's files"
+        "", description="where files are kept: a folder, or a URL that fsspec supports, such as s3://bucket/penstock; by default the data folder's files"
     )
     data_dir: Path = Field(DEFAULT_DATA_DIR, description="where the embedded Redis keeps its data and socket")
     redis_port: int = Field(0, ge=0, le=65535, description="loopback TCP port of the embedded Redis; 0: Unix socket only")
     redis_memory: ByteSize | None = Field(
         None,
         ge=32 << 20,
-        description="what the embedded Redis may take, as in 2GiB: near it new requests get 503; by default a quarter of the machine's memory",
+        description="memory of the embedded Redis, as in 2GiB: near it, new requests get 503; by default a quarter of the machine's memory",
     )
 
     @field_validator("model", "served_model_name", mode="before")

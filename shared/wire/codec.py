@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 
@@ -39,6 +40,22 @@ def converted(converter: _Converter, values: Any, name: str) -> Any:
         raise Invalid(f"{'.'.join([name, *reversed(wrong.path)])}: {wrong.expected}") from None
 
 
+class OwnForm(ABC):
+    """A dataclass that knows its own form as msgpack's values, other than an array of its
+    fields."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def packed(self) -> Any:
+        """It, as msgpack's values."""
+
+    @classmethod
+    @abstractmethod
+    def unpacked(cls, value: Any) -> Self:
+        """The one that was packed so. Raises Wrong for what does not fit."""
+
+
 @cache
 def packer(cls: Any) -> Callable[[Any], list[Any]]:
     """The function that makes a list of a message of this class."""
@@ -56,6 +73,8 @@ def _field_packer(hint: Any) -> Callable[[Any], Any] | None:
     if typing.get_origin(hint) is Annotated:
         dtype = np.dtype(hint.__metadata__[0])
         return lambda array: np.ascontiguousarray(array, dtype).tobytes()
+    if isinstance(hint, type) and issubclass(hint, OwnForm):
+        return hint.packed
     if is_dataclass(hint):
         return packer(typing.cast(type, hint))
     options = _union(hint)
@@ -122,6 +141,8 @@ def _field_unpacker(hint: Any, of_class: Callable[[Any], _Converter]) -> _Conver
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is Annotated:
         return _array_of(np.dtype(hint.__metadata__[0]))
+    if isinstance(hint, type) and issubclass(hint, OwnForm):
+        return hint.unpacked
     if is_dataclass(hint):
         return of_class(typing.cast(type, hint))
     if origin is Literal:

@@ -22,6 +22,7 @@ from shared.model.dry_breakers import unpack_breakers
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.wire.codec import converted, map_unpacker, packer, unpacker
+from shared.wire.load import Load
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
 from shared.wire.views import ComputeView
 
@@ -35,7 +36,7 @@ class ToolCall:
 
     call_id: str
     name: str
-    # JSON, an object; of a call that the model broke off or got wrong, what it wrote
+    # JSON, an object; the model's own text where the call is incomplete or invalid
     arguments: str
 
 
@@ -47,13 +48,13 @@ class ChatMessage:
     content: str
     name: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
-    tool_call_id: str | None = None  # of a tool's answer
-    reasoning: str | None = None  # what the assistant thought before
+    tool_call_id: str | None = None  # in a tool's answer: the call
+    reasoning: str | None = None  # the assistant's thoughts before the content
 
 
 @dataclass(frozen=True, slots=True)
 class ChatOptions:
-    """Inputs of a chat template beside the messages. Empty: nothing."""
+    """Further inputs of a chat template. Empty: none."""
 
     tools: str = ""  # JSON, a list in OpenAI's form
     documents: str = ""  # JSON, a list of objects
@@ -65,23 +66,23 @@ class ChatOptions:
 
 @dataclass(frozen=True, slots=True)
 class SchedulingParams:
-    """How a request wants to be scheduled."""
+    """How a request is to be scheduled."""
 
     priority: int = 0  # smaller is sooner
     deadline_at: float = 0.0  # wall clock, s: not begun by then, it fails; 0: none
     group_id: str = ""  # requests of one group and one prompt are its choices, and share its KV
     cache_salt: str = ""  # only requests of one salt share cached prefixes
-    tenant_id: str = ""  # whose it is: tenants share compute's places
+    tenant_id: str = ""  # the owner: tenants share compute's places
 
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingParams:
     """Parameters by which a prompt's hidden states become one vector."""
 
-    # of all tokens, of the last, of the first; empty: as the model was made for
+    # of all tokens, the last, or the first; empty: what the model was made for
     pooling: Literal["", "mean", "last", "cls"] = ""
-    dimensions: int | None = None  # only the first so many, of models that are made for that
-    is_normalized: bool = True  # to length 1
+    dimensions: int | None = None  # keep only the first so many numbers, of models made for it
+    is_normalized: bool = True  # scale to length 1
 
     def __post_init__(self) -> None:
         if self.dimensions is not None and self.dimensions < 1:
@@ -92,16 +93,16 @@ class EmbeddingParams:
 class EncodingParams:
     """How a prompt becomes tokens."""
 
-    # a BOS and the like; None: of a plain prompt yes, of a rendered conversation, which brings its
-    # own, no
+    # a BOS and the like; None: for a plain prompt, but not for a conversation, whose template
+    # brings its own
     add_special_tokens: bool | None = None
-    # that users spelt; None: of a plain prompt yes, of a conversation no: there they are text
+    # special tokens that users spelt; None: for a plain prompt; in a conversation they are text
     parse_special_tokens: bool | None = None
-    # the last so many are kept; -1: as many as leave room for max_tokens
+    # keep the last so many tokens; -1: as many as leave room for max_tokens
     truncate_prompt_tokens: int | None = None
-    # of a task "tokenize": the tokens as the vocabulary has them, too
+    # for the task "tokenize": return the tokens' texts in the vocabulary, too
     return_token_strs: bool = False
-    # where tokens are cut off: at the end, but for the special ones that stand there
+    # truncate at the end instead, but keep the special tokens there
     keeps_beginning: bool = False
 
 
@@ -112,7 +113,7 @@ class GenerateRequest:
     none)."""
 
     request_id: str
-    gateway_id: str | None  # whose events stream; None: nobody reads, the log is enough
+    gateway_id: str | None  # the gateway that gets the events; None: the log is enough
     model: str
     params: SamplingParams
     messages: tuple[ChatMessage, ...] | None = None
@@ -121,15 +122,14 @@ class GenerateRequest:
     echo: bool = False
     created_at: float = 0.0  # wall clock, s
     scheduling: SchedulingParams = SchedulingParams()
-    constraint: Constraint | None = None  # what the answer must match
+    constraint: Constraint | None = None  # the form that the answer must match
     chat: ChatOptions = ChatOptions()
     encoding: EncodingParams = EncodingParams()
-    # the others end with the tokenizer's answer, JSON in the text of their one event
+    # tasks other than generate end with the tokenizer's answer, JSON in the text of their one event
     task: Task = "generate"
-    embedding: EmbeddingParams | None = None  # set: the prompt's embedding is wanted, and no token
+    embedding: EmbeddingParams | None = None  # set: make the prompt's embedding, and no token
     traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
-    # of an embedding: a second text, which the model reads after the prompt, as its tokenizer joins
-    # the two
+    # for an embedding: a second text after the prompt; the model's tokenizer joins the two
     pair: str | None = None
 
 
@@ -146,10 +146,10 @@ class TokenizedRequest:
     echo_text: str | None = None
     created_at: float = 0.0
     scheduling: SchedulingParams = SchedulingParams()
-    # where each prompt token begins in echo_text; empty: nobody asked
+    # where each prompt token begins in echo_text; empty: not asked for
     echo_offsets: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     constraint: Constraint | None = None
-    # shared/model/dry_breakers.py packs them
+    # DRY's breakers as tokens, packed by shared/model/dry_breakers.py
     dry_breakers: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
     embedding: EmbeddingParams | None = None
     traceparent: str = ""
@@ -175,7 +175,7 @@ class SequenceIntro:
     prompt_tail: Int32Array  # the last prompt tokens: they seed the detokenizer
     echo_text: str | None = None
     num_cached_tokens: int = 0
-    # of the output, as far as compute was told: a log with fewer has lost some
+    # output tokens that compute knows to be decided: a log with fewer has lost some
     num_decided_tokens: int = 0
     prompt_logprobs: PromptLogprobs | None = None  # asked for, and not in the log yet
     prompt_token_ids: Int32Array | None = None  # the same
@@ -192,22 +192,22 @@ class StepCandidates:
     compute_id: str
     step: int
     intros: tuple[SequenceIntro, ...]
-    forget: Int32Array  # handles whose sequences ended or moved without this sampler's doing
+    forget: Int32Array  # handles whose sequences ended, or moved, without a decision of this sampler
     handles: Int32Array  # [R]
     positions: Int32Array  # [R] num_output_tokens after this decision; 1 is the first token
     counts: Int32Array  # [R]
     token_ids: Int32Array  # [sum(counts)]
     logits: Float32Array  # [sum(counts)]
-    logsumexp: Float32Array  # [R] of the whole row at temperature 1; 0 where no logprobs are asked
+    logsumexp: Float32Array  # [R] over the whole row at temperature 1; 0 without logprobs
     num_kept: Int32Array  # [R] of the candidates, how many take part in the draw; 1: greedy
     # [R] of the tokens beyond the candidates that take part, the sum of exp((logit - largest) /
     # temperature); 0: none does
     tail_mass: Float64Array
     tail_token_ids: Int32Array  # [R] the one of them that is drawn, or -1
     tail_logits: Float32Array  # [R]
-    # [R] at position - 1, as computed on; -1: none. Empty: unknown
+    # [R] the token that the row was computed on; -1: none. Empty: unknown
     previous_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
-    # [R] below 0: the request's own. Empty: so are all
+    # [R] below 0: the request's own. Empty: the request's own in all rows
     temperatures: Float32Array = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def __post_init__(self) -> None:
@@ -231,7 +231,7 @@ class StepDecisions:
     step: int
     handles: Int32Array
     positions: Int32Array
-    # -1: none, it has ended without; -2: none, the sampler does not know the sequence
+    # -1: the sequence ended without a token; -2: the sampler does not know the sequence
     token_ids: Int32Array
     is_finished: UInt8Array  # 1: the sequence has ended, whatever the reason
 
@@ -260,7 +260,7 @@ class TokenEvent:
     text: str
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    # of the tokens whose text is out, this one's last
+    # of the tokens whose text this event releases; this token's own is the last
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id that matched
@@ -269,21 +269,21 @@ class TokenEvent:
     withheld: TokenLogprob | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
     prompt_token_ids: Int32Array | None = None  # the same
-    embedding: Float32Array | None = None  # of the prompt, with the request's one event
+    embedding: Float32Array | None = None  # the prompt's, with the request's one event
     draw: str | None = None  # with the first token, the name of the rule that drew it
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Times and places of what happened to a request: s on the wall clocks of those who did it, 0
-    for what did not happen. They go with a request's first and last event, and no log has them: it
-    says what was decided, the same bytes whenever that was."""
+    """When and where things happened to a request: s on the wall clock of the process that did
+    them, 0 if they did not happen. They go with a request's first and last event. No log has them:
+    a log has the same bytes whenever its tokens were decided."""
 
     request_id: str
-    position: int  # of the event; up to 1 it is the first
+    position: int  # the event's; up to 1 it is the first
     tokenized_at: float
     scheduled_at: float  # its prompt began to be computed, by the compute replica that has it now
-    decided_at: float  # the event
+    decided_at: float  # the event's token
     compute_id: str
     sampler_id: str = ""  # empty: no sampler had a part in it
 
@@ -304,7 +304,7 @@ class Control:
     action: Literal["cancel", "attach", "refresh"]
     request_ids: tuple[str, ...] = ()
     gateway_id: str | None = None
-    # of the response's readers; the gateway that submitted it is 0, each that resumes it one more
+    # of the response's reader: 0 for the gateway that submitted it, one more for each that resumes
     generation: int = 0
 
 
@@ -320,18 +320,18 @@ class Replica:
     model: str | None = None
     max_model_len: int | None = None
     idle_s: float = 0.0  # since its loop last came round: large means stuck
-    load: dict[str, float] = field(default_factory=dict)
+    load: Load = field(default_factory=Load)
     aliases: tuple[str, ...] = ()  # further names of the model
-    problem: str = ""  # what keeps it from Redis at the moment
-    # of a tokenizer: how the model writes "tool_calls" and "reasoning"; missing: not at all
+    problem: str = ""  # the error that keeps it from Redis at the moment
+    # a tokenizer's: how the model writes "tool_calls" and "reasoning"; missing: it does not
     parsers: dict[str, str] = field(default_factory=dict)
-    fingerprint: str = ""  # of compute: changes with whatever may change its tokens
-    is_encoder: bool = False  # of compute: the model makes embeddings, and no text
-    # of a tokenizer: what the model's makers say for requests that do not say it
+    fingerprint: str = ""  # compute's: changes with everything that may change its tokens
+    is_encoder: bool = False  # compute's: the model makes embeddings, and no text
+    # a tokenizer's: the makers' defaults of sampling parameters
     sampling: dict[str, float] = field(default_factory=dict)
-    # of compute: what the model tells texts apart by; empty: it has no classification head
+    # compute's: the labels of a classification head; empty: there is none
     labels: tuple[str, ...] = ()
-    is_multi_label: bool = False  # several of them may be true of one text
+    is_multi_label: bool = False  # several labels may be true of one text
 
 
 TAGS: dict[type, tuple[str, int]] = {

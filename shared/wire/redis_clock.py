@@ -8,7 +8,8 @@ then whether it is still the same stream.
 from typing import Any
 
 from shared.process.telemetry import get_logger
-from shared.wire.transport import DirectReader, Transport
+from shared.wire.entries import DirectReader
+from shared.wire.transport import Transport
 
 log = get_logger("penstock.transport")
 

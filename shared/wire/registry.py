@@ -20,10 +20,10 @@ from redis.exceptions import RedisError
 
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
-from shared.wire.line import DENIED, reason_of, without_command
+from shared.wire.line import DENIED, Pipeline, reason_of, without_command
 from shared.wire.messages import Control, Replica, decode, encode
 from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, REPLICAS, WATCHED, replica_key, view_key
-from shared.wire.transport import Pipeline, Transport, is_temporary
+from shared.wire.transport import Transport, is_temporary
 from shared.wire.views import ComputeView
 
 log = get_logger("penstock.registry")
@@ -161,15 +161,18 @@ def withdraw(pipe: Pipeline, replica: Replica) -> None:
 def broadcast(pipe: Pipeline, message: Control) -> None:
     """Append to the control stream, dropping what every replica has long had the chance to read.
     Never by length: by age."""
-    pipe.eval(BROADCAST, 1, CONTROL.key, encode(message), CONTROL_WINDOW_S)
+    pipe.eval(BROADCAST, 0, encode(message))
 
 
-BROADCAST = f"""
-local now = redis.call('TIME')
-redis.call('XADD', KEYS[1], '*', '{MESSAGE.decode()}', ARGV[1])
-redis.call('XTRIM', KEYS[1], 'MINID', (tonumber(now[1]) - tonumber(ARGV[2])) * 1000)
-redis.call('EXPIRE', KEYS[1], tonumber(ARGV[2]) * 2)
+# for scripts that say something to every replica
+BROADCAST_FUNCTION = f"""
+local function broadcast(message)
+  redis.call('XADD', '{CONTROL.key}', '*', '{MESSAGE.decode()}', message)
+  redis.call('XTRIM', '{CONTROL.key}', 'MINID', (redis.call('TIME')[1] - {CONTROL_WINDOW_S}) * 1000)
+  redis.call('EXPIRE', '{CONTROL.key}', {2 * CONTROL_WINDOW_S})
+end
 """
+BROADCAST = BROADCAST_FUNCTION + "broadcast(ARGV[1])"
 
 
 class Heartbeat(threading.Thread):

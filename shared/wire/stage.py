@@ -23,10 +23,12 @@ from shared.process.errors import Recoverable, StartupError
 from shared.process.settings import StageSettings
 from shared.process.telemetry import get_logger, setup_logging
 from shared.process.tracing import open_tracer
-from shared.wire.line import DENIED, reason_of
+from shared.wire.entries import RELEASED_MS
+from shared.wire.line import DENIED, Pipeline, reason_of
+from shared.wire.load import Load
 from shared.wire.messages import Replica
 from shared.wire.registry import LEASE_S, Heartbeat, Registry
-from shared.wire.transport import RELEASED_MS, Pipeline, Transport
+from shared.wire.transport import Transport
 
 log = get_logger("penstock.stage")
 
@@ -54,7 +56,7 @@ class Stage:
         self.transport = Transport(settings.redis_url, self.stopping)
         self.tracer = open_tracer(name, self.replica_id)
         # what the replica says of itself; its loop writes, the heartbeat reads
-        self.load: dict[str, float] = {}
+        self.load = Load()
         self.parsers: dict[str, str] = {}  # a tokenizer's, set before it joins
         self.sampling: dict[str, float] = {}  # the same
         self.fingerprint = ""  # compute's, the same
@@ -111,7 +113,7 @@ class Stage:
             max_model_len=self.max_model_len,
             # who asks Redis again is not stuck
             idle_s=time.monotonic() - max(self._alive_at, self.transport.backoff.failed_at, self._heartbeat.awake_since),
-            load=dict(self.load),
+            load=self.load,
             aliases=self.aliases,
             problem=self.problem,
             parsers=self.parsers,

@@ -1,7 +1,7 @@
 """The wiring: every stream and key this system uses, who writes it, who reads it, what it carries.
 
-Nothing else in the repository builds a Redis key. How messages are moved is transport.py; what they
-say is messages.py.
+Nothing else in the repository builds a Redis key. How messages are moved is entries.py; what they say
+is messages.py.
 """
 
 from dataclasses import dataclass
@@ -40,11 +40,11 @@ class DirectStream:
 
 
 CONTROL = DirectStream("control", Control)  # gateway, a replica that leaves → every replica; trimmed by age
-DEAD_LETTER = "dead-letter"  # stream of messages that nobody could handle, kept to 10,000: anyone → an operator
+DEAD_LETTER = "dead-letter"  # stream of messages that no process could handle, kept to 10,000: any stage → an operator
 REPLICAS = "replicas"  # set of "<stage>:<replica id>", live or recently so; permanent
 BATCHES_RUNNING = "batches-running"  # set of the batches that have not ended; 30 days past the last one
-BATCH_FIGURES = "batch-figures"  # hash: what was counted of all batches, and what waits; 30 days past the last change. Gateway, jobs → gateways
-CELERY_PREFIX = "celery:"  # of the keys that Celery makes for its queue
+BATCH_FIGURES = "batch-figures"  # hash of the counts of all batches, and of what waits; 30 days past the last change. Gateway, jobs → gateways
+CELERY_PREFIX = "celery:"  # prefix of the keys that Celery makes for its queue
 JOB_QUEUE = f"{CELERY_PREFIX}jobs"  # list: the tasks that no worker has taken yet
 WATCHED = "watched"  # there while somebody looks at the live view, renewed for 3 s at a time: gateway → every replica
 
@@ -70,12 +70,12 @@ def decisions(compute_id: str) -> DirectStream:
 
 
 def events(gateway_id: str) -> DirectStream:
-    """sampler, or whoever fails a request → that gateway"""
+    """sampler, or the stage that fails a request → that gateway"""
     return DirectStream(f"events:{gateway_id}", StepEvents)
 
 
 def log_key(request_id: str) -> str:
-    """The token log: sampler, or whoever fails the request → anyone. Entry IDs are `<position>-0`; see token_log.py.
+    """The token log: sampler, or the stage that fails the request → every stage. Entry IDs are `<position>-0`; see token_log.py.
     Lives 7 days at most while the request runs, and an hour past its end."""
     return f"log:{request_id}"
 
@@ -87,21 +87,21 @@ def response_key(response_id: str) -> str:
 
 
 def stored_key(response_id: str) -> str:
-    """What a stored response was asked, its conversation included: gateway → any gateway. Lives as long as
-    the response's record; of one that a client's error ended only in the background, and up to 1 MiB."""
+    """The request of a stored response, with its conversation: gateway → any gateway. Lives as long as
+    the response's record. If a client's error ended the response, it is kept only in the background, up to 1 MiB."""
     return f"stored:{response_id}"
 
 
 def open_key(response_id: str) -> str:
-    """Of a response that runs, a hash: `left`, its sequences that have not ended; `account` and `size`, who is charged for what it holds in Redis, and for how
-    much; `keeps`, how long what is stored may be to stay should it be refused. Gateway → whoever ends a request. Lives until the
+    """A hash for a running response: `left`, its sequences that have not ended; `account` and `size`, who is charged for its data in Redis, and for how many
+    bytes; `keeps`, the longest stored data that stays if the response is refused. Gateway → the stage that ends a request. Lives until the
     response ends, 7 days at most."""
     return f"open:{response_id}"
 
 
 def held_key(tenant_id: str) -> str:
-    """What a tenant's requests and stored responses hold: a sorted set of "<bytes>/<response>" by when they are forgotten (s, Redis' clock). Gateways, and
-    whoever ends a request. Lives 7 days past the last submission."""
+    """The bytes of a tenant's requests and stored responses: a sorted set of "<bytes>/<response>" by the time when they are forgotten (s, Redis' clock).
+    Written by gateways, and by the stage that ends a request. Lives 7 days past the last submission."""
     return f"held:{tenant_id}"
 
 
@@ -111,13 +111,13 @@ def held_bytes_key(account: str) -> str:
 
 
 def tombstone_key(request_id: str) -> str:
-    """Set when a request is cancelled: gateway, compute → whoever is about to take up work for it. Lives an hour."""
+    """Set when a request is cancelled: gateway, compute → any stage that is about to work on it. Lives an hour."""
     return f"cancelled:{request_id}"
 
 
 def reader_key(response_id: str) -> str:
-    """Who reads a resumed response: a hash of its `generation` and its `gateway`; gateway → whoever sends it events. Not there: who submitted it.
-    Lives as long as the response's record."""
+    """The reader of a resumed response: a hash of its `generation` and its `gateway`; gateway → the stages that send it events. Without it, the
+    gateway that submitted the response. Lives as long as the response's record."""
     return f"reader:{response_id}"
 
 
@@ -127,20 +127,20 @@ def response_of(request_id: str) -> str:
 
 
 def inflight_key(model: str) -> str:
-    """What was admitted and has not ended: a hash of tokens by request id, and their sum under "". Gateways add, whoever ends a request removes.
-    Deleted when empty; else it lives 7 days past the last submission."""
+    """Admitted requests that have not ended: a hash of tokens by request id, and their sum under "". Gateways add a request, the stage that ends it removes
+    it. Deleted when empty; else it lives 7 days past the last submission."""
     return f"inflight:{model}"
 
 
 def quota_key(tenant_id: str) -> str:
-    """What a tenant may still ask in this minute: a hash of its `requests` and `tokens`, and the moment `at` which they are from. Gateways. Only of
-    tenants with limits. Lives 2 minutes past the last submission: it is full by then."""
+    """What a tenant may still ask in this minute: a hash of `requests` and `tokens`, and `at`, the time of these numbers. Written by gateways, for
+    tenants with limits only. Lives 2 minutes past the last submission: it is full by then."""
     return f"quota:{tenant_id}"
 
 
 def running_key(tenant_id: str) -> str:
-    """A tenant's requests that were admitted: a hash of their inflight keys by request id. Gateways; those that are no longer in flight count no more.
-    Only of tenants whose concurrency is limited. Lives 7 days past the last submission."""
+    """A tenant's admitted requests: a hash of their inflight keys by request id; requests that are no longer in flight do not count. Written by gateways,
+    for tenants with limited concurrency only. Lives 7 days past the last submission."""
     return f"running:{tenant_id}"
 
 
@@ -156,18 +156,18 @@ def replica_key(stage: str, replica_id: str) -> str:
 
 
 def file_key(file_id: str) -> str:
-    """What a file is called, and whose it is: gateway, jobs → any gateway. Lives until the file expires, 30 days at most."""
+    """A file's name and owner: gateway, jobs → any gateway. Lives until the file expires, 30 days at most."""
     return f"file:{file_id}"
 
 
 def files_key(owner: str) -> str:
-    """An owner's files by their age: a sorted set. Names of files that are gone are taken out by whoever finds them. Lives 30 days past
+    """An owner's files by their age: a sorted set. A process that finds a name without a file removes it. Lives 30 days past
     the last file."""
     return f"files:{owner}"
 
 
 def uploads_key(owner: str) -> str:
-    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by when their room is given up. Gateways.
+    """An owner's files that are being stored: a sorted set of "<file id>/<bytes>" by the time when their room is given up. Written by gateways.
     Lives 11 minutes past the last upload."""
     return f"uploads:{owner}"
 
@@ -188,16 +188,16 @@ def batch_lease_key(batch_id: str) -> str:
 
 
 def batch_queued_key(batch_id: str) -> str:
-    """Set while a task for the batch is in Celery's queue: whoever would send one more need not. Lives 60 s."""
+    """Set while a task for the batch is in Celery's queue: then no process sends one more. Lives 60 s."""
     return f"batch-queued:{batch_id}"
 
 
 def upkeep_key(name: str) -> str:
-    """Set by the worker that does this part of the upkeep, for as long as nobody else need do
-    it."""
+    """Set by the worker that has done this part of the upkeep. Lives until the part is due
+    again."""
     return f"upkeep:{name}"
 
 
 def view_key(replica_id: str) -> str:
-    """What a replica shows while it is watched: compute → gateways. Lives 4 s, renewed twice a second."""
+    """The state that a replica shows while it is watched: compute → gateways. Lives 4 s, renewed twice a second."""
     return f"view:{replica_id}"

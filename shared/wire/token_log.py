@@ -17,6 +17,7 @@ from typing import Any
 import msgpack
 
 from shared.process.errors import Invalid, Lost
+from shared.wire.line import Pipeline
 from shared.wire.messages import FinishReason, Moments, RequestError, StepEvents, TokenEvent, decode, encode, encode_around
 from shared.wire.streams import (
     LOG_TTL_S,
@@ -35,7 +36,6 @@ from shared.wire.streams import (
     response_of,
     stored_key,
 )
-from shared.wire.transport import Pipeline
 
 END = b"e"  # the field of an entry after which nothing follows
 

@@ -37,6 +37,6 @@ class ComputeView:
     block_size: int  # tokens
     num_blocks: int
     num_held_blocks: int  # in some sequence's table
-    num_cached_blocks: int  # held by none, kept for whoever begins alike
+    num_cached_blocks: int  # held by no sequence, kept as a prefix for others
     num_sequences: int  # all, shown or not
     sequences: tuple[SequenceView, ...]

@@ -34,7 +34,7 @@ class Checks:
         """Tokens that the live samplers have decided, as of their last announcements. While it grows, what has not ended is slow, and does not hang."""
         async with self.cluster.store.client() as client:
             announced = [await client.get(key) for key in await client.keys("replica:sampler:*")]
-        return sum(int(decode(Replica, each).load.get("tokens", 0)) for each in announced if each is not None)
+        return sum(int(decode(Replica, each).load.tokens or 0) for each in announced if each is not None)
 
     async def after_round(self) -> list[str]:
         """Everything that is wrong in a Redis that has drained."""

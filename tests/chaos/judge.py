@@ -18,6 +18,7 @@ from tests.chaos.tally import Journal, Outcome, Tally
 Record = dict[str, Any]
 
 ENDS = ("completed", "incomplete", "failed", "cancelled")  # statuses of a response
+CUT_SHORT = ("failed", "cancelled")  # those whose text may have ended anywhere
 
 
 @dataclass(slots=True)
@@ -149,9 +150,9 @@ class Judge:
             response = data.get("response") or {}
             if response.get("status") == "cancelled":  # before its text is looked at: it is cut short
                 check_cancel(request, "the response was cancelled")
-                if request.wrong is not None and request.wrong.kind == "missing":
-                    request.wrong = None  # the end of a text that was cut short came before the word that it was
-            request.answer.add_event(data, request.known)
+            if response.get("status") in CUT_SHORT and request.wrong is not None and request.wrong.kind == "missing":
+                request.wrong = None  # the end of a text that was cut short came before the word that it was
+            request.answer.add_event(data, None if response.get("status") in CUT_SHORT else request.known)
             request.answer.response_id = request.answer.response_id or response.get("id")
             if response.get("status") in ENDS:
                 self._end_response(request, response)
@@ -179,7 +180,7 @@ class Judge:
     def _end_response(self, request: Request, response: Record) -> None:
         if response["status"] == "cancelled":
             check_cancel(request, "the response was cancelled")
-        if response["status"] in ("cancelled", "failed"):
+        if response["status"] in CUT_SHORT:
             return  # the client says how it takes that
         if response["background"] != request.is_background:
             raise Wrong("different", f"background is {response['background']}")

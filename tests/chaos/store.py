@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,8 @@ class Store:
         if self.process is None or self.process.poll() is not None:
             await self.start()
         self.signal(signal.SIGCONT)
-        if self.has_limit:
+        had_limit = self.has_limit
+        if had_limit:
             self.limit_files(-1)
         deadline = time.monotonic() + UP_TIMEOUT_S
         while True:
@@ -154,11 +156,28 @@ class Store:
                     await client.execute_command("REPLICAOF", "NO", "ONE")
                     await client.config_set("min-replicas-to-write", 0)
                     await client.config_set("maxmemory", 0)
+                    if had_limit:
+                        await self._rewrite(client)
                 return
             except (redis.RedisError, OSError):
                 if time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(0.1)
+
+    async def _rewrite(self, client: Any) -> None:
+        """What docs/operate/trouble.md wants after a full disk, for all gateways may be dead: until then a crash may cost the file."""
+        await self._until(client, {"aof_last_write_status": "ok"})
+        with suppress(redis.ResponseError):  # a gateway has begun it
+            await client.bgrewriteaof()
+        await self._until(client, {"aof_rewrite_in_progress": 0, "aof_rewrite_scheduled": 0})
+
+    async def _until(self, client: Any, wanted: dict[str, Any]) -> None:
+        """Wait until Redis says this of its append-only file."""
+        deadline = time.monotonic() + UP_TIMEOUT_S
+        while not wanted.items() <= (await client.info("persistence")).items():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"the append-only file is not written:\n{self.log_tail()}")
+            await asyncio.sleep(0.05)
 
     def log_tail(self) -> str:
         path = self.folder / "redis.log"

@@ -107,6 +107,16 @@ def test_an_error_is_excused_only_where_a_fault_may_lose_data(tmp_path: Path) ->
     assert kinds(tmp_path, losing, *request(2), end(2, "error", "internal error")) == ["error"]
 
 
+def test_a_response_that_failed_because_its_data_was_lost_is_judged_by_its_error(tmp_path: Path) -> None:
+    losing = {"t": 0.5, "is": "round", "number": 1, "at": "begin", "may_lose": True}
+    response = {"id": "resp_2", "status": "failed", "output": [], "background": False, "error": {"message": "0 are left of 47"}}
+    created = {"type": "response.created", "sequence_number": 0, "response": {"id": "resp_2", "status": "in_progress"}}
+    failed = {"type": "response.failed", "sequence_number": 1, "response": response}
+    records = [{"t": 3.0, "is": "event", "id": 2, "event_id": None, "data": event} for event in (created, failed)]
+    assert kinds(tmp_path, losing, *request(2, path=RESPONSES), *records, end(2, "error", "failed: 0 are left of 47")) == ["excused"]
+    assert kinds(tmp_path, *request(2, path=RESPONSES), *records, end(2, "error", "failed: 0 are left of 47")) == ["error"]
+
+
 def test_the_end_of_a_connection_that_was_taken_over_is_no_error(tmp_path: Path) -> None:
     second = [*request(3, continues=2)[:1], *send(3, "2"), event(3, 3), event(3, 4)]
     done = {"t": 4.0, "is": "event", "id": 3, "event_id": None, "data": "[DONE]"}

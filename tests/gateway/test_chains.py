@@ -62,3 +62,18 @@ def test_a_chain_takes_memory_for_each_turn_and_not_for_all_before_it(deployment
                     assert inputs(deployment, response_id) == [turn[:8] for turn in turns[: number + 1]], (gone, number)
         kept = [client.strlen(stored_key(each)) for each in (*filter(None, chain), branch)]
         assert int(client.get(held_key("") + held_bytes_key("")) or 0) == sum(kept)
+
+
+def test_a_record_of_a_newer_version_is_another_gateways_to_read(deployment: Deployment, own: Backstage) -> None:
+    start_gateways(deployment)
+    response_id = say(deployment, own, "hello")
+    with redis.Redis.from_url(deployment.redis_url) as client:
+        known = client.get(stored_key(response_id))
+        for other in (orjson.dumps(orjson.loads(known) | {"of_tomorrow": 1}), b"no JSON", b"[]"):
+            client.set(stored_key(response_id), other)
+            reply = deployment.get(f"/v1/responses/{response_id}")
+            assert (reply.status_code, reply.headers["retry-after"], reply.json()["error"]["code"]) == (503, "2", "stored_response_unreadable")
+            going_on = deployment.post("/v1/responses", {"model": NAME, "input": "more", "previous_response_id": response_id})
+            assert (going_on.status_code, going_on.json()["error"]["code"]) == (503, "stored_response_unreadable")
+        client.set(stored_key(response_id), known)
+    assert inputs(deployment, response_id) == ["hello"]

@@ -12,6 +12,7 @@ import pytest
 
 from services.requests.bodies.ignored import HEADER
 from shared.model.context_length import context_exceeded, context_far_exceeded, sizes_of
+from shared.wire.load import Load
 from shared.wire.messages import RequestError
 from tests.deployment import Deployment
 from tests.gateway.backstage import NAME, Backstage
@@ -111,7 +112,7 @@ def test_sagemaker_s_endpoint_tells_by_the_fields_what_is_asked(gateways: Deploy
 
 
 def test_slots_are_the_places_in_the_replicas_steps(deployment: Deployment) -> None:
-    own = Backstage(deployment.redis_url, load={"max_num_seqs": 3.0, "running": 2.0})
+    own = Backstage(deployment.redis_url, load=Load(max_num_seqs=3, running=2))
     try:
         start_gateways(deployment)
         slots = deployment.get("/slots").json()
@@ -119,7 +120,7 @@ def test_slots_are_the_places_in_the_replicas_steps(deployment: Deployment) -> N
         assert deployment.get("/slots?fail_on_no_slot=1").status_code == 200
     finally:
         own.close()
-    full = Backstage(deployment.redis_url, load={"max_num_seqs": 1.0, "running": 1.0})
+    full = Backstage(deployment.redis_url, load=Load(max_num_seqs=1, running=1))
     try:
         wait_until(lambda: deployment.get("/slots?fail_on_no_slot=1").status_code == 503, description="no place is free")
     finally:

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import openai
 
+from shared.wire.load import Load
 from shared.wire.streams import inflight_key
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
@@ -55,7 +56,7 @@ def num_in_flight(deployment: Deployment) -> int:
         return max(0, int(client.hlen(inflight_key(MODEL))) - 1)  # one field is their sum
 
 
-def compute_load(deployment: Deployment) -> dict[str, float]:
+def compute_load(deployment: Deployment) -> Load:
     """What the one compute replica announced last; it does every second. One whose lease ran out on a machine that stood still is waited for."""
     [compute] = wait_until(lambda: deployment.registry().of("compute"), description="compute is in the registry")
     return compute.load

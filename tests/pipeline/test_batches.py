@@ -163,7 +163,7 @@ def computed_at_rest(served: Deployment) -> float:
 
     def at_rest() -> bool:
         load = compute_load(served)
-        seen.append((load["running"] + load["waiting"], load["output_tokens"]))
+        seen.append(((load.running or 0) + (load.waiting or 0), load.output_tokens or 0))
         time.sleep(0.5)
         return len(seen) > 6 and set(seen[-6:]) == {(0, seen[-1][1])}
 

@@ -13,6 +13,7 @@ import httpx
 
 from services.operator.redis_server import start_server
 from shared.model.sampling_params import SamplingParams
+from shared.wire.load import Load
 from shared.wire.messages import GenerateRequest, encode
 from shared.wire.streams import REPLICAS, replica_key
 from tests.conftest import running_redis
@@ -27,24 +28,24 @@ QUEUE = f"requests:{MODEL}"
 
 
 def test_a_client_that_goes_away_frees_compute(demo: Deployment) -> None:
-    before = compute_load(demo).get("output_tokens", 0)
+    before = compute_load(demo).output_tokens or 0
     with httpx.stream("POST", demo.url() + "/v1/completions", json=LONG | {"n": MANY}, timeout=60, trust_env=False) as response:
         for line in response.iter_lines():
             if line.startswith("id: 5"):
                 break
-    load = wait_until(lambda: (now := compute_load(demo)).get("output_tokens", 0) >= before + 5 and now["running"] == 0 and now, description="it has left")
-    assert load["output_tokens"] - before < MANY * 900 and load["kv_cache_usage"] == 0
+    load = wait_until(lambda: ((now := compute_load(demo)).output_tokens or 0) >= before + 5 and now.running == 0 and now, description="it has left")
+    assert (load.output_tokens or 0) - before < MANY * 900 and load.kv_cache_usage == 0
 
 
 def test_a_client_that_goes_away_before_a_whole_answer_frees_compute(demo: Deployment) -> None:
-    before = compute_load(demo).get("output_tokens", 0)
+    before = compute_load(demo).output_tokens or 0
     body = json.dumps(LONG | {"stream": False, "stream_options": None, "n": MANY}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
     with socket.create_connection(("127.0.0.1", next(iter(demo.ports.values()))), timeout=60) as connection:
         connection.sendall(head.encode() + body)
-        wait_until(lambda: (now := compute_load(demo)).get("output_tokens", 0) > before and now["running"] > 0, description="compute is at it")
-    load = wait_until(lambda: (now := compute_load(demo))["running"] == 0 and now, description="they have left")
-    assert load["output_tokens"] - before < MANY * 900
+        wait_until(lambda: ((now := compute_load(demo)).output_tokens or 0) > before and (now.running or 0) > 0, description="compute is at it")
+    load = wait_until(lambda: (now := compute_load(demo)).running == 0 and now, description="they have left")
+    assert (load.output_tokens or 0) - before < MANY * 900
 
 
 def test_a_queued_request_is_cancelled_before_it_runs(deployment: Deployment) -> None:
@@ -67,11 +68,11 @@ def test_a_queued_request_is_cancelled_before_it_runs(deployment: Deployment) ->
     wait_until(lambda: client.xlen(f"prompts:{MODEL}") == 0, description="the queue is empty")
     assert deployment.post("/v1/completions", body | {"stream": False, "stream_options": None}).status_code == 200
 
-    def after_three_tokens() -> dict[str, float] | None:
-        return next((each.load for each in deployment.registry().of("compute") if each.load.get("output_tokens", 0) >= 3), None)
+    def after_three_tokens() -> Load | None:
+        return next((each.load for each in deployment.registry().of("compute") if (each.load.output_tokens or 0) >= 3), None)
 
     load = wait_until(after_three_tokens, description="compute says that it has computed something")
-    assert (load["prompt_tokens"], load["output_tokens"]) == (1, 3), "of the second request, and of no other"
+    assert (load.prompt_tokens, load.output_tokens) == (1, 3), "of the second request, and of no other"
 
 
 def start_gateway(deployment: Deployment, replica_id: str, **settings: object) -> str:

@@ -239,7 +239,7 @@ def test_compute_is_killed_in_the_middle_of_a_long_prompt(slow: Deployment) -> N
 
 def prompt_tokens(deployment: Deployment) -> dict[str, float]:
     """Computed so far, by replica."""
-    return {each.replica_id: each.load.get("prompt_tokens", 0) for each in deployment.registry().of("compute")}
+    return {each.replica_id: each.load.prompt_tokens or 0 for each in deployment.registry().of("compute")}
 
 
 def chunks_of(text: str) -> list[Any]:

@@ -39,7 +39,7 @@ def assert_shared(deployment: Deployment) -> None:
 
 def num_deciding(deployment: Deployment) -> int:
     """Samplers that have announced tokens of their own: each does when its second is over."""
-    return sum(each.load.get("tokens", 0) > 0 for each in deployment.registry().of("sampler"))
+    return sum((each.load.tokens or 0) > 0 for each in deployment.registry().of("sampler"))
 
 
 def test_samplers_and_compute_that_are_killed_cost_a_pause_and_no_token(deployment: Deployment) -> None:

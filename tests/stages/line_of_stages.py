@@ -28,11 +28,12 @@ from shared.model.files import DEMO_MODEL, open_model
 from shared.model.sampling_params import SamplingParams
 from shared.process.settings import ComputeSettings, SamplerSettings, StageSettings, TokenizerSettings
 from shared.wire import line
+from shared.wire.entries import append_to_group
 from shared.wire.messages import GenerateRequest, Replica
 from shared.wire.registry import Registry
 from shared.wire.stage import Stage
 from shared.wire.streams import inflight_key, log_key, prompts, requests
-from shared.wire.transport import Transport, append_to_group
+from shared.wire.transport import Transport
 from tests.waiting import wait_until
 
 MODEL = "penstock-demo"

@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 
 from shared.model.sampling_params import SamplingParams
+from shared.wire.entries import RELEASED_MS, GroupReader, append_to_group
+from shared.wire.load import Load
 from shared.wire.messages import TokenizedRequest
 from shared.wire.registry import Registry
 from shared.wire.streams import inflight_key, log_key, prompts
-from shared.wire.transport import RELEASED_MS, GroupReader, append_to_group
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import MODEL, LineOfStages, hurried, replica
 from tests.waiting import wait_until
@@ -42,7 +43,7 @@ def test_what_waits_goes_on_to_a_replica_with_less_to_do(line: LineOfStages) -> 
         return len(compute.active) == len(names)
 
     wait_until(has_all, description="compute has them all")
-    other = replace(replica("compute", "compute-2"), load={"max_num_seqs": 8, "running": 2, "waiting": 0})
+    other = replace(replica("compute", "compute-2"), load=Load(max_num_seqs=8, running=2, waiting=0))
     compute.stage.live = Registry((*compute.stage.live.replicas, other))
     compute.hand_on()
     assert [active.request.request_id for active in compute.active.values()] == names[:26], "two for each place of the other's, less what it has"
@@ -50,7 +51,7 @@ def test_what_waits_goes_on_to_a_replica_with_less_to_do(line: LineOfStages) -> 
     deliveries, dead = reader.claim(idle_ms=RELEASED_MS, count=64)
     assert [each.message.request_id for each in deliveries] == names[26:] and not dead
     assert all(each.was_released for each in deliveries), "which raises no suspicion"
-    other = replace(other, load={"max_num_seqs": 8, "running": 8, "waiting": 8})
+    other = replace(other, load=Load(max_num_seqs=8, running=8, waiting=8))
     compute.stage.live = Registry((*compute.stage.live.replicas[:-1], other))
     compute.hand_on()
     assert len(compute.active) == 26, "it has enough"

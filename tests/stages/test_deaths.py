@@ -15,10 +15,10 @@ import pytest
 import redis
 
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.wire.entries import append_to_group
 from shared.wire.messages import TokenizedRequest
 from shared.wire.streams import DEAD_LETTER, inflight_key, log_key, prompts
 from shared.wire.token_log import parse_log
-from shared.wire.transport import append_to_group
 from tests import forge
 from tests.conftest import running_redis
 from tests.deployment import Deployment

@@ -16,10 +16,10 @@ from services.tokenizer.service import TokenizerService
 from shared.model.sampling_params import SamplingParams
 from shared.process.errors import Invalid
 from shared.process.settings import TokenizerSettings
+from shared.wire.entries import append_to_group
 from shared.wire.messages import ChatMessage, EncodingParams, GenerateRequest, TokenizedRequest, decode
 from shared.wire.streams import DEAD_LETTER, MESSAGE, log_key, prompts, requests
 from shared.wire.token_log import parse_log
-from shared.wire.transport import append_to_group
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import FILES, MODEL, LocalStage, ask, ids, text_tokenizer
 

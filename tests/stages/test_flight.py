@@ -15,10 +15,10 @@ from services.compute.candidates import matcher
 from services.compute.sequence import Sequence
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.wire.entries import append_to_group
 from shared.wire.messages import Control, TokenizedRequest, encode
 from shared.wire.streams import CONTROL, MESSAGE, inflight_key, prompts
 from shared.wire.token_log import parse_log
-from shared.wire.transport import append_to_group
 from tests.conftest import running_redis
 from tests.kernels.drawing import DrawingSearch
 from tests.stages.line_of_stages import MODEL, LineOfStages, ask, hurried, ids

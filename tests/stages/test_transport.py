@@ -14,12 +14,13 @@ from hypothesis import strategies as st
 
 from services.operator.redis_server import socket_path
 from shared.process.errors import Recoverable
+from shared.wire import entries as entries_module
 from shared.wire import line as line_module
-from shared.wire import transport as transport_module
+from shared.wire.entries import DirectReader, GroupReader, append_to_group
 from shared.wire.line import without_command
 from shared.wire.messages import Control, GenerateRequest, encode
 from shared.wire.streams import CONTROL, DEAD_LETTER, GATEWAY_ID, MESSAGE, REQUEST_ID, GroupStream, requests
-from shared.wire.transport import Backoff, DirectReader, GroupReader, Transport, append_to_group, is_temporary
+from shared.wire.transport import Backoff, Transport, is_temporary
 from tests.conftest import running_redis
 from tests.examples import examples
 from tests.faulty_redis import ERRORS, FaultyRedis
@@ -277,7 +278,7 @@ def test_all_is_released_however_much_it_is(client: "redis.Redis", transport: Tr
 
 
 def test_only_dead_consumers_with_nothing_pending_are_forgotten(client: "redis.Redis", transport: Transport, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport_module, "FORGET_CONSUMER_MS", 0)
+    monkeypatch.setattr(entries_module, "FORGET_CONSUMER_MS", 0)
     put(client, 1, 2, 3)
     for name in ("mine", "live", "dead", "dead-but-holds-one"):
         group(transport, name).read(count=1, block_ms=1)

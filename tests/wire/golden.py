@@ -10,6 +10,7 @@ import numpy as np
 
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
+from shared.wire.load import Load
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob, TopLogprob
 from shared.wire.messages import (
     ChatMessage,
@@ -254,7 +255,7 @@ REPLICA = Golden(
         "model",
         4096,
         0.25,
-        {"running": 2.0},
+        Load(running=2.0),
         aliases=("alias",),
         problem="LOADING",
         parsers={"tool_calls": "hermes"},

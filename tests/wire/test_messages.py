@@ -170,3 +170,39 @@ def test_an_announcement_of_a_newer_version_is_told_once(caplog: pytest.LogCaptu
     for _ in range(3):
         assert decode_replicas(announced) == (REPLICA.message,)
     assert sum("does not decode" in record.getMessage() for record in caplog.records) == 1
+
+
+# as compute of the version before announces itself: its load was a map of any names to numbers
+LOAD_BEFORE = {
+    "running": 2, "waiting": 0, "max_num_seqs": 64, "kv_cache_usage": 0.5, "step_cost_fixed_s": 0.25, "steps": 7, "iteration_tokens": 9,
+    "step_schedule_s": 0.5, "step_wait_s": 1.5, "iteration_tokens_1": 6.0, "iteration_tokens_8": 1.0, "iteration_tokens_inf": 0.0,
+}  # fmt: skip
+
+
+def with_load(load: Any) -> bytes:
+    """The announcement of golden.py with another load on the wire."""
+    packed = msgpack.unpackb(bytes.fromhex(REPLICA.now), strict_map_key=False)
+    packed[2 + [each.name for each in fields(Replica)].index("load")] = load
+    changed: bytes = msgpack.packb(packed)
+    return changed
+
+
+def test_a_load_of_the_version_before_decodes_and_has_the_same_form_again() -> None:
+    load = decode(Replica, with_load(LOAD_BEFORE)).load
+    assert (load.running, load.steps, load.kv_cache_usage, load.sequences) == (2, 7, 0.5, None)
+    assert load.step_s == {"schedule": 0.5, "wait": 1.5}
+    assert list(load.steps_by_tokens.items()) == [("1", 6.0), ("8", 1.0), ("inf", 0.0)]
+    assert load.packed() == LOAD_BEFORE
+
+
+def test_figures_of_a_load_that_only_a_newer_version_knows_are_passed_over() -> None:
+    newer = LOAD_BEFORE | {"watts": [1, 2], 5: "five", "iteration_tokens_many": 1.0, "step_dream_s": None}
+    assert decode(Replica, with_load(newer)).load == decode(Replica, with_load(LOAD_BEFORE)).load
+
+
+@pytest.mark.parametrize(
+    "wrong", [None, [], "x", {"running": "2"}, {"running": True}, {"steps": None}, {"step_wait_s": float("nan")}, {"iteration_tokens_8": "1"}]
+)
+def test_a_load_with_something_else_than_numbers_is_refused(wrong: Any) -> None:
+    with pytest.raises(Invalid, match="replica.load: expected"):
+        decode(Replica, with_load(wrong))

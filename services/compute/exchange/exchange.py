@@ -19,13 +19,13 @@ from services.compute.exchange.samplers import Samplers
 from services.compute.exchange.undecided import Decision, Undecided
 from services.compute.quarantine import Record
 from shared.process.telemetry import get_logger
-from shared.wire.line import Line
+from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
+from shared.wire.line import Line, Pipeline
 from shared.wire.messages import Control, StepDecisions
 from shared.wire.redis_clock import follow_clock
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, GroupStream, decisions
 from shared.wire.token_log import finish_ended
-from shared.wire.transport import DeadLetter, Delivery, DirectReader, GroupReader, Pipeline
 
 log = get_logger("penstock.compute")
 

@@ -1,10 +1,10 @@
 """Inbox: two standing reads. Redis answers one as soon as there are decisions or control messages,
 the other as soon as there are prompts."""
 
+from shared.wire.entries import DeadLetter, Delivery, DirectReader, GroupReader
 from shared.wire.line import Line
 from shared.wire.messages import Control, StepDecisions
 from shared.wire.streams import CONTROL
-from shared.wire.transport import DeadLetter, Delivery, DirectReader, GroupReader
 
 STANDING_MS = 1000  # how long Redis holds a standing read before it is asked again
 MAX_TAKEN = 64  # prompts in a reply: more would hold up the steps of those that run

@@ -9,11 +9,11 @@ import time
 from dataclasses import dataclass, field
 
 from services.compute.quarantine import Record, queue_records
-from shared.wire.line import Line
+from shared.wire.entries import DirectReader, append
+from shared.wire.line import Line, Pipeline
 from shared.wire.messages import StepCandidates
 from shared.wire.streams import GroupStream, attempts_key, candidates
 from shared.wire.token_log import finish_ended
-from shared.wire.transport import DirectReader, Pipeline, append
 
 
 @dataclass(slots=True)

@@ -27,11 +27,24 @@ COHORT_EVERY = 16  # admissions between predictions that are followed up
 MAX_COHORTS = 8  # followed up at a time
 
 
+@dataclass(slots=True)
+class Calibration:
+    """How predicted peaks compare with what came. Totals."""
+
+    num_predictions: int = 0
+    num_exceeded: int = 0  # at a confidence c, about a share of 1 - c
+    sum_of_ratios: float = 0.0  # real / predicted
+
+
 class Admission(Protocol):
     """A strategy. `observe` comes once before any `admits` of a step; after each True the sequence
     begins."""
 
     preempts: bool  # what runs may have to give its place back
+
+    @property
+    def calibration(self) -> Calibration | None:
+        """How its predictions compare with what came; None: it predicts nothing."""
 
     def observe(self, running: Collection[Sequence]) -> None:
         """Look at what runs."""
@@ -47,14 +60,12 @@ class Admission(Protocol):
     def ended(self, sequence: Sequence, *, is_complete: bool) -> None:
         """A sequence has ended; is_complete: with its answer, not cancelled."""
 
-    def metrics(self) -> dict[str, float]:
-        """The strategy's metrics, totals."""
-
 
 class Reserve:
     """The longest a sequence can become, up front."""
 
     preempts = False
+    calibration = None
 
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
@@ -71,15 +82,13 @@ class Reserve:
     def ended(self, sequence: Sequence, *, is_complete: bool) -> None:
         pass
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
 
 class Paged:
     """Admits by the tokens that a sequence has now, with one spare block for each that runs, so
     that who begins is not preempted at the next border."""
 
     preempts = True
+    calibration = None
 
     def __init__(self, block_manager: BlockManager) -> None:
         self.block_manager = block_manager
@@ -101,9 +110,6 @@ class Paged:
     def ended(self, sequence: Sequence, *, is_complete: bool) -> None:
         pass
 
-    def metrics(self) -> dict[str, float]:
-        return {}
-
 
 @dataclass(slots=True)
 class Cohort:
@@ -113,15 +119,6 @@ class Cohort:
     predicted_blocks: float
     members: dict[int, tuple[int, int, int]]  # num_tokens, num_output_tokens, num_shared_blocks
     num_remaining: dict[int, int]  # tokens, of those that have ended
-
-
-@dataclass(slots=True)
-class Calibration:
-    """How predicted peaks compare with what came."""
-
-    num_predictions: int = 0
-    num_exceeded: int = 0  # at a confidence c, about a share of 1 - c
-    sum_of_ratios: float = 0.0  # real / predicted
 
 
 class Predicted:
@@ -176,10 +173,6 @@ class Predicted:
         for cohort in [each for each in self._cohorts if len(each.num_remaining) == len(each.members)]:
             self._cohorts.remove(cohort)
             self._compare(cohort)
-
-    def metrics(self) -> dict[str, float]:
-        seen = self.calibration
-        return {"predicted_peaks": seen.num_predictions, "predicted_peaks_exceeded": seen.num_exceeded, "predicted_peak_ratio_sum": seen.sum_of_ratios}
 
     def _future(self, sequences: list[Sequence], num_shared: int | None = None) -> tuple[Array, Array, Array]:
         """Mean, variance and largest number of the blocks that the sequences hold after each step

@@ -1,4 +1,4 @@
-"""`penstock simulate`: what a model would do on hardware that is not here."""
+"""`penstock simulate`: predicts the speed of a model on other hardware."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from shared.process.errors import StartupError
 
 EXAMPLES = """examples:
   penstock simulate                                              chat-like requests, Llama 3 8B, one A100
-  penstock simulate --rate 12 --target-itl-ms 40                 arriving one by one, prompts in chunks to suit
+  penstock simulate --rate 12 --target-itl-ms 40                 requests arrive one by one, prompts in smaller chunks
   penstock simulate --trace chats.json --admission reserve       the lengths of a ShareGPT file
   penstock simulate --model ~/models/mine --hardware mine.json   a checkpoint's shape, measured steps
 """
@@ -23,7 +23,7 @@ EXAMPLES = """examples:
 def build_parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="penstock simulate",
-        description="Replay a trace of requests through the scheduler and the KV cache's accounting under a cost model of the steps.",
+        description="Replay a trace of requests through the scheduler and the KV cache's accounting, with a cost model of the steps.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--trace", default="synthetic", help="synthetic, a ShareGPT .json, or a .jsonl of prompt_tokens, output_tokens, arrived_at")
@@ -31,12 +31,12 @@ def build_parser() -> argparse.ArgumentParser:
     help_text = "or a .json with fixed_s, per_token_s, per_context_token_s and kv_tokens"
     parser.add_argument("--hardware", default="a100-80g", help=f"one of {', '.join(HARDWARE)}, {help_text} (default: %(default)s)")
     parser.add_argument("--num-requests", type=int, help="default: all of the file, 1000 synthetic ones")
-    parser.add_argument("--rate", type=float, help="requests/s, at random; default: as the trace says, or all at once")
-    parser.add_argument("--max-total-tokens", type=int, default=4096, help="what each request asks for, prompt and answer (default: %(default)s)")
+    parser.add_argument("--rate", type=float, help="requests/s, at random times; default: the trace's times, or all at once")
+    parser.add_argument("--max-total-tokens", type=int, default=4096, help="tokens that each request asks for, prompt and answer (default: %(default)s)")
     parser.add_argument("--admission", choices=STRATEGIES, default="predicted", help="default: %(default)s")
     parser.add_argument("--max-num-seqs", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--max-batched-tokens", type=int, default=2048, help="default: %(default)s")
-    parser.add_argument("--target-itl-ms", type=float, help="cut prompts into chunks so that steps keep to this")
+    parser.add_argument("--target-itl-ms", type=float, help="cut prompts into chunks so that steps take no longer than this")
     parser.add_argument("--block-size", type=int, default=16, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0)
     return parser
@@ -78,10 +78,10 @@ def simulate(argv: list[str]) -> None:
         raise StartupError(f"--max-total-tokens: {error}") from None
     print(f"{args.model} on {args.hardware}: KV cache of {kv_tokens:,} tokens, admission {args.admission}")
     print(describe(result))
-    peaks = scheduler.admission.metrics()
-    if followed := peaks.get("predicted_peaks"):
-        ratio = peaks["predicted_peak_ratio_sum"] / followed
-        print(f"predicted peaks of KV memory: {peaks['predicted_peaks_exceeded']:.0f} of {followed:.0f} exceeded, real / predicted {ratio:.2f} in the mean")
+    peaks = scheduler.admission.calibration
+    if peaks is not None and peaks.num_predictions:
+        ratio = peaks.sum_of_ratios / peaks.num_predictions
+        print(f"predicted peaks of KV memory: {peaks.num_exceeded} of {peaks.num_predictions} exceeded, real / predicted {ratio:.2f} in the mean")
 
 
 def describe(result: Replay) -> str:

@@ -11,7 +11,6 @@ from shared.wire.messages import Replica
 from shared.wire.views import ComputeView
 
 MAX_REPLICAS_SHOWN = 64  # of all stages
-STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +65,6 @@ def replica_shown(replica: Replica, *, is_killed: bool, can_kill: bool) -> dict[
         "problem": replica.problem,
         "is_killed": is_killed,
         "can_kill": can_kill and not is_killed,
-        "load": {name: value for name, value in load.items() if not name.startswith(("step_", "iteration_", "predicted_"))},
-        "step_s": {part: load[f"step_{part}_s"] for part in STEP_PARTS if f"step_{part}_s" in load},
+        "load": {name: value for name, value in load.figures().items() if not name.startswith(("step_", "iteration_", "predicted_"))},
+        "step_s": load.step_s,
     }

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import redis
 import redis.asyncio
 
+from services.requests.client import persist
 from shared.process.telemetry import get_logger
 from shared.wire.messages import Control, encode
-from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, LOG_TTL_S, MESSAGE, reader_key, tombstone_key
-from shared.wire.transport import Backoff, is_temporary
+from shared.wire.registry import BROADCAST_FUNCTION
+from shared.wire.streams import LOG_TTL_S, reader_key, tombstone_key
+from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
 
@@ -18,19 +20,19 @@ MAX_PENDING = 10_000  # responses that wait for Redis to come back; of more, the
 CHUNK = 64  # responses in a round trip
 LAST_TRY_S = 2.0
 
-# ARGV: reader key, generation, control stream, its window in s, Control message, TTL of tombstones,
-# tombstones … Only the response's present reader may cancel: whoever resumed it reads on. A
-# tombstone stops what is queued, the word on the control stream what runs.
-CANCEL = f"""
-local reader, generation, control, window, message, ttl = unpack(ARGV, 1, 6)
+# ARGV: reader key, generation, Control message, TTL of tombstones, tombstones … Only the response's
+# present reader may cancel: whoever resumed it reads on. A tombstone stops what is queued, the word
+# on the control stream what runs.
+CANCEL = (
+    BROADCAST_FUNCTION
+    + """
+local reader, generation, message, ttl = unpack(ARGV, 1, 4)
 if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(generation) then return 0 end
-for i = 7, #ARGV do redis.call('SET', ARGV[i], '1', 'EX', ttl) end
-local now = redis.call('TIME')
-redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
-redis.call('XTRIM', control, 'MINID', (now[1] - window) * 1000)
-redis.call('EXPIRE', control, window * 2)
+for i = 5, #ARGV do redis.call('SET', ARGV[i], '1', 'EX', ttl) end
+broadcast(message)
 return 1
 """
+)
 
 
 class Canceller:
@@ -59,14 +61,7 @@ class Canceller:
             await self._wake.wait()
             self._wake.clear()
             while self._pending:
-                try:
-                    await self._write()
-                except (redis.RedisError, OSError) as error:
-                    if not is_temporary(error):
-                        raise
-                    await asyncio.sleep(self.backoff.failed(error))
-                else:
-                    self.backoff.succeeded()
+                await persist(self._write, self.backoff)
 
     async def finish(self) -> None:
         """Try once more at the gateway's end, for a short time."""
@@ -83,7 +78,7 @@ class Canceller:
             for (response_id, generation), request_ids in written:
                 message = encode(Control("cancel", request_ids))
                 tombstones = map(tombstone_key, request_ids)
-                pipe.eval(CANCEL, 0, reader_key(response_id), generation, CONTROL.key, CONTROL_WINDOW_S, message, LOG_TTL_S, *tombstones)
+                pipe.eval(CANCEL, 0, reader_key(response_id), generation, message, LOG_TTL_S, *tombstones)
             await pipe.execute()
         for key, request_ids in written:
             if self._pending.get(key) == request_ids:

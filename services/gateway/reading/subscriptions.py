@@ -16,15 +16,17 @@ import redis
 import redis.asyncio
 
 from services.gateway.reading.subscription import Subscription
+from services.requests.client import persist
 from services.requests.errors import draining
 from shared.process.errors import Invalid
 from shared.process.telemetry import get_logger
+from shared.wire.entries import TRIM_EVERY_S, entries_of, next_id, write_dead_letter
 from shared.wire.line import DENIED, reason_of, without_command
 from shared.wire.messages import Control, RequestError, StepEvents, TokenEvent, decode
 from shared.wire.redis_clock import NEWEST, has_begun_anew
 from shared.wire.stage import Stage
 from shared.wire.streams import CONTROL, MESSAGE, events
-from shared.wire.transport import TRIM_EVERY_S, Backoff, entries_of, is_temporary, next_id, write_dead_letter
+from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
 
@@ -110,14 +112,7 @@ class Subscriptions:
         """Run until cancelled. Wait while Redis can't serve: events sent meanwhile stay in the
         stream."""
         while True:
-            try:
-                reply = await self._read()
-            except (redis.RedisError, OSError) as error:
-                if not is_temporary(error):
-                    raise
-                await asyncio.sleep(self.backoff.failed(error))
-                continue
-            self.backoff.succeeded()
+            reply = await persist(self._read, self.backoff)
             self._read_at = time.monotonic()
             entries = entries_of(reply)
             for entry_id, values in entries.get(self.stream.key.encode(), []):

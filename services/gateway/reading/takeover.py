@@ -8,24 +8,25 @@ import redis.asyncio
 from services.requests.answers.sse import parse_id
 from shared.process.errors import Invalid, Recoverable
 from shared.wire.messages import Control, encode
+from shared.wire.registry import BROADCAST_FUNCTION
 from shared.wire.stage import Stage
-from shared.wire.streams import CONTROL, CONTROL_WINDOW_S, MESSAGE, inflight_key, log_key, reader_key, response_key
+from shared.wire.streams import inflight_key, log_key, reader_key, response_key
 
 ATTEMPTS = 20  # readers that take the same response over at the same moment
 
 # ARGV: reader key, the generation that was found, gateway, response key (the reader's lives as
-# long), control stream, its window in s, Control message of the next generation.
-TAKE = f"""
-local reader, found, gateway, response, control, window, message = unpack(ARGV)
+# long), Control message of the next generation.
+TAKE = (
+    BROADCAST_FUNCTION
+    + """
+local reader, found, gateway, response, message = unpack(ARGV)
 if tonumber(redis.call('HGET', reader, 'generation') or '0') ~= tonumber(found) then return 0 end
 redis.call('HSET', reader, 'generation', found + 1, 'gateway', gateway)
 redis.call('PEXPIRE', reader, math.max(redis.call('PTTL', response), 1000))
-local now = redis.call('TIME')
-redis.call('XADD', control, '*', '{MESSAGE.decode()}', message)
-redis.call('XTRIM', control, 'MINID', (now[1] - window) * 1000)
-redis.call('EXPIRE', control, window * 2)
+broadcast(message)
 return 1
 """
+)
 
 
 class Takeover:
@@ -43,7 +44,7 @@ class Takeover:
         for _ in range(ATTEMPTS):
             found = await self._generation_of_reader(response_id, model, request_ids, positions)
             message = encode(Control("attach", tuple(request_ids), self.stage.replica_id, found + 1))
-            arguments = (reader_key(response_id), found, self.stage.replica_id, response_key(response_id), CONTROL.key, CONTROL_WINDOW_S, message)
+            arguments = (reader_key(response_id), found, self.stage.replica_id, response_key(response_id), message)
             if await self.client.eval(TAKE, 0, *arguments):
                 return positions, found + 1
         raise Recoverable("others take the response over all the time")

@@ -19,6 +19,7 @@ from redis.exceptions import RedisError
 from services.gateway.telemetry.pipeline_state import PipelineState
 from services.requests.batches.figures import BatchFigures
 from shared.process.telemetry import get_logger
+from shared.wire.load import Load
 from shared.wire.messages import RequestError
 from shared.wire.stage import Stage
 from shared.wire.streams import BATCH_FIGURES, BATCHES_RUNNING, DEAD_LETTER, inflight_key, prompts, requests
@@ -66,7 +67,7 @@ class Metrics:
         self.stage = stage
         self.registry = CollectorRegistry()
         self.success = self._counter(
-            "request_success", "Sequences that ended: stop, length, cancelled (the client went away, or cancelled), error", "finished_reason"
+            "request_success", "Sequences that ended: stop, length, cancelled (the client disconnected, or cancelled), error", "finished_reason"
         )
         self.errors = self._counter(
             "request_errors", "Sequences that ended with an error, by its code and HTTP status; 4xx: the request's own fault", "code", "status"
@@ -78,7 +79,7 @@ class Metrics:
         )
         self.background = self._counter("background_responses", "Responses begun here that no gateway reads: the other counts are without them")
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of sequences that ended")
-        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens of sequences that ended which the prefix cache had")
+        self.prompt_tokens_cached = self._counter("prompt_tokens_cached", "Prompt tokens of ended sequences that the prefix cache had")
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated, as they reach the gateway")
         self.ttft = self._histogram("time_to_first_token_seconds", "From submission to a sequence's first token", SECONDS)
         self.itl = self._histogram(
@@ -89,7 +90,7 @@ class Metrics:
         self.tpot = self._histogram("request_time_per_output_token_seconds", "(E2E - TTFT) / (tokens - 1) of a sequence", TOKEN_SECONDS)
         self.e2e = self._histogram("e2e_request_latency_seconds", "From submission to the end of a sequence", SECONDS)
         self.tokenize = self._histogram("request_tokenize_time_seconds", "From submission until the prompt is tokens, the tokenizers' queue included", SECONDS)
-        self.queue = self._histogram("request_queue_time_seconds", "From the prompt's tokens until compute begins with it", SECONDS)
+        self.queue = self._histogram("request_queue_time_seconds", "From the prompt's tokens until compute begins the sequence", SECONDS)
         self.prefill = self._histogram("request_prefill_time_seconds", "From compute's beginning to the first token", SECONDS)
         self.decode = self._histogram("request_decode_time_seconds", "From the first token to the last", SECONDS)
         self.inference = self._histogram("request_inference_time_seconds", "From compute's beginning to the last token", SECONDS)
@@ -99,7 +100,7 @@ class Metrics:
         self.max_tokens = self._histogram("request_params_max_tokens", "max_tokens of a sequence, where the client set it", TOKENS)
         self.n = self._histogram("request_params_n", "Sequences of a response for each of its prompts", CHOICES)
         self.http_requests = Counter(
-            "penstock_http_requests", "HTTP requests, by route and status; 499: the client went before the answer began", ["method", "path", "status"],
+            "penstock_http_requests", "HTTP requests, by route and status; 499: the client disconnected before the answer began", ["method", "path", "status"],
             registry=self.registry,
         )  # fmt: skip
         self._of: dict[str, ModelMetrics] = {}
@@ -140,11 +141,11 @@ class Metrics:
         figures.ttft.observe(seconds)
         self._ttfts.append((time.monotonic(), seconds))
 
-    def load(self) -> dict[str, float]:
+    def load(self) -> Load:
         """Figures for the registry, where penstock status reads them. Safe from any thread."""
         since = time.monotonic() - RECENT_S
         recent = [seconds for at, seconds in list(self._ttfts) if at > since]
-        return {"output_tokens": self.num_output_tokens, **({"ttft_s": statistics.median(recent)} if recent else {})}
+        return Load(output_tokens=self.num_output_tokens, ttft_s=statistics.median(recent) if recent else None)
 
     async def render(self, client: Any) -> bytes:
         """The Prometheus text format. What Redis would have to say is missing while it is away; the

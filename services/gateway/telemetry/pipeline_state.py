@@ -9,6 +9,7 @@ from prometheus_client.registry import Collector
 
 from services.requests.batches.figures import BatchFigures
 from shared.process.stages import STAGES
+from shared.wire.load import Load
 from shared.wire.messages import Replica
 
 COMPUTE_GAUGES = {
@@ -42,7 +43,6 @@ JOBS_GAUGES = {
     "sequences": ("penstock_jobs_sequences_running", "Their sequences in the pipeline"),
     "max_sequences": ("penstock_jobs_max_sequences", "As many as it may have there now: fewer while others have some, 0 while Redis is nearly full"),
 }
-STEP_PARTS = ("schedule", "forward", "reduce", "publish", "wait")
 
 
 class PipelineState(Collector):
@@ -75,7 +75,7 @@ class PipelineState(Collector):
         yield num_requests
         yield num_tokens
         yield from self._replicas()
-        compute = [replica for replica in self.replicas if replica.stage == "compute" and "steps" in replica.load]
+        compute = [replica for replica in self.replicas if replica.stage == "compute" and replica.load.steps is not None]
         for kind, table in ((GaugeMetricFamily, COMPUTE_GAUGES), (CounterMetricFamily, COMPUTE_COUNTERS)):
             for key, (name, text) in table.items():
                 yield _by_replica(kind, name, text, compute, key)
@@ -84,9 +84,9 @@ class PipelineState(Collector):
         parts = CounterMetricFamily("penstock_step_seconds", "Time of compute's steps, by part", labels=["replica", "model_name", "part"])
         tokens = HistogramMetricFamily("penstock_iteration_tokens_total", "Tokens computed in a step", labels=["replica", "model_name"])
         for replica in compute:
-            for part in STEP_PARTS:
-                parts.add_metric([*_labels(replica), part], replica.load[f"step_{part}_s"])
-            tokens.add_metric(_labels(replica), _cumulated(replica.load), sum_value=replica.load["iteration_tokens"])
+            for part, seconds in replica.load.step_s.items():
+                parts.add_metric([*_labels(replica), part], seconds)
+            tokens.add_metric(_labels(replica), _cumulated(replica.load), sum_value=replica.load.iteration_tokens or 0)
         yield parts
         yield tokens
         for key, (name, text) in JOBS_GAUGES.items():
@@ -111,8 +111,8 @@ class PipelineState(Collector):
 def _by_replica(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, replicas: list[Replica], key: str) -> Metric:
     family = kind(name, text, labels=["replica", "model_name"])
     for replica in replicas:
-        if key in replica.load:
-            family.add_metric(_labels(replica), replica.load[key])
+        if (value := getattr(replica.load, key)) is not None:
+            family.add_metric(_labels(replica), value)
     return family
 
 
@@ -120,8 +120,7 @@ def _labels(replica: Replica) -> list[str]:
     return [replica.replica_id, replica.model or ""]
 
 
-def _cumulated(load: dict[str, float]) -> list[tuple[str, float]]:
+def _cumulated(load: Load) -> list[tuple[str, float]]:
     """The buckets of a step's tokens as Prometheus wants them: each counts all below its end."""
-    prefix = "iteration_tokens_"
-    ends = [key.removeprefix(prefix) for key in load if key.startswith(prefix)]
-    return list(zip(["+Inf" if end == "inf" else end for end in ends], itertools.accumulate(load[prefix + end] for end in ends), strict=True))
+    ends = ["+Inf" if end == "inf" else end for end in load.steps_by_tokens]
+    return list(zip(ends, itertools.accumulate(load.steps_by_tokens.values()), strict=True))

@@ -6,10 +6,11 @@ from typing import Any
 
 import redis.asyncio
 
+from services.requests.client import persist
 from shared.process.host_memory import size_text
 from shared.process.telemetry import get_logger
 from shared.wire.redis_memory import NEARLY_FULL, Memory, memory_of
-from shared.wire.transport import Backoff, is_temporary
+from shared.wire.transport import Backoff
 
 log = get_logger("penstock.gateway")
 
@@ -38,14 +39,7 @@ class RedisMemory:
     async def run(self) -> None:
         """Read it now and then, until cancelled."""
         while True:
-            try:
-                info: dict[str, Any] = await self.client.info("memory")
-            except (redis.RedisError, OSError) as error:
-                if not is_temporary(error):
-                    raise
-                await asyncio.sleep(self.backoff.failed(error))
-                continue
-            self.backoff.succeeded()
+            info: dict[str, Any] = await persist(lambda: self.client.info("memory"), self.backoff)
             was_full, self.memory = self.is_nearly_full, memory_of(info)
             if self.is_nearly_full != was_full:
                 log.warning("redis is nearly full, refusing new requests" if not was_full else "redis has room again", used=self.memory.used)

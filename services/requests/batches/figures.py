@@ -13,8 +13,8 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from shared.wire.line import Pipeline
 from shared.wire.streams import BATCH_FIGURES, FILE_TTL_S, batch_key
-from shared.wire.transport import Pipeline
 
 OUTCOMES = ("completed", "failed", "not_executed")  # of lines; the last: their batch was cancelled or has expired
 ENDS = ("completed", "failed", "expired", "cancelled")  # of batches

@@ -8,7 +8,16 @@ from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonS
 from services.requests.bodies.body import ANYTHING, Body
 from services.requests.bodies.fields import MAX_INPUTS, PROMPT_SCHEMA, Prompt, read_prompt
 from services.requests.neutral.messages import MAX_NAME, Message
-from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_MESSAGES, MAX_PRIORITY, MAX_TEMPLATE, MAX_USER, ChatCompletionBody, checked_truncation
+from services.requests.neutral.schemas import (
+    MAX_DEADLINE_S,
+    MAX_MESSAGES,
+    MAX_PRIORITY,
+    MAX_TEMPLATE,
+    MAX_USER,
+    ChatCompletionBody,
+    checked_truncation,
+    description_of,
+)
 from services.requests.neutral.tools import check_depth
 from shared.model.sampling_params import (
     MAX_TOKENS,
@@ -22,21 +31,27 @@ class EmbeddingBody(Body):
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = None
-    messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="instead of input")] = None
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = Field(
+        None, description="a text, token ids, or a list of either: a vector is made of each"
+    )
+    messages: Annotated[
+        list[Message] | None,
+        FailFast(),
+        Field(min_length=1, max_length=MAX_MESSAGES, description="a conversation instead of input: one vector of its rendered text"),
+    ] = None
     add_generation_prompt: bool = Field(False, description="of messages: end the text as if an answer followed")
     continue_final_message: bool = Field(False, description="of messages: the last one is not over")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="of messages: variables of the template")
     encoding_format: Literal["float", "base64"] = Field("float", description="base64: little-endian float32")
-    dimensions: int | None = Field(None, ge=1, description="the first so many, of models that are made for it")
-    pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default as the model was made for")
-    normalize: bool = Field(True, description="to length 1")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many; -1: as many as fit")
+    dimensions: int | None = Field(None, ge=1, description="keep only the first so many numbers, of models that are made for it")
+    pooling: Literal["mean", "last", "cls"] | None = Field(None, description="of all tokens, the last, or the first; by default what the model was made for")
+    normalize: bool = Field(True, description="scale each vector to length 1")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many tokens; -1: as many as fit")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner")
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
-    cache_salt: str = Field("", max_length=256, description="only requests of one salt share cached prefixes")
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
+    cache_salt: str = Field("", max_length=256, description=description_of("cache_salt"))
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log")
 
     @property

@@ -28,21 +28,23 @@ def read_arguments(value: Any) -> str:
 class FunctionCall(Body):
     neutral = OF_CALLS
 
-    name: str = Field(max_length=MAX_NAME)
-    arguments: Annotated[str, PlainValidator(read_arguments), WithJsonSchema({"type": "string"})] = "{}"
+    name: str = Field(max_length=MAX_NAME, description="the function")
+    arguments: Annotated[str, PlainValidator(read_arguments), WithJsonSchema({"type": "string"})] = Field(
+        "{}", description="JSON as text; an object is taken, too"
+    )
 
 
 class CustomCall(Body):
-    name: str = Field(max_length=MAX_NAME)
-    input: str
+    name: str = Field(max_length=MAX_NAME, description="the tool")
+    input: str = Field(description="the text that it was given")
 
 
 class ToolCallBody(Body):
-    id: str = Field("", max_length=MAX_NAME)
-    type: Literal["function", "custom"] = "function"
-    function: FunctionCall | None = None
-    custom: CustomCall | None = None
-    index: int | None = Field(None, description="of a call that was put together from a stream")
+    id: str = Field("", max_length=MAX_NAME, description="names the call; a tool's answer repeats it as tool_call_id")
+    type: Literal["function", "custom"] = Field("function", description="which of the next two fields holds the call")
+    function: FunctionCall | None = Field(None, description="required where type is function")
+    custom: CustomCall | None = Field(None, description="required where type is custom")
+    index: int | None = Field(None, description="the call's number in a stream; accepted")
 
     @model_validator(mode="after")
     def _has_its_own(self) -> "ToolCallBody":
@@ -65,12 +67,12 @@ class Message(Body):
     role: str = Field(min_length=1, max_length=64, description="system, user, assistant, tool; others as the model's template takes them")
     content: Annotated[str | None, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)] = Field(None, description="a text, or parts of type text")
     name: str | None = Field(None, max_length=MAX_NAME, description="the speaker")
-    tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = Field(None, description="what the assistant called")
+    tool_calls: Annotated[list[ToolCallBody] | None, BeforeValidator(at_most(MAX_TOOL_CALLS))] = Field(None, description="the assistant's calls")
     function_call: FunctionCall | None = Field(None, description="the older form of one tool call; its answer is a message of the role function")
-    tool_call_id: str | None = Field(None, max_length=MAX_NAME, description="of a tool's answer: the call")
-    reasoning_content: str | None = Field(None, description="what the assistant thought before")
-    reasoning: str | None = Field(None, description="the same by another name")
-    refusal: str | None = Field(None, description="what the assistant said instead of an answer")
+    tool_call_id: str | None = Field(None, max_length=MAX_NAME, description="in a tool's answer: the id of the call")
+    reasoning_content: str | None = Field(None, description="the assistant's thoughts before the content")
+    reasoning: str | None = Field(None, description="reasoning_content by another name")
+    refusal: str | None = Field(None, description="the assistant's refusal instead of an answer")
 
     @model_validator(mode="after")
     def _has_something_to_say(self) -> "Message":

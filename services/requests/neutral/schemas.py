@@ -50,18 +50,20 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="usage so far, in each chunk")
     include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
     include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
-    resume_within_s: float = Field(0.0, ge=0, le=MAX_RESUME_S, description="how long it goes on without its client, who may resume it; then it is cancelled")
+    resume_within_s: float = Field(
+        0.0, ge=0, le=MAX_RESUME_S, description="seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled"
+    )
 
 
 class GenerateBody(Body):
     """The fields that both endpoints share."""
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     n: int = Field(1, ge=1, le=MAX_SEQUENCES, description="answers to each prompt; prompts times n is bounded, too")
     stream: bool = Field(False, description="send the answer as it comes, as server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="see StreamOptions")
+    stream_options: StreamOptions | None = Field(None, description="for streams; see StreamOptions")
     max_tokens: int | None = Field(None, description="longest answer; cut to what the prompt leaves of the model's length")
-    min_tokens: int | None = Field(None, description="no end token before so many")
+    min_tokens: int | None = Field(None, description="no end token before so many tokens")
     temperature: float | None = Field(None, description="below 0.001 the likeliest token is taken")
     top_p: float | None = Field(None, description="keep the likeliest tokens whose share reaches it")
     top_k: int | None = Field(None, description="keep so many of the likeliest tokens; 0 or -1: all")
@@ -70,12 +72,14 @@ class GenerateBody(Body):
     stop: Annotated[str | list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(None, description="texts that end the answer")
     stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description="tokens that end the answer")
     ignore_eos: bool = Field(False, description="the model's end tokens do not end the answer")
-    frequency_penalty: float | None = Field(None, description="taken off a token's logit for each time that the output has it")
-    presence_penalty: float | None = Field(None, description="taken off a token's logit once the output has it")
+    frequency_penalty: float | None = Field(None, description="subtracted from a token's logit for each time that the output has it")
+    presence_penalty: float | None = Field(None, description="subtracted from a token's logit once the output has it")
     repetition_penalty: float | None = Field(None, description="divides logits of tokens that prompt or output have")
-    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description=f"of {MAX_LOGIT_BIAS} tokens, by id")
-    allowed_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_ALLOWED_TOKENS))] = Field(None, description="no others are drawn")
-    bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BAD_WORDS))] = Field(None, description="what the answer must not hold")
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(
+        None, description=f"added to the logits of up to {MAX_LOGIT_BIAS} tokens, by id"
+    )
+    allowed_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_ALLOWED_TOKENS))] = Field(None, description="no other tokens are drawn")
+    bad_words: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BAD_WORDS))] = Field(None, description="texts that the answer must not hold")
     response_format: dict[str, Any] | None = Field(None, description="OpenAI's: of type text, json_object or json_schema; or vLLM's, of type structural_tag")
     structured_outputs: StructuredOutputs | None = Field(None, description="vLLM's: one of json, regex, choice, grammar, json_object, structural_tag")
     guided_json: str | dict[str, Any] | None = Field(None, description="vLLM's older name of structured_outputs.json")
@@ -88,28 +92,32 @@ class GenerateBody(Body):
     xtc_threshold: float | None = Field(None, description="the probability from which xtc_probability takes tokens away; above 0.5: off")
     dynatemp_range: float | None = Field(None, description="temperature varies by so much with the row's entropy; 0: off")
     dynatemp_exponent: float | None = Field(None, description="temperature = low + (high - low) * (entropy / largest entropy)^exponent")
-    dry_multiplier: float | None = Field(None, description="DRY: what a repetition of L tokens costs a logit, times base^(L - allowed length); 0: off")
+    dry_multiplier: float | None = Field(None, description="DRY: a repetition of L tokens costs a logit this much, times base^(L - allowed length); 0: off")
     dry_base: float | None = Field(None, description="see dry_multiplier")
     dry_allowed_length: int | None = Field(None, description="shorter repetitions cost nothing; longer ones count up to 256 tokens beyond it")
     dry_penalty_last_n: int | None = Field(None, description="tokens of prompt and output that are looked at; -1: all")
     dry_sequence_breakers: Annotated[list[str] | None, BeforeValidator(at_most(MAX_BREAKERS))] = Field(None, description="DRY: texts that end a repetition")
-    best_of: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description="sequences of which the n likeliest are answers; of a beam search, its width")
+    best_of: int | None = Field(
+        None, ge=1, le=MAX_SEQUENCES, description="sequences to draw, the n likeliest of which are answers; of a beam search, its width"
+    )
     use_beam_search: bool = Field(False, description="search with best_of beams; takes no other sampling parameters, no tools, no grammar, no stream")
-    length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="of a beam search: scores are divided by length to this power")
-    early_stopping: bool | Literal["never"] | None = Field(None, description="of a beam search: when no more answers are looked for")
+    length_penalty: float | None = Field(None, ge=-10.0, le=10.0, description="for a beam search: scores are divided by length to this power")
+    early_stopping: bool | Literal["never"] | None = Field(None, description="for a beam search: when to stop looking for answers, as in transformers")
     skip_special_tokens: bool = Field(True, description="false: special tokens are spelt out in the text")
     include_stop_str_in_output: bool = Field(False, description="the text keeps the stop string, or the stop token's text, at its end")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many; -1: as many as fit")
-    add_special_tokens: bool | None = Field(None, description="a BOS and the like; by default of prompts, not of chats, whose template brings its own")
-    parse_special_tokens: bool | None = Field(None, description="take special tokens that are spelt in texts for such; by default in prompts, not in chats")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep the prompt's last so many tokens; -1: as many as fit")
+    add_special_tokens: bool | None = Field(None, description="add a BOS and the like; by default for prompts, not for chats, whose template brings its own")
+    parse_special_tokens: bool | None = Field(None, description="read special tokens that are spelt in texts as tokens; by default in prompts, not in chats")
     return_token_ids: bool = Field(False, description="token_ids in each choice or chunk, and prompt_token_ids once")
     return_tokens_as_token_ids: bool = Field(False, description="logprobs name a token token_id:<id>")
-    prompt_logprobs: int | None = Field(None, description="logprobs of the prompt's tokens; of so many of the likeliest, too")
+    prompt_logprobs: int | None = Field(None, description="logprobs of the prompt's tokens, and of so many of the likeliest at each position")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner; batch work takes 1 and above")
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description="begun within this time or not at all")
-    cache_salt: str = Field("", max_length=256, description="only requests of one salt share cached prefixes")
-    prompt_cache_key: str = Field("", max_length=256, description="the same by another name; with both, of one pair")
-    user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, for whoever looks for abuse")
+    deadline_s: float | None = Field(
+        None, gt=0, le=MAX_DEADLINE_S, description="seconds within which the request must begin; else it fails with deadline_exceeded"
+    )
+    cache_salt: str = Field("", max_length=256, description="only requests with the same salt share cached prefixes")
+    prompt_cache_key: str = Field("", max_length=256, description="the same as cache_salt; with both, requests with the same pair share")
+    user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, to help find abuse")
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The parameters, checked. Fields left out or null take their defaults. The seed is set for
@@ -248,25 +256,30 @@ def read_function_call(value: Any) -> Any:
     raise at("", "expected none, auto, or an object with the name of a function")
 
 
+def description_of(name: str) -> str:
+    """What GenerateBody says of a field, for the bodies of other APIs that have the same one."""
+    return GenerateBody.model_fields[name].description or ""
+
+
 class ChatCompletionBody(GenerateBody):
     neutral = OF_CHATS
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation; see Message")]
     max_completion_tokens: int | None = Field(None, description="max_tokens by its newer name")
     logprobs: bool | None = Field(None, description="the logprob of each token of the text")
-    top_logprobs: int | None = Field(None, description="and of so many of the likeliest at each position")
+    top_logprobs: int | None = Field(None, description="with logprobs: so many of the likeliest tokens at each position, too")
     tools: Tools | None = Field(None, description=f"up to {MAX_TOOLS} functions and custom tools that the model may call")
     tool_choice: ToolChoice | None = Field(None, description="none, auto, required, a function, or allowed_tools; by default auto with tools")
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     functions: Annotated[list[Function] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(None, description="the older name of tools")
     function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(None, description="the older name of tool_choice")
-    include_reasoning: bool = Field(True, description="false: what the model thinks is left out of the answer")
-    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="for the template; none also sets enable_thinking to false")
-    verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="for the template")
+    include_reasoning: bool = Field(True, description="false: the answer leaves out the model's thoughts")
+    reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template; none also sets enable_thinking to false")
+    verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template")
     chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="further variables of the template")
     chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
     documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = Field(
-        None, description="for the template"
+        None, description="a variable of the template"
     )
     add_generation_prompt: bool = Field(True, description="the prompt ends as if an answer followed")
     continue_final_message: bool = Field(False, description="the last message is not over: the answer goes on with it")

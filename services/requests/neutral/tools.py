@@ -40,40 +40,42 @@ def check_depth(value: Any) -> Any:
 
 
 class Function(Body):
-    name: str = Field(pattern=NAME_PATTERN)
-    description: str | None = None
+    name: str = Field(pattern=NAME_PATTERN, description="by which the model calls it: 1 to 128 letters, digits, dots, - and _")
+    description: str | None = Field(None, description="told to the model by its template")
     parameters: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="a JSON schema; by default no parameters")
-    strict: bool | None = Field(None, description="arguments that are constrained match the schema exactly, and what of it can't be enforced is an error")
+    strict: bool | None = Field(
+        None, description="true: a schema that can't be enforced in full is an error, and in some forms calls that the model chooses match it"
+    )
 
 
 class Tool(Body):
-    type: Literal["function"]
-    function: Function
+    type: Literal["function"] = Field(description="tells a function from a custom tool")
+    function: Function = Field(description="the function's name and schema")
 
 
 class Grammar(Body):
-    syntax: Literal["lark", "regex"]
-    definition: str
+    syntax: Literal["lark", "regex"] = Field(description="told to the model")
+    definition: str = Field(description="the grammar's text, told to the model")
 
 
 class Format(Body):
     """The format of a custom tool's input."""
 
-    type: Literal["text", "grammar"]
-    grammar: Grammar | None = None
+    type: Literal["text", "grammar"] = Field(description="text is any text")
+    grammar: Grammar | None = Field(None, description="the grammar that the model is told of")
 
 
 class Custom(Body):
-    name: str = Field(pattern=NAME_PATTERN)
-    description: str | None = None
+    name: str = Field(pattern=NAME_PATTERN, description="by which the model calls it")
+    description: str | None = Field(None, description="told to the model by its template")
     format: Format | None = Field(None, description="the model is told of a grammar; it is not held to it")
 
 
 class CustomTool(Body):
     """A tool that takes a text as it is: for the model, a function with one argument."""
 
-    type: Literal["custom"]
-    custom: Custom
+    type: Literal["custom"] = Field(description="tells a custom tool from a function")
+    custom: Custom = Field(description="the tool's name and format")
 
     @property
     def function(self) -> Function:
@@ -93,12 +95,12 @@ class HostedTool(BaseModel):
 
 
 class FunctionName(Body):
-    name: str = Field(max_length=256)
+    name: str = Field(max_length=256, description="as in tools")
 
 
 class NamedTool(Body):
-    type: Literal["function", "custom"]
-    function: FunctionName
+    type: Literal["function", "custom"] = Field(description="the kind of tool")
+    function: FunctionName = Field(description="the tool to call; of a custom tool, this field is named custom")
 
     @model_validator(mode="before")
     @classmethod
@@ -110,13 +112,13 @@ class NamedTool(Body):
 
 
 class AllowedTools(Body):
-    mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], BeforeValidator(at_most(MAX_TOOLS))]
+    mode: Literal["auto", "required"] = Field(description="whether the model may call one of them, or must")
+    tools: Annotated[list[NamedTool], BeforeValidator(at_most(MAX_TOOLS))] = Field(description="the tools that it may call, by name")
 
 
 class AllowedChoice(Body):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+    type: Literal["allowed_tools"] = Field(description="tells this choice from a named tool")
+    allowed_tools: AllowedTools = Field(description="the part of tools that may be called")
 
 
 def kind_of_choice(value: Any) -> str:

@@ -8,7 +8,7 @@ from services.requests.bodies.body import OF_OTHER_SERVERS, REFUSED, Body, Table
 from services.requests.bodies.fields import at_most
 from services.requests.bodies.ignored import tell
 from services.requests.neutral.messages import MAX_NAME
-from services.requests.neutral.schemas import MAX_USER
+from services.requests.neutral.schemas import MAX_USER, description_of
 from services.requests.responses.items import INPUT_SCHEMA, Json, read_input
 from shared.model.sampling_params import SamplingParams
 
@@ -32,57 +32,65 @@ class ResponseStreamOptions(Body):
 
 
 class TextOptions(Body):
-    format: dict[str, Any] | None = None
-    verbosity: str | None = None
+    format: dict[str, Any] | None = Field(None, description="of type text, json_object, or json_schema with name, schema and strict beside it")
+    verbosity: str | None = Field(None, description="for the template")
 
 
 class ReasoningOptions(Body):
-    effort: str | None = None
+    effort: str | None = Field(None, description="a chat's reasoning_effort: for the template; none also sets enable_thinking to false")
     summary: str | None = Field(None, max_length=16, description="accepted; a model's reasoning is given whole, never summarized")
-    generate_summary: str | None = Field(None, max_length=16)
+    generate_summary: str | None = Field(None, max_length=16, description="the older name of summary")
 
 
 class ResponseBody(Body):
     neutral: ClassVar[Table] = OF_OTHER_SERVERS | {"conversation": REFUSED, "modalities": (["text"],), "prompt": REFUSED}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)]
-    instructions: str | None = None
-    max_output_tokens: int | None = Field(None, ge=1)
-    temperature: Any = None
-    top_p: Any = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
-    include: Annotated[list[str] | None, BeforeValidator(at_most(MAX_INCLUDED)), AfterValidator(read_include)] = None
-    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(MAX_METADATA))] = None
-    store: bool = True
-    background: bool = False
-    previous_response_id: str | None = Field(None, max_length=MAX_ID)
-    stream: bool = False
-    stream_options: ResponseStreamOptions | None = None
-    text: TextOptions | None = None
-    reasoning: ReasoningOptions | None = None
-    tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_TOOLS))] = None
-    tool_choice: str | dict[str, Any] | None = None
-    truncation: Literal["auto", "disabled"] | None = Field(None, description="auto: of what is too long, the first items are left out; else it is refused")
-    parallel_tool_calls: Any = None
-    service_tier: Any = None
-    prompt_cache_key: Any = None
-    safety_identifier: Any = None
-    user: str | None = Field(None, max_length=MAX_USER)
-    seed: Any = None
-    top_k: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
-    stop: Any = None
-    stop_token_ids: Any = None
-    ignore_eos: Any = None
-    frequency_penalty: Any = None
-    presence_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
-    priority: Any = None
-    deadline_s: Any = None
-    cache_salt: Any = None
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    input: Annotated[list[Json], PlainValidator(read_input), WithJsonSchema(INPUT_SCHEMA)] = Field(description="a text, or a list of items")
+    instructions: str | None = Field(None, description="the system's message; previous_response_id does not bring those of the response before")
+    max_output_tokens: int | None = Field(None, ge=1, description=description_of("max_tokens"))
+    temperature: Any = Field(None, description=description_of("temperature"))
+    top_p: Any = Field(None, description=description_of("top_p"))
+    top_logprobs: int | None = Field(None, ge=0, le=20, description="logprobs of so many of the likeliest tokens at each position")
+    include: Annotated[list[str] | None, BeforeValidator(at_most(MAX_INCLUDED)), AfterValidator(read_include)] = Field(
+        None, description=f"{LOGPROBS} asks for logprobs"
+    )
+    metadata: Annotated[dict[str, Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(MAX_METADATA))] = Field(
+        None, description=f"up to {MAX_METADATA} pairs of texts, repeated in the response"
+    )
+    store: bool = Field(True, description="false: what was asked is not kept, so no response can follow this one")
+    background: bool = Field(False, description="answer at once, and go on whether or not anybody reads; needs store")
+    previous_response_id: str | None = Field(None, max_length=MAX_ID, description="go on with that response's conversation")
+    stream: bool = Field(False, description="send the response as it comes, as typed events")
+    stream_options: ResponseStreamOptions | None = Field(None, description="see ResponseStreamOptions")
+    text: TextOptions | None = Field(None, description="what the text must match; see TextOptions")
+    reasoning: ReasoningOptions | None = Field(None, description="how hard the model thinks; see ReasoningOptions")
+    tools: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(
+        None, description="functions, custom tools, and namespaces of both; others are passed over"
+    )
+    tool_choice: str | dict[str, Any] | None = Field(None, description="none, auto, required, a tool, or allowed_tools; by default auto with tools")
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None, description="auto: the first items are left out of an input that is too long; disabled: it is refused"
+    )
+    parallel_tool_calls: Any = Field(None, description="false: at most one call")
+    service_tier: Any = Field(None, description="accepted; there is one tier")
+    prompt_cache_key: Any = Field(None, description=description_of("prompt_cache_key"))
+    safety_identifier: Any = Field(None, description="accepted, and repeated in the response")
+    user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
+    seed: Any = Field(None, description=description_of("seed"))
+    top_k: Any = Field(None, description=description_of("top_k"))
+    min_p: Any = Field(None, description=description_of("min_p"))
+    min_tokens: Any = Field(None, description=description_of("min_tokens"))
+    stop: Any = Field(None, description=description_of("stop"))
+    stop_token_ids: Any = Field(None, description=description_of("stop_token_ids"))
+    ignore_eos: Any = Field(None, description=description_of("ignore_eos"))
+    frequency_penalty: Any = Field(None, description=description_of("frequency_penalty"))
+    presence_penalty: Any = Field(None, description=description_of("presence_penalty"))
+    repetition_penalty: Any = Field(None, description=description_of("repetition_penalty"))
+    logit_bias: Any = Field(None, description=description_of("logit_bias"))
+    priority: Any = Field(None, description=description_of("priority"))
+    deadline_s: Any = Field(None, description=description_of("deadline_s"))
+    cache_salt: Any = Field(None, description=description_of("cache_salt"))
 
     @property
     def has_logprobs(self) -> bool:

@@ -24,12 +24,16 @@ from services.requests.grammars.answers import AnswerChecker
 from services.requests.record import ResponseRecord, find_record
 from services.requests.responses.events import ResponseEvents
 from services.requests.tenants.tenant import Tenant
-from shared.process.errors import Invalid, Lost
+from shared.process.errors import Invalid, Lost, Rejected
+from shared.process.telemetry import get_logger
+from shared.wire.entries import entries_of
 from shared.wire.messages import Control, RequestError, TokenEvent
 from shared.wire.registry import broadcast
 from shared.wire.streams import LOG_TTL_S, MESSAGE, inflight_key, log_key, response_key, stored_key, tombstone_key
 from shared.wire.token_log import END, decode_entry, end_alone, end_request, parse_log
-from shared.wire.transport import Backoff, entries_of, is_temporary
+from shared.wire.transport import Backoff, is_temporary
+
+log = get_logger("penstock.gateway")
 
 LONG_BYTES = 256 << 10
 MAX_LINKS = 10_000  # from a response to the one that keeps its items
@@ -53,7 +57,12 @@ class Stored:
 
 
 async def decode(packed: bytes) -> Stored:
-    return Stored(**(await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)))
+    """Raises Rejected (503) for what is no such record, or one of a newer version, which has other fields: a gateway of that version can read it."""
+    try:
+        return Stored(**(await asyncio.to_thread(orjson.loads, packed) if len(packed) > LONG_BYTES else orjson.loads(packed)))
+    except (TypeError, ValueError) as error:
+        log.error("a stored response can't be read: was it written by a newer version?", error=error)
+        raise Rejected("this gateway can't read how the response is stored", status=503, retry_after_s=2, code="stored_response_unreadable") from None
 
 
 class Store:

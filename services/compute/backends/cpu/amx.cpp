@@ -1,4 +1,5 @@
-// AMX: a block is two tiles of 16 rows by two tiles of 16 columns, accumulated in four tile registers.
+// AMX: a block is two tiles of 16 rows by two tiles of 16 columns, accumulated in four tile
+// registers.
 
 #include <immintrin.h>
 
@@ -23,13 +24,15 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Tiles 0 to 3 are sums, 4 and 5 activations, 6 and 7 weights. `depth` bytes of a row are multiplied at once: 64, or a group of 32.
+// Tiles 0 to 3 hold sums, 4 and 5 activations, 6 and 7 weights. `depth` bytes of a row are
+// multiplied at once: 64, or a group of 32.
 struct ThreadState {
   explicit ThreadState(int64_t depth = 64) {
     TileConfig config;
     config.row_bytes[4] = config.row_bytes[5] = static_cast<uint16_t>(depth);
     config.rows[6] = config.rows[7] = static_cast<uint8_t>(depth / 4);
-    asm volatile("" ::"r"(&config) : "memory");  // gcc 12 may drop the stores to a configuration before it is loaded
+    // gcc 12 may drop the stores to a configuration before it is loaded
+    asm volatile("" ::"r"(&config) : "memory");
     _tile_loadconfig(&config);
   }
   ~ThreadState() { _tile_release(); }
@@ -97,12 +100,15 @@ inline void block_bf16(const char* a, int64_t next, const char* tile0, const cha
 
 inline bool four_bit_needs_values(int64_t rows) { return rows > kFewRows; }
 
-constexpr int64_t kTurn = 2;  // groups that are multiplied before their products are added: a load that follows a tile's store closely waits for it
+// groups that are multiplied before their products are added: a load waits for a tile's store that
+// comes closely before it
+constexpr int64_t kTurn = 2;
 
 inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, int64_t pair, int64_t first, int64_t count, const char* a,
                            const int8_t* tile0, const int8_t* tile1, float* c) {
   const penstock::Weight& w = *g.weight;
-  const int64_t groups = w.padded_k / w.group, depth = w.group < 64 ? w.group : 64, next = w.padded_k * 16;  // bytes to the next 16 rows
+  // bytes to the next 16 rows
+  const int64_t groups = w.padded_k / w.group, depth = w.group < 64 ? w.group : 64, next = w.padded_k * 16;
   const int64_t parts = rows > 16 ? 4 : 2;
   alignas(64) int32_t products[4][kTurn][256];
   for (int64_t number = 0; number < count; ++number) {
@@ -135,7 +141,8 @@ inline void turn_of_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
     for (int64_t number = 0; number < count; ++number) {
       const GroupScales of(w, (pair * groups + first + number) * 32 + part % 2 * 16);
       const int32_t* from = products[part][number];
-      const int64_t at = (row + part / 2 * 16) * groups + first + number;  // rows beyond the last have room
+      // there is room for rows beyond the last
+      const int64_t at = (row + part / 2 * 16) * groups + first + number;
       for (int m = 0; m < 16; ++m) total[m] = of.add({total[m]}, load_int32(from + m * 16), g.scales[at + m * groups], g.totals[at + m * groups]).v;
     }
     for (int m = 0; m < 16; ++m) _mm512_storeu_ps(to + m * 32, total[m]);
@@ -151,7 +158,8 @@ inline void rows_by_groups(const penstock::Gemm& g, int64_t row, int64_t rows, i
   }
 }
 
-// Tiles 0 and 1 are sums; 4 queries and 6 keys, of 32 dimensions; 2 and 5 weights, 3 and 7 values, of 16 positions.
+// Tiles 0 and 1 hold sums; 4 holds queries and 6 keys, of 32 dimensions; 2 and 5 hold weights, 3
+// and 7 values, of 16 positions.
 struct AttentionState {
   AttentionState() {
     TileConfig config;

@@ -1,4 +1,5 @@
-// The C interface: contexts, packing, and the operations of a layer. Nothing here is global but constants: two contexts don't know of each other.
+// The C interface: contexts, packing, and the operations of a layer. Nothing here is global but
+// constants: two contexts don't know of each other.
 
 #include <omp.h>
 #include <sys/mman.h>
@@ -15,8 +16,9 @@
 namespace penstock {
 namespace {
 
-// Grows to the largest request, and is given back with its context: a step allocates nothing. In large pages where the system has them: a block of rows
-// touches one place in each row, and rows lie pages apart.
+// Grows to the largest request, and is freed with its context: a step allocates nothing. Uses large
+// pages where the system has them: a block of rows touches one place in each row, and rows lie
+// pages apart.
 class Workspace {
  public:
   Workspace() = default;
@@ -27,7 +29,8 @@ class Workspace {
     if (bytes > size_) {
       give_back();
       const int64_t size = (bytes + kPage - 1) / kPage * kPage;
-      void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);  // zeros; pages come when they are written
+      // zeros; a page takes memory when it is written
+      void* mapped = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (mapped == MAP_FAILED) throw std::bad_alloc();
       madvise(mapped, size, MADV_HUGEPAGE);
       data_ = static_cast<char*>(mapped);
@@ -57,7 +60,8 @@ struct Room {
   Workspace activations, scales, group_sums, group_totals, hidden, unpacked;
 };
 
-// What a caller opens: an instruction set, and room to work in: the first for all threads together, or one for each.
+// What a caller opens: an instruction set, and its workspaces: one for all threads together, or one
+// for each.
 struct Context {
   const Kernels& kernels;
   std::deque<Room> rooms;
@@ -81,7 +85,7 @@ using namespace penstock;
 
 extern "C" {
 
-// What this library was built from.
+// Which sources this library was built from.
 const char* penstock_source_id() { return PENSTOCK_SOURCE_ID; }
 
 // The size of a structure of kernels.h that crosses this border; -1 for a name that is none.
@@ -100,7 +104,8 @@ int64_t penstock_size_of(const char* structure) {
   return -1;
 }
 
-// A context with the named instruction set, or with the best for "auto"; null if this machine does not have it. One thread at a time uses a context.
+// A context with the named instruction set, or with the best for "auto"; null if this machine does
+// not have it. One thread at a time uses a context.
 Context* penstock_open(const char* name) {
   const Kernels* kernels = find_kernels(name);
   return kernels != nullptr ? new Context{*kernels, {}, {}} : nullptr;
@@ -110,7 +115,7 @@ void penstock_close(Context* context) { delete context; }
 
 const char* penstock_instruction_set(const Context* context) { return context->kernels.name; }
 
-// What the workspaces have grown to.
+// The size of the workspaces now.
 int64_t penstock_workspace_bytes(const Context* context) {
   int64_t bytes = context->partials.size();
   for (const Room& room : context->rooms) {
@@ -130,8 +135,8 @@ void penstock_reserve_attention(Context* context, const Attention* attention) {
 // The same for a search through such logits.
 void penstock_reserve_search(Context* context, int64_t rows, int64_t vocab) { take_partials(*context, rows, vocab); }
 
-// Pack source [n][k] bf16 (and bias [n] or null) into the weight's data, scales, sums and bias, which are the caller's: as it is, or quantized by
-// columns.
+// Pack source [n][k] bf16 (and bias [n] or null) into the weight's data, scales, sums and bias,
+// which are the caller's: as it is, or quantized by columns.
 void penstock_pack(Context*, const Weight* weight, const uint16_t* source, const uint16_t* bias) {
   const Weight& w = *weight;
 #pragma omp parallel for schedule(static)
@@ -162,7 +167,8 @@ void penstock_pack_columns(Context*, const Weight* weight, const int8_t* codes, 
   }
 }
 
-// Pack codes [n][k], one in a byte, four-bit or int8, with their groups' scales (float16), zeros and minima (float16; or null): [n][ceil(k / group)].
+// Pack codes [n][k], one in a byte, four-bit or int8, with their groups' scales (float16), zeros
+// and minima (float16; or null): [n][ceil(k / group)].
 void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, const uint16_t* group_scales, const int8_t* zeros, const uint16_t* minima,
                           const uint16_t* bias) {
   const Weight& w = *weight;
@@ -172,7 +178,8 @@ void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, 
   for (int64_t column = 0; column < w.padded_n; ++column) {
     const int64_t row = source_row(w, column);
     for (int64_t i = 0; i < w.padded_k; ++i) {
-      const uint8_t code = row >= 0 && i < w.k ? codes[row * w.k + i] : 0;  // beyond, activations are 0
+      // activations beyond k are 0
+      const uint8_t code = row >= 0 && i < w.k ? codes[row * w.k + i] : 0;
       w.type == kFourBit ? pack_nibble(w, column, i, code) : void(data[place(w, column, i, 4)] = code);
     }
     for (int64_t group = 0; group < groups; ++group) {
@@ -186,7 +193,8 @@ void penstock_pack_groups(Context*, const Weight* weight, const uint8_t* codes, 
   }
 }
 
-// out = norm(x) * weight + bias, or residual + it; norm_weight null: x as it is. out null: float32 to out_float.
+// out = norm(x) * weight + bias, or residual + it; norm_weight null: x as it is. out null: float32
+// to out_float.
 void penstock_linear(Context* context, const Weight* weight, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
                      const uint16_t* residual, uint16_t* out, float* out_float) {
   if (rows == 0) return;  // a step of chunks that are not the last of their prompts wants no logits
@@ -201,7 +209,8 @@ void penstock_linear(Context* context, const Weight* weight, const uint16_t* x, 
   }
 }
 
-// out = residual + down(activation(gate) * up), with gate and up from norm(x); residual or norm_weight null: without it.
+// out = residual + down(activation(gate) * up), with gate and up from norm(x); residual or
+// norm_weight null: without it.
 void penstock_mlp(Context* context, const Weight* gate_up, const Weight* down, const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows,
                   const uint16_t* residual, uint16_t* out) {
   if (rows == 0) return;
@@ -224,7 +233,7 @@ void penstock_rotate_and_write(Context* context, const Rotation* rotation) {
   context->kernels.rotate_and_write(*rotation);
 }
 
-// A step's layers, one after the other, in one region: threads wait for each other, and for nothing else.
+// A step's layers, one after the other, in one parallel region: threads wait for each other only.
 void penstock_run_layers(Context* context, const Layers* layers) {
   Layers l = *layers;
   if (l.rotation.tokens == 0) return;

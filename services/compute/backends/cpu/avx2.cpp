@@ -1,4 +1,5 @@
-// AVX2 with FMA: a block is up to 2 rows by 32 columns. Bytes are widened to 16 bits before they are multiplied: maddubs would saturate.
+// AVX2 with FMA: a block is up to 2 rows by 32 columns. Bytes are widened to 16 bits before they
+// are multiplied: maddubs would saturate.
 
 #include <immintrin.h>
 
@@ -49,7 +50,8 @@ void tile_int8(const char* a, const char* tile, int64_t bytes, int32_t* c) {
   }
 }
 
-// c[kRows][16] += rows of words, `stride` bytes apart, times `words` rows of 16 words of a tile, `step` bytes apart.
+// c[kRows][16] += rows of words, `stride` bytes apart, times `words` rows of 16 words of a tile,
+// `step` bytes apart.
 template <int kRows>
 inline void dot_words(const char* a, int64_t stride, const char* tile, int64_t words, __m256 (&acc)[kRows][2], int64_t step = 64) {
   const __m256i high = _mm256_set1_epi32(static_cast<int32_t>(0xffff0000));

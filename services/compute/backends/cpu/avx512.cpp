@@ -22,10 +22,11 @@ struct ThreadState {
 };
 struct AttentionState {};
 
-// Whether a block asks for weights: one row alone is read as fast as the processor itself foresees.
+// Whether a block prefetches weights: for one row alone the processor does that itself.
 constexpr bool asks(bool is_first, int rows) { return is_first && rows > 1; }
 
-// The instruction multiplies unsigned by signed bytes: activations stand here shifted up by 128, and 128 times the weights' sum is taken off.
+// The instruction multiplies unsigned by signed bytes: activations are shifted up by 128 here, and
+// 128 times the weights' sum is subtracted.
 template <int kRows, bool kAsks>
 [[gnu::noinline]] void rows_int8(const char* a, const char* tile0, const char* tile1, int64_t bytes, const int32_t* sums, int32_t* c) {
   __m512i acc[kRows][2];

@@ -1,18 +1,22 @@
-// What an instruction set offers, and the weights it works on. One table of functions for each; registry.inc has them all.
+// What an instruction set offers, and the weights it works on. One table of functions for each;
+// registry.inc has them all.
 #pragma once
 
 #include <cstdint>
 
 namespace penstock {
 
-// Weights stand in tiles of 16 output columns: for each 4 (int8) or 2 (bf16) inputs in a row, the 16 columns' values side by side. All
-// instruction sets read this one layout: it is that of AMX's B tiles and of the dot-product instructions' operands.
+// Weights stand in tiles of 16 output columns: for each 4 (int8) or 2 (bf16) inputs in a row, the
+// 16 columns' values side by side. All instruction sets read this one layout: AMX's B tiles and the
+// operands of the dot-product instructions have it.
 constexpr int64_t kColumns = 16;
 constexpr int64_t kPair = 32;  // columns of the two tiles that are computed together
 
-// Four-bit weights are codes into a table of 16 int8 values. A unit of 64 inputs (32 with groups of 32) of a tile takes half the bytes: in each byte
-// the low four bits are the code of the unit's first half, the high ones of its second. kInt8 has a scale for each column; of kInt8Groups and kFourBit,
-// a group of a column's inputs has its own, and perhaps a zero or a minimum: weight = (value - zero) * scale + minimum.
+// Four-bit weights are codes into a table of 16 int8 values. A unit of 64 inputs (32 with groups of
+// 32) of a tile takes half the bytes: in each byte the low four bits are a code of the unit's first
+// half, the high four one of its second. kInt8 has a scale for each column. With kInt8Groups and
+// kFourBit each group of a column's inputs has a scale, and perhaps a zero or a minimum:
+// weight = (value - zero) * scale + minimum.
 enum WeightType : int64_t { kBf16 = 0, kInt8 = 1, kFourBit = 2, kInt8Groups = 3 };
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
 
@@ -23,8 +27,11 @@ struct Weight {
   int64_t n, k;             // output and input features
   int64_t padded_n;         // a multiple of kPair
   int64_t padded_k;         // a multiple of 64 bytes, and of the group
-  int64_t is_gated;         // columns alternate by tiles between gate and up: the output is activation(gate) * up, half as wide
-  const void* data;         // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; four bits: half of it
+  // columns alternate by tiles between gate and up: the output is activation(gate) * up, half as
+  // wide
+  int64_t is_gated;
+  // [padded_n / 16][padded_k / (4 or 2)][16][4 or 2]; four bits: half of it
+  const void* data;
   const float* scales;      // int8: [padded_n]
   const int32_t* sums;      // int8: [padded_n], of each column's weights
   const float* bias;        // [padded_n] or null
@@ -36,33 +43,39 @@ struct Weight {
   int64_t activation;            // Activation, of the gate
 };
 
-// out = activations * weights (+ bias), or activation(gate) * up of it (+ nothing), or residual + it.
+// With y = activations * weights (+ bias): out = y, or residual + y, or, where the weight is gated,
+// activation(gate) * up of y's columns.
 struct Gemm {
   const Weight* weight;
-  const void* activations;  // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
+  // rows rounded up to 32, of padded_k int8 or bf16, zero beyond k; in tiles, see rows.inc
+  const void* activations;
   const float* scales;      // of int8 activations: [rows]; by groups: [rows][padded_k / group]
   const int32_t* sums;      // by groups: the same, of the activations' int8 values
   const float* totals;      // by groups: scales * sums
   int64_t rows;
   const uint16_t* residual;  // bf16 [rows][n] or null
   uint16_t* out;             // bf16 [rows][n], or [rows][n / 2] if gated; null: out_float
-  int64_t out_padded_k;      // gated: not 0 if the result is wanted in tiles, as bf16 activations of so many inputs
+  // gated: not 0 if the result is to be in tiles, as bf16 activations of so many inputs
+  int64_t out_padded_k;
   float* out_float;          // [rows][n]
   void* workspace;
 };
 
 constexpr int64_t kMaxHeadDim = 256;
 
-// One layer's keys and values, or their int8 codes with a float16 scale for each group of dimensions. cache.inc says how a head's part of a block stands.
+// One layer's keys and values, or their int8 codes with a float16 scale for each group of
+// dimensions. cache.inc has the layout of a head's part of a block.
 struct CacheRows {
-  char *keys, *values;  // [blocks][num_kv_heads][block_size rows], so that what a head reads of a block lies in one piece
+  // [blocks][num_kv_heads][block_size rows], so that what a head reads of a block lies in one piece
+  char *keys, *values;
   int64_t block_size, num_kv_heads;  // block_size: a multiple of 16
   int64_t row_bytes;  // that a position of a head takes
   int64_t group;      // dimensions that share a scale; 0: bf16
 };
 
-// Two slabs of keys, or of values, that are multiplied together, and those that are read after them: asked for meanwhile, a line or two at a time, since a
-// processor drops what it is asked for all at once. `next` is null where nobody should ask.
+// Two slabs of keys, or of values, that are multiplied together, and those that are read next.
+// These are prefetched meanwhile, a line or two at a time: a processor drops prefetches that come
+// all at once. `next` null: nothing is prefetched.
 struct Slabs {
   const char *now[2], *next[2];
 
@@ -74,7 +87,8 @@ struct Slabs {
 
 // Causal attention of a step's new tokens over each sequence's cached ones, theirs included.
 struct Attention {
-  const uint16_t* queries;  // bf16 [tokens][query_stride], of which the first num_heads * head_dim are q
+  // bf16 [tokens][query_stride], of which the first num_heads * head_dim are q
+  const uint16_t* queries;
   int64_t query_stride;
   CacheRows cache;
   const int64_t* query_starts;     // [num_sequences + 1]: where each sequence's tokens begin
@@ -89,11 +103,13 @@ struct Attention {
   void* workspace;
 };
 
-// Norm and rotary embedding of a step's q and k, and the way of k and v into the cache.
+// Norms and rotates a step's q and k, and writes k and v to the cache.
 struct Rotation {
-  uint16_t* qkv;                  // bf16 [tokens][(num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place
+  // bf16 [tokens][(num_heads + 2 * num_kv_heads) * head_dim]; q is changed in place
+  uint16_t* qkv;
   const float *cosines, *sines;   // [tokens][rotary_dim / 2]
-  const uint16_t *q_norm, *k_norm;  // [head_dim], or [heads * head_dim] if the norm is joint; or null
+  // [head_dim], or [heads * head_dim] if the norm is joint; or null
+  const uint16_t *q_norm, *k_norm;
   float eps;
   const int64_t* slots;  // [tokens]
   CacheRows cache;
@@ -113,7 +129,8 @@ struct Addition {
 
 constexpr int64_t kChunk = 64;  // logits that share a maximum
 
-// The k largest of each row of logits, by falling value, equal ones by rising id. Of a row with a NaN anywhere all values are NaN.
+// The k largest of each row of logits, by falling value, equal ones by rising id. If a row has a
+// NaN anywhere, all its values are NaN.
 struct Largest {
   const float* logits;  // [rows][vocab]
   int64_t rows, vocab, k;
@@ -160,28 +177,33 @@ struct Layer {
   int64_t rope;    // whose cosines and sines
 };
 
-// All layers of a step. What the rotation and the attention of all have in common is in theirs; the rest of these two is filled in by layer.
+// All layers of a step. rotation and attention hold what all layers have in common; each layer
+// fills in the rest.
 struct Layers {
   const Layer* layers;
   int64_t num_layers;
   uint16_t* x;  // bf16 [tokens][hidden]: of the embedding, and then of the last layer
-  uint16_t* h;  // the same: what is normalized or multiplied before it is added to x; null: nothing is
+  // bf16 [tokens][hidden]: normalized or multiplied before it is added to x; null: nothing is
+  uint16_t* h;
   float eps, multiplier;  // x + multiplier * h
   const float *const *cosines, *const *sines;  // by rope
   Rotation rotation;
   Attention attention;
 };
 
-// From gemm to rotate_and_write, functions are called by all threads of a parallel region (or by one without), with the same arguments. They return when the
-// caller's part is done, but for those of rows, which wait for all.
+// The functions from gemm to rotate_and_write are called by all threads of a parallel region (or by
+// one thread without a region), with the same arguments. They return when the caller's part is
+// done; those of rows wait for all threads.
 struct Kernels {
   const char* name;
-  int8_t flip;  // of the activations of kInt8 weights: -128 where they are multiplied as unsigned bytes, else 0
+  // flips bits of kInt8's activations: -128 where they are multiplied as unsigned bytes, else 0
+  int8_t flip;
   int64_t (*gemm_workspace)(const Gemm&, int64_t threads);  // bytes
   void (*gemm)(const Gemm&);
   // norm_weight null: no normalization. Rows of x [rows][k] bf16 become activations.
   void (*to_bf16)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, uint16_t* out);
-  // group: inputs that share a scale, padded_k where it is the whole row; scales [rows][padded_k / group]. flip: bits of each byte that are flipped.
+  // group: inputs that share a scale, padded_k where it is the whole row; scales [rows][padded_k /
+  // group]. flip: bits of each byte that are flipped.
   void (*to_int8)(const uint16_t* x, const uint16_t* norm_weight, float eps, int64_t rows, int64_t k, int64_t padded_k, int64_t group, int8_t flip,
                   int8_t* out, float* scales);
   // The same from rows that stand in tiles of bf16, with padded_from inputs.
@@ -189,11 +211,13 @@ struct Kernels {
   void (*sum_groups)(const int8_t* activations, const float* scales, int64_t rows, int64_t padded_k, int64_t group, int32_t* sums, float* totals);
   void (*add_rows)(const Addition&);
   int64_t (*attention_workspace)(const Attention&);  // bytes
-  int64_t (*attention_most_workspace)(const Attention&);  // of all steps of so many tokens, with no longer context
+  // the most of all steps of so many tokens, with no longer context
+  int64_t (*attention_most_workspace)(const Attention&);
   void (*attention)(const Attention&);
   void (*rotate_and_write)(const Rotation&);
   // These begin a region of their own.
-  void (*finish_logits)(float* logits, int64_t count, float multiplier, float cap);  // cap * tanh(multiplier * logit / cap); a cap of 0 is none
+  // cap * tanh(multiplier * logit / cap); a cap of 0 is none
+  void (*finish_logits)(float* logits, int64_t count, float multiplier, float cap);
   void (*find_largest)(const Largest&);
   void (*sum_masses)(const Masses&);
 };

@@ -16,16 +16,18 @@ WINDOW = re.compile(r"([1-9]\d{0,5})([smh])")
 
 
 class ExpiresAfter(Body):
-    anchor: Literal["created_at"]
-    seconds: int = Field(ge=3600, le=FILE_TTL_S)
+    anchor: Literal["created_at"] = Field(description="from when the seconds count: the file's creation")
+    seconds: int = Field(ge=3600, le=FILE_TTL_S, description="how long the file is kept")
 
 
 class BatchBody(Body):
-    input_file_id: str = Field(max_length=64)
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"]
-    completion_window: str = Field(max_length=16, description="24h; shorter ones are whole numbers with s, m or h")
-    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(16))] = None
-    output_expires_after: ExpiresAfter | None = Field(None, description="of the files that the batch writes")
+    input_file_id: str = Field(max_length=64, description="an uploaded file of purpose batch")
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"] = Field(description="the endpoint of every line")
+    completion_window: str = Field(max_length=16, description="how long the batch may take: 24h, or a whole number with s, m or h")
+    metadata: Annotated[dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] | None, BeforeValidator(at_most(16))] = Field(
+        None, description="up to 16 pairs of texts, repeated in the batch"
+    )
+    output_expires_after: ExpiresAfter | None = Field(None, description="how long the files that the batch writes are kept; by default 30 days")
 
     @property
     def window_s(self) -> int:

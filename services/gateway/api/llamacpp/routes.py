@@ -130,7 +130,7 @@ async def slots(request: Request, model: str | None = None, fail_on_no_slot: boo
     name = context.resolve(model or context.only_model())
     found: list[Json] = []
     for replica in context.stage.registry.of("compute", name):
-        num_slots, num_running = (int(replica.load.get(key, 0)) for key in ("max_num_seqs", "running"))
+        num_slots, num_running = int(replica.load.max_num_seqs or 0), int(replica.load.running or 0)
         own = range(len(found), len(found) + num_slots)
         found += [{"id": number, "n_ctx": replica.max_model_len, "speculative": False, "is_processing": number - own.start < num_running} for number in own]
     if fail_on_no_slot and all(slot["is_processing"] for slot in found):
@@ -147,7 +147,7 @@ async def props(request: Request, model: str | None = None) -> Json:
     replicas = context.stage.registry.of("compute", name)
     return {
         "default_generation_settings": {"n_ctx": described["max_model_len"], "params": DEFAULTS | {"n_predict": -1}},
-        "total_slots": int(sum(replica.load.get("max_num_seqs", 0) for replica in replicas)),
+        "total_slots": int(sum(replica.load.max_num_seqs or 0 for replica in replicas)),
         "model_alias": name,
         "model_path": name,
         "chat_template": described["chat_template"] or "",

@@ -7,7 +7,7 @@ from pydantic import Field, PlainValidator, WithJsonSchema
 from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
 from services.requests.bodies.fields import MAX_SEQUENCES, Texts, TokenIds, at, kind_of, read_token_ids
 from services.requests.neutral.messages import MAX_NAME
-from services.requests.neutral.schemas import MAX_USER
+from services.requests.neutral.schemas import MAX_USER, description_of
 from shared.model.sampling_params import MAX_LOGIT_BIAS
 from shared.process.errors import Invalid
 
@@ -99,38 +99,40 @@ class LlamaBody(Body):
         "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "post_sampling_probs": (False,), "tfs_z": (1,),
     }  # fmt: skip
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    stream: bool = False
-    n_predict: int | None = Field(None, ge=-2, description="-1, -2: as many as fit")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    stream: bool = Field(False, description="send the answer as it comes; the last event says stop: true")
+    n_predict: int | None = Field(None, ge=-2, description="most tokens of the answer; -1, -2 or left out: as many as fit")
     max_tokens: int | None = Field(None, ge=-2, description="n_predict by another name")
-    n_cmpl: int | None = Field(None, ge=1, le=MAX_SEQUENCES)
-    n_probs: int | None = Field(None, ge=0, description="logprobs of so many tokens at each position")
-    return_tokens: bool | None = None
+    n_cmpl: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description=description_of("n"))
+    n_probs: int | None = Field(None, ge=0, description="logprobs of so many of the likeliest tokens at each position")
+    return_tokens: bool | None = Field(None, description="the answer has its token ids, as tokens")
     seed: int | None = Field(None, description="-1: at random")
-    stop: str | list[str] | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    typical_p: float | None = None
-    top_n_sigma: float | None = None
-    repeat_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    ignore_eos: bool | None = None
-    xtc_probability: float | None = None
-    xtc_threshold: float | None = None
-    dynatemp_range: float | None = None
-    dynatemp_exponent: float | None = None
-    dry_multiplier: float | None = None
-    dry_base: float | None = None
-    dry_allowed_length: int | None = None
-    dry_penalty_last_n: int | None = None
-    dry_sequence_breakers: list[str] | None = None
-    grammar: str | None = Field(None, description="in llama.cpp's GBNF")
-    json_schema: Json | None = None
-    logit_bias: Annotated[Biases | None, PlainValidator(read_biases), WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = None
-    user: str | None = Field(None, max_length=MAX_USER)
+    stop: str | list[str] | None = Field(None, description=description_of("stop"))
+    temperature: float | None = Field(None, description=description_of("temperature"))
+    top_k: int | None = Field(None, description=description_of("top_k"))
+    top_p: float | None = Field(None, description=description_of("top_p"))
+    min_p: float | None = Field(None, description=description_of("min_p"))
+    typical_p: float | None = Field(None, description=description_of("typical_p"))
+    top_n_sigma: float | None = Field(None, description=description_of("top_n_sigma"))
+    repeat_penalty: float | None = Field(None, description=description_of("repetition_penalty"))
+    presence_penalty: float | None = Field(None, description=description_of("presence_penalty"))
+    frequency_penalty: float | None = Field(None, description=description_of("frequency_penalty"))
+    ignore_eos: bool | None = Field(None, description=description_of("ignore_eos"))
+    xtc_probability: float | None = Field(None, description=description_of("xtc_probability"))
+    xtc_threshold: float | None = Field(None, description=description_of("xtc_threshold"))
+    dynatemp_range: float | None = Field(None, description=description_of("dynatemp_range"))
+    dynatemp_exponent: float | None = Field(None, description=description_of("dynatemp_exponent"))
+    dry_multiplier: float | None = Field(None, description=description_of("dry_multiplier"))
+    dry_base: float | None = Field(None, description=description_of("dry_base"))
+    dry_allowed_length: int | None = Field(None, description=description_of("dry_allowed_length"))
+    dry_penalty_last_n: int | None = Field(None, description=description_of("dry_penalty_last_n"))
+    dry_sequence_breakers: list[str] | None = Field(None, description=description_of("dry_sequence_breakers"))
+    grammar: str | None = Field(None, description="the answer must match this grammar, in llama.cpp's GBNF; not together with json_schema")
+    json_schema: Json | None = Field(None, description="the answer must match this JSON schema")
+    logit_bias: Annotated[Biases | None, PlainValidator(read_biases), WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = Field(
+        None, description="pairs of a token id or a text and a bias for each of its tokens; false: -100"
+    )
+    user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
 
     @property
     def limit(self) -> int | None:
@@ -153,23 +155,27 @@ class LlamaBody(Body):
 
 
 class LlamaCompletionBody(LlamaBody):
-    prompt: Annotated[list[Pieces], PlainValidator(read_prompts), WithJsonSchema({"description": "a text, token ids, both mixed, or a list of these"})]
+    prompt: Annotated[list[Pieces], PlainValidator(read_prompts), WithJsonSchema({})] = Field(description="a text, token ids, both mixed, or a list of these")
 
 
 class Extra(Body):
-    filename: str = Field("", max_length=4096)
-    text: str = ""
+    """Another file of the same project."""
+
+    filename: str = Field("", max_length=4096, description="stands in the prompt before the text")
+    text: str = Field("", description="what is in it")
 
 
 class InfillBody(LlamaBody):
-    input_prefix: str
-    input_suffix: str
-    input_extra: list[Extra] = Field(default_factory=list, max_length=MAX_EXTRA)
-    prompt: str = ""
+    """A gap in a text, for models with tokens for infilling."""
+
+    input_prefix: str = Field(description="the text before the gap")
+    input_suffix: str = Field(description="the text after the gap")
+    input_extra: list[Extra] = Field(default_factory=list, max_length=MAX_EXTRA, description="other files, which come first in the prompt")
+    prompt: str = Field("", description="how what fills the gap begins")
 
 
 class LlamaEmbeddingBody(Body):
     neutral: ClassVar[Table] = {"embd_normalize": (2,), "encoding_format": ("float",)}
 
-    model: str = Field("", max_length=MAX_NAME)
-    content: Texts
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    content: Texts = Field(description="one text or several: a vector is made of each")

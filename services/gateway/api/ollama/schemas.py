@@ -84,14 +84,14 @@ class OllamaBody(Body):
 
     neutral: ClassVar[Table] = {"template": REFUSED}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    stream: bool = True
-    options: Json | None = Field(None, description="sampling; what says how Ollama runs a model is passed over")
-    format: Json | str | None = Field(None, description="json, or a JSON schema")
-    think: bool | str | None = None
-    keep_alive: Any = Field(None, description="passed over: models stay. 0, with nothing asked, is answered as Ollama does")
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    stream: bool = Field(True, description="send the answer as it comes, a JSON object a line")
+    options: Json | None = Field(None, description="sampling parameters; those that say how Ollama runs a model are passed over")
+    format: Json | str | None = Field(None, description="json, or a JSON schema that the answer must match")
+    think: bool | str | None = Field(None, description="true, false: the template's enable_thinking; a word: a chat's reasoning_effort")
+    keep_alive: Any = Field(None, description="accepted: models stay in memory. 0 without a prompt is answered as Ollama does")
+    logprobs: bool | None = Field(None, description="the logprob of each token of the text")
+    top_logprobs: int | None = Field(None, description="with logprobs: so many of the likeliest tokens at each position, too")
 
     @property
     def unloads(self) -> bool:
@@ -115,8 +115,10 @@ class OllamaBody(Body):
 
 
 class OllamaChatBody(OllamaBody):
-    messages: Annotated[list[Json], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)] = Field(default_factory=list)
-    tools: list[Json] | None = None
+    messages: Annotated[list[Json], PlainValidator(read_messages), WithJsonSchema(MESSAGES_SCHEMA)] = Field(
+        default_factory=list, description="the conversation; empty: the answer says that the model is loaded"
+    )
+    tools: list[Json] | None = Field(None, description="functions that the model may call")
 
 
 def refuse_suffix(value: Any) -> Any:
@@ -132,33 +134,35 @@ def refuse_images(value: Any) -> Any:
 
 
 class OllamaGenerateBody(OllamaBody):
-    prompt: str = ""
+    prompt: str = Field("", description="what the model is asked; empty: the answer says that the model is loaded")
     suffix: Annotated[Any, AfterValidator(refuse_suffix)] = Field(None, description="refused, unless it is empty")
     images: Annotated[Any, AfterValidator(refuse_images)] = Field(None, description="refused, unless it is empty")
-    system: str | None = None
-    raw: bool = Field(False, description="the prompt as it is, without the model's template")
+    system: str | None = Field(None, description="the system's message before the prompt; without effect where raw is true")
+    raw: bool = Field(False, description="true: continue the prompt as it is, without the model's template")
 
 
 class OllamaEmbedBody(Body):
     neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)]
-    dimensions: int | None = Field(None, ge=1)
-    truncate: bool | None = Field(None, description="cut off what the model can't read; false: refuse it")
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    input: Annotated[list[Prompt], PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = Field(
+        description="a text, or a list of texts: a vector is made of each"
+    )
+    dimensions: int | None = Field(None, ge=1, description="keep only the first so many numbers, of models that are made for it")
+    truncate: bool | None = Field(None, description="false: refuse an input that is too long; else its end is cut off")
 
 
 class OllamaEmbeddingsBody(Body):
     neutral: ClassVar[Table] = {"keep_alive": ANYTHING, "options": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    prompt: str
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    prompt: str = Field(description="the text; its end is cut off where it is too long")
 
 
 class OllamaModelBody(Body):
     neutral: ClassVar[Table] = {"verbose": ANYTHING, "system": ANYTHING, "template": ANYTHING, "options": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME)
+    model: str = Field("", max_length=MAX_NAME, description="a served name; required unless name is given")
     name: str = Field("", max_length=MAX_NAME, description="the older name of model")
 
     @property
@@ -172,4 +176,4 @@ class OllamaModelBody(Body):
 class OllamaPullBody(OllamaModelBody):
     neutral: ClassVar[Table] = {"insecure": ANYTHING, "username": ANYTHING, "password": ANYTHING}
 
-    stream: bool = True
+    stream: bool = Field(True, description="answer as Ollama's lines of progress; false: one object")

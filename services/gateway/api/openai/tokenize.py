@@ -7,7 +7,7 @@ from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonS
 from services.requests.bodies.body import Body
 from services.requests.bodies.fields import TokenIds, at_most, read_token_ids
 from services.requests.neutral.messages import MAX_NAME, Message
-from services.requests.neutral.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody
+from services.requests.neutral.schemas import MAX_DOCUMENTS, MAX_MESSAGES, MAX_TEMPLATE, ChatCompletionBody, description_of
 from services.requests.neutral.tools import Tools, check_depth
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
@@ -24,19 +24,23 @@ def read_tokens(value: Any) -> TokenIds | list[int]:
 class TokenizeBody(Body):
     """A text, or a conversation."""
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    prompt: str | None = None
-    messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)] = None
-    tools: Tools | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = None
-    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="instead of the model's own, where the operator allows it")
-    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = None
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
-    add_special_tokens: bool | None = Field(None, description="by default of prompts, not of conversations")
-    parse_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
-    return_token_strs: bool = False
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    prompt: str | None = Field(None, description="a text; give it or messages")
+    messages: Annotated[list[Message] | None, FailFast(), Field(min_length=1, max_length=MAX_MESSAGES)] = Field(
+        None, description="a conversation, which the model's template renders"
+    )
+    tools: Tools | None = Field(None, description="of messages: told to the template")
+    chat_template_kwargs: Annotated[dict[str, Any] | None, BeforeValidator(check_depth)] = Field(None, description="of messages: variables of the template")
+    chat_template: str | None = Field(None, max_length=MAX_TEMPLATE, description="of messages: instead of the model's own, where the operator allows it")
+    documents: Annotated[list[dict[str, Any]] | None, BeforeValidator(at_most(MAX_DOCUMENTS)), BeforeValidator(check_depth)] = Field(
+        None, description="of messages: told to the template"
+    )
+    add_generation_prompt: bool = Field(True, description="of messages: end the text as if an answer followed")
+    continue_final_message: bool = Field(False, description="of messages: the last one is not over")
+    add_special_tokens: bool | None = Field(None, description=description_of("add_special_tokens"))
+    parse_special_tokens: bool | None = Field(None, description=description_of("parse_special_tokens"))
+    truncate_prompt_tokens: int | None = Field(None, ge=1, le=MAX_TOKENS, description="keep the last so many tokens")
+    return_token_strs: bool = Field(False, description="the tokens' texts, too, as token_strs")
 
     def check(self) -> None:
         """Raises Invalid unless there is one thing to encode."""
@@ -56,5 +60,9 @@ class TokenizeBody(Body):
 
 
 class DetokenizeBody(Body):
-    model: str = Field("", max_length=MAX_NAME)
-    tokens: Annotated[Any, PlainValidator(read_tokens), WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})]
+    """Token ids, to be spelt as a text."""
+
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    tokens: Annotated[Any, PlainValidator(read_tokens), WithJsonSchema({"type": "array", "items": {"type": "integer", "minimum": 0}})] = Field(
+        description="token ids"
+    )

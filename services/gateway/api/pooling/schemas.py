@@ -8,7 +8,7 @@ from services.requests.bodies.body import ANYTHING, Body, Table
 from services.requests.bodies.fields import Texts, read_text
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.messages import MAX_NAME
-from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER
+from services.requests.neutral.schemas import MAX_DEADLINE_S, MAX_PRIORITY, MAX_USER, description_of
 from shared.model.sampling_params import MAX_TOKENS
 from shared.process.errors import Invalid
 
@@ -16,7 +16,7 @@ from shared.process.errors import Invalid
 class PoolingBody(EmbeddingBody):
     """One vector of each input, as for embeddings."""
 
-    task: str | None = Field(None, pattern="^embed$", description="vLLM's other tasks make a vector of each token, which is not available")
+    task: str | None = Field(None, pattern="^embed$", description="the only one of vLLM's tasks that is here: its others make a vector of each token")
 
 
 class PairEmbeddings(EmbeddingBody):
@@ -33,12 +33,12 @@ class PairsBody(Body):
 
     neutral: ClassVar[Table] = {"service_tier": ("auto", "default"), "metadata": ANYTHING}
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many; -1: as many as fit")
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S)
-    cache_salt: str = Field("", max_length=256)
-    user: str | None = Field(None, max_length=MAX_USER)
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit")
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
+    deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
+    cache_salt: str = Field("", max_length=256, description=description_of("cache_salt"))
+    user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
 
     def vectors_of(self, texts: list[str]) -> EmbeddingBody:
         """Make the request for a vector of each of these texts."""
@@ -56,8 +56,8 @@ class PairsBody(Body):
 class ScoreBody(PairsBody):
     """One text with each of several, or as many pairs as there are texts on either side."""
 
-    text_1: Texts | None = None
-    text_2: Texts | None = None
+    text_1: Texts | None = Field(None, description="one text, or as many as text_2")
+    text_2: Texts | None = Field(None, description="one text or several, each scored with its own of text_1, or with the only one")
     queries: Texts | None = Field(None, description="text_1 by its newer name")
     documents: Texts | None = Field(None, description="text_2 by its newer name")
 
@@ -74,10 +74,10 @@ class ScoreBody(PairsBody):
 class RerankBody(PairsBody):
     """A query, and the documents to be sorted by how well they answer it."""
 
-    query: Annotated[str, BeforeValidator(read_text)]
-    documents: Texts
+    query: Annotated[str, BeforeValidator(read_text)] = Field(description="the text that each document is scored with")
+    documents: Texts = Field(description="the texts to sort")
     top_n: int | None = Field(None, ge=0, description="only the best so many; 0 or left out: all")
-    return_documents: bool = True
+    return_documents: bool = Field(True, description="false: the results have index and score alone")
     return_text: bool | None = Field(None, description="return_documents by another name")
 
 
@@ -86,12 +86,12 @@ class ClassificationBody(Body):
 
     neutral: ClassVar[Table] = PairsBody.neutral
 
-    model: str = Field("", max_length=MAX_NAME, description="by default the one that is served")
-    input: Texts
-    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS)
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    input: Texts = Field(description="one text or several; each gets a label")
+    truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit")
     use_activation: bool = Field(True, description="false: the head's own numbers instead of probabilities")
-    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY)
-    user: str | None = Field(None, max_length=MAX_USER)
+    priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
+    user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
 
     def embedding(self) -> EmbeddingBody:
         """Make the request for the head's own numbers."""

@@ -28,6 +28,24 @@ def normed_and_weighted(x, weight, inverse_norm):
 
 
 @triton.jit
+def norm_weights(q_norm_ptr, k_norm_ptr, at, is_query, HEAD_DIM: tl.constexpr):
+    """The weights of each head's norm at these dimensions, [HEADS, DIM]."""
+    is_in = at < HEAD_DIM
+    return tl.where(is_query, tl.load(q_norm_ptr + at, mask=is_in)[None, :], tl.load(k_norm_ptr + at, mask=is_in)[None, :])
+
+
+@triton.jit
+def quantized(y, HEADS: tl.constexpr, DIM: tl.constexpr, GROUP: tl.constexpr):
+    """y [HEADS, DIM] float32 as int8 codes, and a float16 scale for each of its groups, [HEADS,
+    DIM // GROUP]."""
+    groups = tl.reshape(y, [HEADS, DIM // GROUP, GROUP])
+    scales = tl.maximum(tl.div_rn(largest_magnitude(groups, 2), 127.0), 1e-7).to(tl.float16)
+    codes = nearest(tl.div_rn(groups, tl.broadcast_to(scales.to(tl.float32)[:, :, None], [HEADS, DIM // GROUP, GROUP])))
+    codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
+    return tl.reshape(codes, [HEADS, DIM]).to(tl.int8), scales
+
+
+@triton.jit
 def rotate_and_write(
     qkv_ptr, kv_ptr, kv_scales_ptr, cos_ptr, sin_ptr, slots_ptr, num_tokens_ptr, q_norm_ptr, k_norm_ptr, eps, kv_stride, block_stride,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, ROTARY_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -58,11 +76,8 @@ def rotate_and_write(
         if q_norm_ptr is not None:
             inverse_norm = tl.rsqrt(tl.sum(y * y, 1) / HEAD_DIM + eps)
             is_query = (head < NUM_HEADS)[:, None]
-            weight = tl.where(is_query, tl.load(q_norm_ptr + at, mask=at < HEAD_DIM)[None, :], tl.load(k_norm_ptr + at, mask=at < HEAD_DIM)[None, :])
-            in_dim = partner_at < HEAD_DIM
-            partner_weight = tl.where(
-                is_query, tl.load(q_norm_ptr + partner_at, mask=in_dim)[None, :], tl.load(k_norm_ptr + partner_at, mask=in_dim)[None, :]
-            )  # fmt: skip
+            weight = norm_weights(q_norm_ptr, k_norm_ptr, at, is_query, HEAD_DIM)
+            partner_weight = norm_weights(q_norm_ptr, k_norm_ptr, partner_at, is_query, HEAD_DIM)
             y = tl.where(is_value, y, normed_and_weighted(x, weight, inverse_norm))
             z = normed_and_weighted(partner, partner_weight, inverse_norm)
         angle_at = token * half + tl.where(is_first, at, at - half)
@@ -80,11 +95,8 @@ def rotate_and_write(
         if GROUP == 0:
             tl.store(kv_at, rounded(y, x.dtype), mask=is_cached)
         else:
-            groups = tl.reshape(y, [HEADS, DIM // GROUP, GROUP])
-            scales = tl.maximum(tl.div_rn(largest_magnitude(groups, 2), 127.0), 1e-7).to(tl.float16)
-            codes = nearest(tl.div_rn(groups, tl.broadcast_to(scales.to(tl.float32)[:, :, None], [HEADS, DIM // GROUP, GROUP])))
-            codes = tl.minimum(tl.maximum(codes, -127.0), 127.0)
-            tl.store(kv_at, tl.reshape(codes, [HEADS, DIM]).to(tl.int8), mask=is_cached)
+            codes, scales = quantized(y, HEADS, DIM, GROUP)
+            tl.store(kv_at, codes, mask=is_cached)
             num_groups: tl.constexpr = HEAD_DIM // GROUP
             group = tl.arange(0, DIM // GROUP)
             first = (block + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) // 2 + row * num_groups
