@@ -28,7 +28,7 @@ from services.compute.exchange.undecided import Decision
 from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.pooling import pool
 from services.compute.readers import Readers
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix, RowKey
 from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
@@ -115,10 +115,10 @@ class ComputeService:
         it."""
         began_at = self.meter.began_at
         self.announce(batch)
-        sequences = rows_still_valid(batch, self.scheduler)
-        masking = self.constraints.start(sequences.values())
+        rows = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(rows.values())
         hidden = self.runner.run(batch)
-        self.reduce(batch, hidden, sequences, masking, began_at)
+        self.reduce(batch, hidden, rows, masking, began_at)
 
     def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
         """Launch a scheduled step on what the step before draws; then collect that one, which
@@ -127,9 +127,9 @@ class ComputeService:
         self.announce(batch)
         hidden = self.runner.run(batch, before.drawn)
         self.collect(before)
-        sequences = rows_still_valid(batch, self.scheduler)
-        masking = self.constraints.start(sequences.values())
-        self.reduce(batch, hidden, sequences, masking, began_at)
+        rows = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(rows.values())
+        self.reduce(batch, hidden, rows, masking, began_at)
 
     def announce(self, batch: ScheduledBatch) -> None:
         """Before the step runs: write down what may be blamed if it kills this replica."""
@@ -137,25 +137,24 @@ class ComputeService:
             self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
-    def reduce(self, batch: ScheduledBatch, hidden: torch.Tensor, sequences: dict[int, Sequence], masking: Masking | None, began_at: float) -> None:
-        """Make candidates of the step's hidden states, for the sequences whose rows are valid. The
-        step is in flight then; it is collected at once unless a device has drawn what the next one
-        needs."""
+    def reduce(self, batch: ScheduledBatch, hidden: torch.Tensor, rows: dict[RowKey, Prefix], masking: Masking | None, began_at: float) -> None:
+        """Make candidates of the step's hidden states, for the rows that are valid. The step is in
+        flight then; it is collected at once unless a device has drawn what the next one needs."""
         failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
-        sequences = {handle: each for handle, each in sequences.items() if handle not in failures}
-        logits = self.runner.logits(batch, hidden, sequences)
+        rows = {key: prefix for key, prefix in rows.items() if key.handle not in failures}
+        logits = self.runner.logits(batch, hidden, rows)
         self.meter.lap("forward")
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
-        reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masks)
-        self.hold_back([sequences[handle] for handle in masks.late if handle in sequences])
+        reduction = begin_reduction(logits, list(rows.values()), self.row_search, masks)
+        self.hold_back([rows[key] for key in masks.late if key in rows])
         self.flight = launch(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
-        is_embedding = any(not row.is_sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
+        is_embedding = any(not row.sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
         if self.flight.drawn is None or is_embedding:
             self.collect(self.flight)
         if is_embedding:
             failures |= self.embed(batch, hidden)
-        self.fail(failures | reduction.failures)
+        self.fail(failures | {key.handle: error for key, error in reduction.failures.items()})
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
         """Before a step with chunks, which takes longer than those before it: what is held back
@@ -169,12 +168,12 @@ class ComputeService:
             self.exchange.remember(self.admitter.quarantine.told([active.sequence for active in new], has_run=True))
         self.exchange.publish_held()
 
-    def hold_back(self, late: list[Sequence]) -> None:
+    def hold_back(self, late: list[Prefix]) -> None:
         """Rows whose masks were late: what was computed of them is dropped, and they run again when
         the masks are there."""
-        self.constraints.hold_back([sequence.handle for sequence in late])
-        for sequence in late:
-            self.scheduler.take_back(sequence)
+        self.constraints.hold_back([prefix.sequence.handle for prefix in late])
+        for prefix in late:
+            self.scheduler.take_back(prefix)
         self.num_surplus_tokens += len(late)
 
     def collect(self, flight: Flight) -> None:

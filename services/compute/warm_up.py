@@ -10,7 +10,7 @@ import torch
 
 from services.compute.backends.backend import RowSearch
 from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.candidates.reduction import begin_reduction
+from services.compute.candidates.reduction import reduce
 from services.compute.model_runner import ModelRunner
 from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
@@ -34,18 +34,18 @@ def warm_up(runner: ModelRunner, search: RowSearch, max_num_seqs: int) -> None:
 def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
     """Run one step of sequences of so many tokens each, and all draws from it."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
-    rows = tuple(BatchRow(handle, (0,) * length, 0, table, is_sampled=True) for handle, length in enumerate(lens))
+    rows = tuple(BatchRow(handle, (0,) * length, 0, table, range(length - 1, length)) for handle, length in enumerate(lens))
     batch = ScheduledBatch(rows, lens.count(1))
     hidden = runner.run(batch)
     for params in DRAWS:
         sequences = [Sequence(row.handle, "", list(row.token_ids), row.num_tokens, params) for row in rows]
-        begin_reduction(runner.logits(batch, hidden), sequences, search).finish()
+        reduce(runner.logits(batch, hidden), sequences, search)
 
 
 def check_numbers(runner: ModelRunner, name: str) -> None:
     """Run one token. Raises StartupError where that gives no numbers: a NaN in the weights would fail each request by itself."""
     draws = runner.model.splits_prompts  # an encoder has no logits
-    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), is_sampled=draws, pooled=range(0 if draws else 1)),), int(draws))
+    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), range(draws), pooled=range(not draws)),), int(draws))
     hidden = runner.run(batch)
     numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
     if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest

@@ -12,7 +12,7 @@ import pytest
 
 from services.compute import service
 from services.compute.candidates import matcher
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.wire.messages import Control, TokenizedRequest, encode
@@ -86,7 +86,7 @@ def test_rows_that_sit_out_get_the_same_bytes(
     """Nobody waits for a mask, and each takes longer than a step; is_slow: all are filled before their rows run."""
     fill = matcher.Filling._fill
 
-    def slowly(filling: matcher.Filling, turn: matcher.Turn, row: Any) -> bool:
+    def slowly(filling: matcher.Filling, turn: matcher.Turn, row: Any) -> int:
         time.sleep(0.02)
         return fill(filling, turn, row)
 
@@ -99,8 +99,8 @@ def test_rows_that_sit_out_get_the_same_bytes(
     held: list[int] = []
     hold_back, sitting_out = line.compute.hold_back, line.compute.constraints.sitting_out
 
-    def counted(late: list[Sequence]) -> None:
-        held.extend(each.handle for each in late)
+    def counted(late: list[Prefix]) -> None:
+        held.extend(each.sequence.handle for each in late)
         hold_back(late)
 
     def sat_out() -> frozenset[int]:
