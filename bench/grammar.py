@@ -107,7 +107,7 @@ def measure(engine: Engine, constraints: Constraints, constraint: Constraint, nu
             for row, sequence in zip(logits, rows_of, strict=True):
                 apply_mask(row, masks.by_row[sequence.prefix().key])
             seconds["adding"].append(time.perf_counter() - started)
-        rows = reduce(logits, rows_of, engine.row_search, masks)
+        rows = reduce(logits, rows_of, engine.runner.row_search, masks)
         if kind != "apart":
             seconds[kind].append(time.perf_counter() - started)
         for sequence, token_id in zip(rows_of, rows.chosen.tolist(), strict=True):

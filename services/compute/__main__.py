@@ -1,7 +1,6 @@
 """`python -m services.compute`: settings, objects, run."""
 
 from services.compute.engine import build_engine
-from services.compute.fingerprint import fingerprint
 from services.compute.service import ComputeService
 from shared.model.files import open_model
 from shared.process.settings import ComputeSettings, load_settings
@@ -14,7 +13,7 @@ def main() -> None:
     files = open_model(settings.model, settings.served_model_name, weights=True)
     engine = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
-    stage.fingerprint = fingerprint(settings, files, engine.runner.model.backend)
+    stage.fingerprint = engine.fingerprint
     stage.is_encoder = engine.is_encoder
     stage.labels, stage.is_multi_label = files.labels, files.is_multi_label
     ComputeService(stage, settings, engine).run()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import Reduction
 from services.compute.candidates.rows import CandidateRows
-from services.compute.model_runner import DrawnTokens
+from services.compute.executor import DrawnTokens
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import PENDING, Prefix, RowKey
 from shared.wire.messages import RequestError

@@ -2,17 +2,17 @@
 logits."""
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from services.compute.backends.backend import Backend
+from services.compute.backends.backend import Backend, RowSearch
 from services.compute.backends.buffers import to_device
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
+from services.compute.executor import DrawnTokens
 from services.compute.models.decoder import ForwardBatch
 from services.compute.sequence import PENDING, RowKey
 
@@ -73,24 +73,19 @@ class Model(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnTokens:
-    """The tokens that a step in flight draws. They are on the device, and nobody here knows them
-    yet."""
-
-    token_ids: torch.Tensor  # [R] int64
-    rows: dict[RowKey, int]  # which of them each token is
-
-
 # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a
 # vocabulary of 151,936
 PROMPT_ROWS = 64
 
 
 class ModelRunner:
-    def __init__(self, model: Model, kv_cache: KVCache) -> None:
+    """The Executor of a model in this process."""
+
+    def __init__(self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None) -> None:
+        """row_search: the model's backend's, if none is given."""
         self.model = model
         self.kv_cache = kv_cache
+        self.row_search = row_search or model.backend.row_search
         self.buffers = model.backend.buffers
         # the last step's logit_rows
         self._prepared: tuple[list[int], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)

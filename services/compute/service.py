@@ -13,8 +13,7 @@ and `step_ahead`. The first is the specification: the second sends the same rows
 
 import time
 from dataclasses import asdict
-
-import torch
+from typing import Any
 
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
@@ -25,6 +24,7 @@ from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
+from services.compute.executor import Executor
 from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.pooling import pool
 from services.compute.readers import Readers
@@ -60,11 +60,10 @@ class ComputeService:
         self.settings = settings
         self.model = stage.model
         self.scheduler = engine.scheduler
-        self.runner = engine.runner
-        self.row_search = engine.row_search
+        self.executor: Executor = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
-        self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
+        self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
         self.readers = Readers(settings.reader_timeout_s)
         self.flight: Flight | None = None  # launched, and not read
@@ -117,7 +116,7 @@ class ComputeService:
         self.announce(batch)
         rows = rows_still_valid(batch, self.scheduler)
         masking = self.constraints.start(rows.values())
-        hidden = self.runner.run(batch)
+        hidden = self.executor.run(batch)
         self.reduce(batch, hidden, rows, masking, began_at)
 
     def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
@@ -125,7 +124,7 @@ class ComputeService:
         says what of this one is still valid, and its masks."""
         began_at = self.meter.began_at
         self.announce(batch)
-        hidden = self.runner.run(batch, before.drawn)
+        hidden = self.executor.run(batch, before.drawn)
         self.collect(before)
         rows = rows_still_valid(batch, self.scheduler)
         masking = self.constraints.start(rows.values())
@@ -137,15 +136,15 @@ class ComputeService:
             self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
-    def reduce(self, batch: ScheduledBatch, hidden: torch.Tensor, rows: dict[RowKey, Prefix], masking: Masking | None, began_at: float) -> None:
+    def reduce(self, batch: ScheduledBatch, hidden: Any, rows: dict[RowKey, Prefix], masking: Masking | None, began_at: float) -> None:
         """Make candidates of the step's hidden states, for the rows that are valid. The step is in
         flight then; it is collected at once unless a device has drawn what the next one needs."""
-        failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
+        failures = score_prompts(self.executor.prompt_logits(batch, hidden), batch, self.scheduler.get, self.executor.row_search)
         rows = {key: prefix for key, prefix in rows.items() if key.handle not in failures}
-        logits = self.runner.logits(batch, hidden, rows)
+        logits = self.executor.logits(batch, hidden, rows)
         self.meter.lap("forward")
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
-        reduction = begin_reduction(logits, list(rows.values()), self.row_search, masks)
+        reduction = begin_reduction(logits, list(rows.values()), self.executor.row_search, masks)
         self.hold_back([rows[key] for key in masks.late if key in rows])
         self.flight = launch(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
@@ -200,10 +199,10 @@ class ComputeService:
         for handle, error in failures.items():
             self.cancel(self.active[handle], error)
 
-    def embed(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, RequestError]:
+    def embed(self, batch: ScheduledBatch, hidden: Any) -> dict[int, RequestError]:
         """End the requests whose embeddings are whole now: no sampler has a part in them. Returns
         by handle which have failed, and why."""
-        embeddings, failures = pool(self.runner.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
+        embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
 
         now = time.time()

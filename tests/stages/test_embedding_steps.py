@@ -34,7 +34,7 @@ def test_an_embedding_of_several_steps_ends(pooling: str, line: LineOfStages) ->
 
 
 def test_a_row_that_fails_beside_an_embedding_fails_alone(line: LineOfStages) -> None:
-    real = line.compute.runner.logits
+    real = line.compute.executor.logits
 
     def logits(batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
         found = real(batch, hidden, keys)
@@ -43,7 +43,7 @@ def test_a_row_that_fails_beside_an_embedding_fails_alone(line: LineOfStages) ->
                 found[0] = torch.nan
         return found
 
-    line.compute.runner.logits = logits  # type: ignore[method-assign]
+    line.compute.executor.logits = logits  # type: ignore[method-assign]
     with line.running():
         line.answer(
             ask("text.0", "The quick brown fox", max_tokens=24, temperature=0.0, ignore_eos=True),

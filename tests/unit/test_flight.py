@@ -16,8 +16,8 @@ from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.reduction import begin_reduction, reduce
+from services.compute.executor import DrawnTokens
 from services.compute.flight import Flight, collect, launch, rows_still_valid
-from services.compute.model_runner import DrawnTokens
 from services.compute.scheduling.scheduler import Draft
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams

@@ -190,7 +190,7 @@ def launch_server(compiler: Compiler) -> None:
             backend.capability = (compiler.capability // 10, compiler.capability % 10)
             runner = LoadedModel(Path(folder), backend, quantization=quantization, kv_group=group).make_runner(256)
         with patch.object(Reduction, "finish"):
-            warm_up(runner, backend.row_search, 256)
+            warm_up(runner, 256)
         known = len(compiler.seen)
         for lens in (
             *([1] * count for count in (2, 8, 9, 16, 31, 33, 64, 66, 100, 128, 200)),

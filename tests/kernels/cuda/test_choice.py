@@ -106,7 +106,7 @@ def test_a_server_on_a_gpu_begins_with_steps_of_every_kind(monkeypatch: pytest.M
     assert torch.equal(engine.runner.forward(prompt).clone(), plain.runner.forward(prompt))
     small = ModelRunner(plain.runner.model, KVCache(plain.runner.model.config, plain.runner.model.backend, num_blocks=1, block_size=16))
     begun.clear()
-    warm_up(small, plain.row_search, 1)
+    warm_up(small, 1)
     assert begun == [[1], [1], [1, 16], [1, 16]]
     monkeypatch.setattr(engine_module, "warm_up", no_kernel)
     with pytest.raises(StartupError, match="^--device cuda: this GPU can't run a step: no kernel$"):

@@ -15,7 +15,7 @@ from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.model_runner import DrawnTokens
+from services.compute.executor import DrawnTokens
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU
