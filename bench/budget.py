@@ -119,7 +119,7 @@ def run(engine: Engine, case: Case, timer: Timer) -> list[Step]:
         timer.seconds.clear()
         started = time.perf_counter()
         logits = engine.runner.forward(batch)
-        chosen: list[int] = timer.wrap("reduction", engine.row_search.find_largest)(logits, 1)[1][:, 0].tolist()  # type: ignore[index]
+        chosen: list[int] = timer.wrap("reduction", engine.runner.row_search.find_largest)(logits, 1)[1][:, 0].tolist()  # type: ignore[index]
         seconds = time.perf_counter() - started
         is_of_case = batch.num_tokens == case.num_tokens and (case.is_prefill or batch.num_decodes == len(batch.rows))
         if is_of_case:

@@ -94,9 +94,9 @@ def measure(engine: Engine, constraints: Constraints, constraint: Constraint, nu
         kind = ("apart", "free", "held")[step % 3]
         batch = scheduler.schedule()
         assert batch is not None and len(batch.sampled) == BATCH
-        rows_of = [scheduler.get(handle) for handle in batch.sampled]
+        rows_of = [scheduler.get(handle) for handle, _ in batch.sampled]
         started = time.perf_counter()
-        masking = constraints.start(rows_of) if kind != "free" else None
+        masking = constraints.start([sequence.prefix() for sequence in rows_of]) if kind != "free" else None
         if masking is not None and kind == "apart":
             masking.result()
             seconds["filling"].append(time.perf_counter() - started)
@@ -105,9 +105,9 @@ def measure(engine: Engine, constraints: Constraints, constraint: Constraint, nu
         if kind == "apart":
             started = time.perf_counter()
             for row, sequence in zip(logits, rows_of, strict=True):
-                apply_mask(row, masks.by_handle[sequence.handle])
+                apply_mask(row, masks.by_row[sequence.prefix().key])
             seconds["adding"].append(time.perf_counter() - started)
-        rows = reduce(logits, rows_of, engine.row_search, masks)
+        rows = reduce(logits, rows_of, engine.runner.row_search, masks)
         if kind != "apart":
             seconds[kind].append(time.perf_counter() - started)
         for sequence, token_id in zip(rows_of, rows.chosen.tolist(), strict=True):

@@ -76,7 +76,7 @@ def main() -> None:
         started = time.perf_counter()
         logits = engine.runner.forward(batch)
         computed = time.perf_counter()
-        chosen: list[int] = reduce(logits, sampled, engine.row_search).chosen.tolist() if sampled else []
+        chosen: list[int] = reduce(logits, sampled, engine.runner.row_search).chosen.tolist() if sampled else []
         seconds["forward"] += computed - started
         seconds["reduce"] += time.perf_counter() - computed
         return chosen
@@ -87,7 +87,7 @@ def main() -> None:
         params = SamplingParams(max_tokens=asked["num_out"], temperature=0.0)
         seconds |= {"forward": 0.0, "reduce": 0.0}
         num_steps, started, cpu = 0, time.perf_counter(), time.process_time()
-        steps = Steps(engine.scheduler, engine.runner, engine.row_search, is_ahead=True)
+        steps = Steps(engine.scheduler, engine.runner, engine.runner.row_search, is_ahead=True)
         for number, prompt in enumerate(prompts(asked["streams"], asked["num_in"])):
             engine.scheduler.add(Sequence(number, str(number), prompt, len(prompt), params))
         while engine.scheduler.num_unfinished:

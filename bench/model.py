@@ -83,7 +83,7 @@ def load(model: Path, mode: str, **more: object) -> Engine:
     weights = decoder.weights
     linears = [weights.lm_head, *(each for at in weights.layers for each in (at.qkv, at.output, *at.mlp.linears.values()))]
     num_parameters = config.num_layers * layer + config.vocab_size * config.hidden_size
-    return Engine(scheduler, runner, engine.row_search, num_parameters, sum(map(stored_bytes, linears)))
+    return Engine(scheduler, runner, engine.runner.row_search, num_parameters, sum(map(stored_bytes, linears)))
 
 
 def stored_bytes(linear: Linear) -> int:

@@ -48,7 +48,7 @@ def main() -> None:
         for name, logits in make_logits().items():
             for kind, params in KINDS.items():
                 sequences = [Sequence(handle, "r", [1, 2], 1, params) for handle in range(BATCH)]
-                cases[f"{kind}, {name}"] = partial(reduce, logits, sequences, engine.row_search)
+                cases[f"{kind}, {name}"] = partial(reduce, logits, sequences, engine.runner.row_search)
         cases["reading the logits once"] = lambda: logits.max()
         seconds: dict[str, list[float]] = {name: [] for name in cases}
         for _ in range(args.rounds):

@@ -106,7 +106,7 @@ def real(model: str) -> tuple[Machine, Machine]:
         started = time.perf_counter()
         logits = runner.forward(batch)
         if sampled := batch.sampled:
-            reduce(logits, [scheduler.get(handle) for handle in sampled], engine.row_search)
+            reduce(logits, [scheduler.get(handle) for handle, _ in sampled], engine.runner.row_search)
         return time.perf_counter() - started
 
     name = f"{Path(model).name}, this CPU, measured"

@@ -290,7 +290,7 @@ def check_draws(backend: CudaBackend, rows: int, vocab_size: int) -> Check:
     sequences = [Sequence(row, "r", [1, 2], 1, SamplingParams(seed=row, **DRAWS[row % len(DRAWS)])) for row in range(rows)]
 
     def drawn(some: slice) -> tuple[Array, CandidateRows]:
-        reduction = begin_reduction(logits[some].to(backend.device), sequences[some], backend.row_search)
+        reduction = begin_reduction(logits[some].to(backend.device), [sequence.prefix() for sequence in sequences[some]], backend.row_search)
         found = reduction.searching.read_drawn()
         assert found is not None
         return found, reduction.finish()

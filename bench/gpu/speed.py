@@ -278,7 +278,7 @@ def device_times(runner: ModelRunner, backend: CudaBackend, batch: int, num_comp
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         began.record()
         logits = runner.model.logits(runner.model.forward(prepared, plan, runner.kv_cache.layers), prepared.logit_rows)
-        reduction = begin_reduction(logits, sequences, backend.row_search)
+        reduction = begin_reduction(logits, [sequence.prefix() for sequence in sequences], backend.row_search)
         ended.record()
         reduction.finish()
         found.append(began.elapsed_time(ended))

@@ -24,9 +24,9 @@ class Steps:
             return self.collect()
         hidden = self.runner.run(batch, None if self.flight is None else self.flight.drawn)
         collected = self.collect()
-        sequences = rows_still_valid(batch, self.scheduler)
-        logits = self.runner.logits(batch, hidden, sequences)
-        self.flight = launch(batch, begin_reduction(logits, list(sequences.values()), self.search), self.scheduler)
+        rows = rows_still_valid(batch, self.scheduler)
+        logits = self.runner.logits(batch, hidden, rows)
+        self.flight = launch(batch, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
         return collected if self.is_ahead else self.collect()
 
     def collect(self) -> Collected | None:
@@ -35,8 +35,8 @@ class Steps:
         flight, self.flight = self.flight, None
         collected = collect(flight, self.scheduler)
         self.num_surplus += collected.num_surplus
-        for handle in collected.rows.handles.tolist():
-            sequence = flight.sequences[handle]
+        for key in collected.rows.keys:
+            sequence = flight.rows[key].sequence
             self.scheduler.confirm(sequence)
             if sequence.is_ending:
                 self.scheduler.finish(sequence, is_complete=True)

@@ -127,8 +127,24 @@ class Admitter:
         if (error := self._mistake(request)) is not None:
             self._refuse(delivery, error)
             return None
+        if self._is_another_s(delivery, logged):
+            return None
         sequence = self._sequence(request, logged)
         return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
+
+    def _is_another_s(self, delivery: Delivery, logged: list[TokenEvent]) -> bool:
+        """Whether a replica lives that has the fingerprint of the request's last token, and this
+        one has not: the entry is left to it. Where none does, this one goes on, and the next token
+        says so."""
+        began = next((event.fingerprint for event in reversed(logged) if event.fingerprint), self.stage.fingerprint)
+        if began == self.stage.fingerprint:
+            return False
+        if all(each.fingerprint != began for each in self.stage.registry.of("compute", self.model)):
+            log.warning("goes on with what another fingerprint began", request_id=delivery.message.request_id, fingerprint=self.stage.fingerprint, began=began)
+            return False
+        num_deliveries = 0 if delivery.was_released else 1  # who died with it is judged by whoever runs it
+        self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [delivery.entry_id], num_deliveries=num_deliveries))
+        return True
 
     def _mistake(self, request: TokenizedRequest) -> RequestError | None:
         """Why this model can't run the request; None: it can."""

@@ -3,18 +3,22 @@ afterwards."""
 
 from dataclasses import dataclass
 
+from services.compute.sequence import RowKey
+
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
     """One sequence's part of a step: the tokens whose KV the step computes."""
 
     handle: int
-    token_ids: tuple[int, ...]  # the last may be PENDING: the step in flight has drawn it
+    token_ids: tuple[int, ...]  # what is PENDING among them has been drawn by the step in flight
     # of the sequence, before the step: where the first of token_ids stands
     num_computed_tokens: int
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
-    # the last of token_ids is the sequence's last: its logits decide the next token
-    is_sampled: bool
+    # of token_ids, those whose logits decide the tokens after them; each is computed on all that
+    # stand before it, so several of them are as many steps of one token
+    sampled: range = range(0)
+    num_prompt_tokens: int = 0  # of the sequence: the token after them is at position 1
     first_target: int = 0  # where the first of target_ids stands in the sequence
     # tokens of its prompt whose logprobs the step computes, each from the row of the token before
     # it
@@ -30,6 +34,15 @@ class BatchRow:
     def num_context_tokens(self) -> int:
         """Tokens whose KV the row's attention reads."""
         return self.num_computed_tokens + len(self.token_ids)
+
+    def key(self, index: int) -> RowKey:
+        """Of token_ids[index], or of the token that follows them."""
+        return RowKey(self.handle, self.num_computed_tokens + index - self.num_prompt_tokens + 1)
+
+    @property
+    def decides(self) -> list[RowKey]:
+        """The tokens that its rows of logits decide."""
+        return [self.key(index + 1) for index in self.sampled]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,6 @@ class ScheduledBatch:
         return [row for row in self.rows if row.pooled]
 
     @property
-    def sampled(self) -> list[int]:
-        """The handles of the sequences that get a token from this step, in the order of their rows
-        of logits."""
-        return [row.handle for row in self.rows if row.is_sampled]
+    def sampled(self) -> list[RowKey]:
+        """The tokens that this step decides, in the order of their rows of logits."""
+        return [key for row in self.rows for key in row.decides]

@@ -9,11 +9,12 @@ from typing import Literal, overload
 import torch
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from services.compute.backends.backend import Backend, RowSearch
+from services.compute.backends.backend import Backend
 from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
 from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
+from services.compute.fingerprint import fingerprint
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.config import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
@@ -41,10 +42,10 @@ class Engine:
 
     scheduler: Scheduler
     runner: ModelRunner
-    row_search: RowSearch
     load_vocabulary: Callable[[], Vocabulary]  # for grammars, when the first comes
     max_model_len: int  # the longest sequence that fits, prompt and output
     pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
+    fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
@@ -128,20 +129,21 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     is_encoder = not model.splits_prompts
     size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, model, limit, workspace_bytes)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
-    runner = ModelRunner(model, kv_cache)
+    runner = ModelRunner(model, kv_cache, backend.row_search)
+    found = fingerprint(settings, files, model.backend)
     with first_kernels(device):
         check_numbers(runner, files.name)
         if device.type == "cuda" and not is_encoder:
-            warm_up(runner, backend.row_search, settings.max_num_seqs)
+            warm_up(runner, settings.max_num_seqs)
     log.info(
         "model loaded", model=files.name, implementation=model.implementation, device=device.type, dtype=str(backend.dtype).removeprefix("torch."),
         threads=torch.get_num_threads(), kv_tokens=size.num_blocks * settings.block_size, workspace_mib=workspace_bytes >> 20,
         max_model_len=size.max_model_len,
     )  # fmt: skip
     return Engine(
-        make_scheduler(settings, size, is_encoder=is_encoder), runner, backend.row_search,
+        make_scheduler(settings, size, found.kv, is_encoder=is_encoder), runner,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
-        pooling=files.pooling or ("mean" if is_encoder else "last"), is_encoder=is_encoder,
+        pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
 
@@ -199,10 +201,10 @@ def smallest(limit: int | None, other: int | None) -> int | None:
     return min((each for each in (limit, other) if each is not None), default=None)
 
 
-def make_scheduler(settings: ComputeSettings, size: CacheSize, *, is_encoder: bool) -> Scheduler:
+def make_scheduler(settings: ComputeSettings, size: CacheSize, kv_fingerprint: str, *, is_encoder: bool) -> Scheduler:
     """The scheduler that the settings ask for. An encoder computes each text whole, so the longest
-    fits in a step, and no text shares another's blocks."""
-    block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder)
+    fits in a step, and no text shares another's blocks. kv_fingerprint: of what the cache holds."""
+    block_manager = BlockManager(size.num_blocks, settings.block_size, prefix_caching=settings.prefix_caching and not is_encoder, fingerprint=kv_fingerprint)
     return Scheduler(
         block_manager,
         make_admission(settings.admission, block_manager, confidence=settings.admission_confidence),

@@ -12,6 +12,8 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatch
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -26,25 +28,45 @@ log = get_logger("penstock.compute")
 
 BATCH_VARIANT = "_batch_variant"  # end of a fingerprint that promises no equal bits
 HASHES = ".penstock-hashes"  # in the model's folder: a JSON object of file name: [stamp, SHA-256]
-SETTINGS = (
-    "dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "quantize_lm_head", "kv_cache_dtype", "kv_cache_group",
-)  # fmt: skip
+SETTINGS = ("dtype", "model_impl", "quantization", "quantization_group", "quantize_attention_output", "kv_cache_dtype", "kv_cache_group")
+HEAD_SETTINGS = ("quantize_lm_head",)
 
 
-def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) -> str:
-    """A name that changes with whatever may change a token: Penstock's version, the rule of the
-    draw, the contents of the model's files, and how they are computed. It ends in BATCH_VARIANT where the same request may
-    get other bits in another batch."""
-    facts = {
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """name: changes with whatever may change a token: Penstock's version, the contents of the
+    model's files, how they are computed, and the rule of the draw. It ends in BATCH_VARIANT where
+    the same request may get other bits in another batch. kv: changes with whatever may change a
+    key or a value: neither the tokenizer nor the head nor the draw does."""
+
+    name: str
+    kv: str
+
+
+def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) -> Fingerprint:
+    """The fingerprint of a replica."""
+    hashes = content_hashes(files)
+    facts: dict[str, Any] = {
         "version": version("penstock"),
-        "draw": DRAW,
         "config": files.config,
-        "files": content_hashes(files),
+        "weights": {name: each for name, each in hashes.items() if is_weights(name)},
         "settings": {name: getattr(settings, name) for name in SETTINGS},
         "arithmetic": backend.arithmetic,
     }
-    digest = hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=6).hexdigest()
-    return f"fp_{digest}{BATCH_VARIANT if settings.allow_batch_variance else ''}"
+    if "longrope" in json.dumps(files.config, default=str):  # the longest sequence chooses its factors
+        facts["max_model_len"] = settings.max_model_len
+    kv = digest_of(facts)
+    head = {name: getattr(settings, name) for name in HEAD_SETTINGS}
+    name = digest_of({"kv": kv, "head": head, "files": hashes, "draw": DRAW})[:12]
+    return Fingerprint(f"fp_{name}{BATCH_VARIANT if settings.allow_batch_variance else ''}", kv)
+
+
+def digest_of(facts: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(facts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
+
+
+def is_weights(name: str) -> bool:
+    return any(fnmatch(name, pattern) for pattern in (*WEIGHT_FILES, "*.gguf"))
 
 
 def content_hashes(files: ModelFiles) -> dict[str, str]:

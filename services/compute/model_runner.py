@@ -2,19 +2,19 @@
 logits."""
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from services.compute.backends.backend import Backend
+from services.compute.backends.backend import Backend, RowSearch
 from services.compute.backends.buffers import to_device
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
+from services.compute.executor import DrawnTokens
 from services.compute.models.decoder import ForwardBatch
-from services.compute.sequence import PENDING
+from services.compute.sequence import PENDING, RowKey
 
 
 class ModelShape(CacheShape, Protocol):
@@ -73,24 +73,19 @@ class Model(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnTokens:
-    """The tokens that a step in flight draws. They are on the device, and nobody here knows them
-    yet."""
-
-    token_ids: torch.Tensor  # [R] int64
-    row_by_handle: dict[int, int]  # whose they are
-
-
 # of a prompt, whose logits are there at a time: those of a chunk of 512 would be 311 MB at a
 # vocabulary of 151,936
 PROMPT_ROWS = 64
 
 
 class ModelRunner:
-    def __init__(self, model: Model, kv_cache: KVCache) -> None:
+    """The Executor of a model in this process."""
+
+    def __init__(self, model: Model, kv_cache: KVCache, row_search: RowSearch | None = None) -> None:
+        """row_search: the model's backend's, if none is given."""
         self.model = model
         self.kv_cache = kv_cache
+        self.row_search = row_search or model.backend.row_search
         self.buffers = model.backend.buffers
         # the last step's logit_rows
         self._prepared: tuple[list[int], torch.Tensor] = [], torch.zeros(0, dtype=torch.int64)
@@ -114,13 +109,13 @@ class ModelRunner:
             self.kv_cache.copy_blocks(batch.block_copies)
         return self.model.forward(*self.prepare(batch, drawn), self.kv_cache.layers)
 
-    def logits(self, batch: ScheduledBatch, hidden: torch.Tensor, handles: Container[int] | None = None) -> torch.Tensor:
+    def logits(self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
         """Logits of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good
-        until the head runs again. hidden: what `run` returned; handles: of the rows that are still
+        until the head runs again. hidden: what `run` returned; keys: of the rows that are still
         wanted, where some are not."""
         rows = _sampled_rows(batch)
-        if handles is not None:
-            rows = [row for row, handle in zip(rows, batch.sampled, strict=True) if handle in handles]
+        if keys is not None:
+            rows = [row for row, key in zip(rows, batch.sampled, strict=True) if key in keys]
         return self.model.logits(hidden, self._wanted(rows))
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -174,35 +169,37 @@ class ModelRunner:
 @torch.inference_mode()
 def _feed(input_ids: torch.Tensor, batch: ScheduledBatch, drawn: DrawnTokens) -> None:
     """Put the tokens that are PENDING in their places, on the device."""
-    ends = accumulate(row.num_tokens for row in batch.rows)
-    fed = [(end - 1, drawn.row_by_handle[row.handle]) for row, end in zip(batch.rows, ends, strict=True) if row.token_ids[-1] == PENDING]
+    fed = [
+        (start + index, drawn.rows[row.key(index)])
+        for row, start in zip(batch.rows, _starts(batch), strict=True)
+        if PENDING in row.token_ids
+        for index, token_id in enumerate(row.token_ids)
+        if token_id == PENDING
+    ]
     if fed:
         places, sources = to_device(np.array(fed, np.int64).T.copy(), input_ids.device)
         input_ids[places] = drawn.token_ids[sources]
 
 
+def _starts(batch: ScheduledBatch) -> list[int]:
+    """Where each row's tokens begin among the batch's."""
+    return [0, *accumulate([row.num_tokens for row in batch.rows[:-1]])]
+
+
 def _sampled_rows(batch: ScheduledBatch) -> list[int]:
-    """The last token of each sequence that gets one."""
-    ends = accumulate(row.num_tokens for row in batch.rows)
-    return [end - 1 for row, end in zip(batch.rows, ends, strict=True) if row.is_sampled]
+    """The tokens whose logits decide those after them."""
+    return [start + index for row, start in zip(batch.rows, _starts(batch), strict=True) for index in row.sampled]
 
 
 def _prompt_rows(batch: ScheduledBatch) -> list[int]:
     """The tokens before the batch's target_ids."""
     rows: list[int] = []
-    start = 0
-    for row in batch.rows:
+    for row, start in zip(batch.rows, _starts(batch), strict=True):
         first = start + row.first_target - 1 - row.num_computed_tokens
         rows.extend(range(first, first + len(row.target_ids)))
-        start += row.num_tokens
     return rows
 
 
 def _pooled_rows(batch: ScheduledBatch) -> list[int]:
     """The tokens whose hidden states are pooled."""
-    rows: list[int] = []
-    start = 0
-    for row in batch.rows:
-        rows.extend(range(start + row.pooled.start, start + row.pooled.stop))
-        start += row.num_tokens
-    return rows
+    return [start + index for row, start in zip(batch.rows, _starts(batch), strict=True) for index in row.pooled]

@@ -32,7 +32,7 @@ def pool(states: Array, batch: ScheduledBatch, get: Callable[[int], Sequence]) -
             sequence.pooled = state.astype(np.float64) if sequence.pooled is None else sequence.pooled + state
         at += len(row.pooled)
     for row in batch.rows:
-        if row.is_sampled:
+        if row.sampled:
             continue  # of a text, which may have ended with this step
         sequence = get(row.handle)
         if sequence.embedding is not None and row.num_context_tokens == sequence.num_prompt_tokens:

@@ -34,6 +34,7 @@ The states of a sequence:
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -44,6 +45,14 @@ from shared.wire.messages import EmbeddingParams
 
 # in the place of a sequence's last token: the device has drawn it, and it is not read yet
 PENDING = -1
+
+
+class RowKey(NamedTuple):
+    """A token of a sequence: what names a row of logits, and all that is made of it, by the token
+    that it decides."""
+
+    handle: int
+    position: int  # in the token log, from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,20 +87,21 @@ class TokenCounts:
         """How often each of them is there: [n] float32, a view."""
         return self._times[: len(self._place)]
 
-    def follow(self, token_ids: list[int]) -> None:
-        """Count what is new."""
-        if not self._place and len(token_ids) - self.first > len(self._ids):
-            self._ids, times = np.unique(np.array(token_ids[self.first :], np.int64), return_counts=True)
+    def follow(self, token_ids: list[int], num_tokens: int) -> None:
+        """Count the first num_tokens: what is new, and what was counted beyond them no more."""
+        if not self._place and num_tokens - self.first > len(self._ids):
+            self._ids, times = np.unique(np.array(token_ids[self.first : num_tokens], np.int64), return_counts=True)
             self._times = times.astype(np.float32)
             self._place = {token_id: place for place, token_id in enumerate(self._ids.tolist())}
-            self.num_counted = len(token_ids) - self.first
-        for token_id in token_ids[self.first + self.num_counted :]:
+            self.num_counted = num_tokens - self.first
+        self.drop(token_ids, num_tokens)
+        for token_id in token_ids[self.first + self.num_counted : num_tokens]:
             place = self._place.setdefault(token_id, len(self._place))
             if place == len(self._ids):
                 self._ids, self._times = (np.concatenate((each, np.zeros_like(each))) for each in (self._ids, self._times))
             self._ids[place] = token_id
             self._times[place] += 1
-        self.num_counted = max(0, len(token_ids) - self.first)
+        self.num_counted = max(0, num_tokens - self.first)
 
     def drop(self, token_ids: list[int], num_tokens: int) -> None:
         """Drop all but the first num_tokens."""
@@ -240,19 +250,50 @@ class Sequence:
         self.num_undecided_tokens -= len(self.token_ids) - num_tokens
         del self.token_ids[num_tokens:]
 
-    def output_counts(self) -> TokenCounts:
-        """Counts the output's tokens."""
+    def output_counts(self, num_tokens: int) -> TokenCounts:
+        """Counts the output's among the first num_tokens."""
         self._output = self._output or TokenCounts(self.num_prompt_tokens)
-        self._output.follow(self.token_ids)
+        self._output.follow(self.token_ids, num_tokens)
         return self._output
 
-    def seen_counts(self) -> TokenCounts:
-        """Counts the tokens of prompt and output."""
+    def seen_counts(self, num_tokens: int) -> TokenCounts:
+        """Counts the first num_tokens, of prompt and output."""
         self._seen = self._seen or TokenCounts(0)
-        self._seen.follow(self.token_ids)
+        self._seen.follow(self.token_ids, num_tokens)
         return self._seen
 
-    def history(self) -> Array:
-        """Prompt and output, [n] int64, a view."""
+    def history(self, num_tokens: int) -> Array:
+        """The first num_tokens, of prompt and output: [num_tokens] int64, a view."""
         self._history = self._history or TokenArray()
-        return self._history.follow(self.token_ids)
+        return self._history.follow(self.token_ids)[:num_tokens]
+
+    def prefix(self) -> "Prefix":
+        """All its tokens, as they are now."""
+        return Prefix(self, len(self.token_ids))
+
+
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The first tokens of a sequence, on which a row of logits is computed: the row decides the
+    token after them. Its edits follow from these tokens, whatever stands behind them already."""
+
+    sequence: Sequence
+    num_tokens: int
+
+    @property
+    def num_output_tokens(self) -> int:
+        return self.num_tokens - self.sequence.num_prompt_tokens
+
+    @property
+    def position(self) -> int:
+        """In the token log, of the token that the row decides."""
+        return self.num_output_tokens + 1
+
+    @property
+    def key(self) -> RowKey:
+        return RowKey(self.sequence.handle, self.position)
+
+    @property
+    def previous_token_id(self) -> int:
+        """The one decided before it; -1: none."""
+        return self.sequence.token_ids[self.num_tokens - 1] if self.num_output_tokens else -1

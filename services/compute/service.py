@@ -13,8 +13,7 @@ and `step_ahead`. The first is the specification: the second sends the same rows
 
 import time
 from dataclasses import replace
-
-import torch
+from typing import Any
 
 from services.compute.admit import Admitter
 from services.compute.batch import ScheduledBatch
@@ -25,10 +24,11 @@ from services.compute.engine import Engine
 from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
+from services.compute.executor import Executor
 from services.compute.flight import Flight, collect, launch, rows_still_valid
 from services.compute.pooling import pool
 from services.compute.readers import Readers
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix, RowKey
 from services.compute.spans import RequestSpans
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
@@ -60,11 +60,10 @@ class ComputeService:
         self.settings = settings
         self.model = stage.model
         self.scheduler = engine.scheduler
-        self.runner = engine.runner
-        self.row_search = engine.row_search
+        self.executor: Executor = engine.runner
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
-        self.constraints = Constraints(engine.load_vocabulary, self.runner.vocab_size)
+        self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
         self.readers = Readers(settings.reader_timeout_s)
         self.flight: Flight | None = None  # launched, and not read
@@ -115,21 +114,21 @@ class ComputeService:
         it."""
         began_at = self.meter.began_at
         self.announce(batch)
-        sequences = rows_still_valid(batch, self.scheduler)
-        masking = self.constraints.start(sequences.values())
-        hidden = self.runner.run(batch)
-        self.reduce(batch, hidden, sequences, masking, began_at)
+        rows = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(rows.values())
+        hidden = self.executor.run(batch)
+        self.reduce(batch, hidden, rows, masking, began_at)
 
     def step_ahead(self, batch: ScheduledBatch, before: Flight) -> None:
         """Launch a scheduled step on what the step before draws; then collect that one, which
         says what of this one is still valid, and its masks."""
         began_at = self.meter.began_at
         self.announce(batch)
-        hidden = self.runner.run(batch, before.drawn)
+        hidden = self.executor.run(batch, before.drawn)
         self.collect(before)
-        sequences = rows_still_valid(batch, self.scheduler)
-        masking = self.constraints.start(sequences.values())
-        self.reduce(batch, hidden, sequences, masking, began_at)
+        rows = rows_still_valid(batch, self.scheduler)
+        masking = self.constraints.start(rows.values())
+        self.reduce(batch, hidden, rows, masking, began_at)
 
     def announce(self, batch: ScheduledBatch) -> None:
         """Before the step runs: write down what may be blamed if it kills this replica."""
@@ -137,25 +136,24 @@ class ComputeService:
             self.begin_chunks([self.active[row.handle] for row in batch.rows[batch.num_decodes :]], time.time())
         self.admitter.quarantine.blame(row.handle for row in batch.rows)
 
-    def reduce(self, batch: ScheduledBatch, hidden: torch.Tensor, sequences: dict[int, Sequence], masking: Masking | None, began_at: float) -> None:
-        """Make candidates of the step's hidden states, for the sequences whose rows are valid. The
-        step is in flight then; it is collected at once unless a device has drawn what the next one
-        needs."""
-        failures = score_prompts(self.runner.prompt_logits(batch, hidden), batch, self.scheduler.get, self.row_search)
-        sequences = {handle: each for handle, each in sequences.items() if handle not in failures}
-        logits = self.runner.logits(batch, hidden, sequences)
+    def reduce(self, batch: ScheduledBatch, hidden: Any, rows: dict[RowKey, Prefix], masking: Masking | None, began_at: float) -> None:
+        """Make candidates of the step's hidden states, for the rows that are valid. The step is in
+        flight then; it is collected at once unless a device has drawn what the next one needs."""
+        failures = score_prompts(self.executor.prompt_logits(batch, hidden), batch, self.scheduler.get, self.executor.row_search)
+        rows = {key: prefix for key, prefix in rows.items() if key.handle not in failures}
+        logits = self.executor.logits(batch, hidden, rows)
         self.meter.lap("forward")
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
-        reduction = begin_reduction(logits, list(sequences.values()), self.row_search, masks)
-        self.hold_back([sequences[handle] for handle in masks.late if handle in sequences])
+        reduction = begin_reduction(logits, list(rows.values()), self.executor.row_search, masks)
+        self.hold_back([rows[key] for key in masks.late if key in rows])
         self.flight = launch(batch, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
-        is_embedding = any(not row.is_sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
+        is_embedding = any(not row.sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
         if self.flight.drawn is None or is_embedding:
             self.collect(self.flight)
         if is_embedding:
             failures |= self.embed(batch, hidden)
-        self.fail(failures | reduction.failures)
+        self.fail(failures | {key.handle: error for key, error in reduction.failures.items()})
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
         """Before a step with chunks, which takes longer than those before it: what is held back
@@ -169,12 +167,12 @@ class ComputeService:
             self.exchange.remember(self.admitter.quarantine.told([active.sequence for active in new], has_run=True))
         self.exchange.publish_held()
 
-    def hold_back(self, late: list[Sequence]) -> None:
+    def hold_back(self, late: list[Prefix]) -> None:
         """Rows whose masks were late: what was computed of them is dropped, and they run again when
         the masks are there."""
-        self.constraints.hold_back([sequence.handle for sequence in late])
-        for sequence in late:
-            self.scheduler.take_back(sequence)
+        self.constraints.hold_back([prefix.sequence.handle for prefix in late])
+        for prefix in late:
+            self.scheduler.take_back(prefix)
         self.num_surplus_tokens += len(late)
 
     def collect(self, flight: Flight) -> None:
@@ -201,10 +199,10 @@ class ComputeService:
         for handle, error in failures.items():
             self.cancel(self.active[handle], error)
 
-    def embed(self, batch: ScheduledBatch, hidden: torch.Tensor) -> dict[int, RequestError]:
+    def embed(self, batch: ScheduledBatch, hidden: Any) -> dict[int, RequestError]:
         """End the requests whose embeddings are whole now: no sampler has a part in them. Returns
         by handle which have failed, and why."""
-        embeddings, failures = pool(self.runner.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
+        embeddings, failures = pool(self.executor.pooled_states(batch, hidden).numpy(), batch, self.scheduler.get)
         ended = [(self.active[handle], vector) for handle, vector in embeddings.items()]
 
         now = time.time()

@@ -63,7 +63,7 @@ class RequestSpans:
         progress.num_chunks += 1
         if len(progress.chunks) < MAX_CHUNKS:
             progress.chunks.append(Chunk(started_at, ended_at, row.num_tokens, row.num_context_tokens))
-        if row.is_sampled:
+        if row.sampled:
             self._prefill(progress, ended_at)
             progress.decoding_since = progress.decoding_since or ended_at
 

@@ -8,9 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
-from services.compute.backends.backend import RowSearch
 from services.compute.batch import BatchRow, ScheduledBatch
-from services.compute.candidates.reduction import begin_reduction
+from services.compute.candidates.reduction import reduce
 from services.compute.model_runner import ModelRunner
 from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
@@ -22,30 +21,30 @@ CHUNK = 70  # tokens, beside a single one
 DRAWS = (SamplingParams(max_tokens=1, temperature=0.0), SamplingParams(max_tokens=1, top_p=0.9, logprobs=2), SamplingParams(max_tokens=1, top_k=256))
 
 
-def warm_up(runner: ModelRunner, search: RowSearch, max_num_seqs: int) -> None:
+def warm_up(runner: ModelRunner, max_num_seqs: int) -> None:
     """Run them, of so many sequences at most. What they write lies in blocks that nobody holds
     yet."""
     longest = min(CHUNK, runner.kv_cache.num_blocks * runner.kv_cache.block_size)
     for lens in (*([1] * count for count in SINGLES if count <= max_num_seqs), [1, longest]):
         for _ in range(2):  # a recording is made, and used
-            run_step(runner, search, lens)
+            run_step(runner, lens)
 
 
-def run_step(runner: ModelRunner, search: RowSearch, lens: list[int]) -> None:
+def run_step(runner: ModelRunner, lens: list[int]) -> None:
     """Run one step of sequences of so many tokens each, and all draws from it."""
     table = tuple(range(min(runner.kv_cache.num_blocks, CHUNK)))
-    rows = tuple(BatchRow(handle, (0,) * length, 0, table, is_sampled=True) for handle, length in enumerate(lens))
+    rows = tuple(BatchRow(handle, (0,) * length, 0, table, range(length - 1, length)) for handle, length in enumerate(lens))
     batch = ScheduledBatch(rows, lens.count(1))
     hidden = runner.run(batch)
     for params in DRAWS:
         sequences = [Sequence(row.handle, "", list(row.token_ids), row.num_tokens, params) for row in rows]
-        begin_reduction(runner.logits(batch, hidden), sequences, search).finish()
+        reduce(runner.logits(batch, hidden), sequences, runner.row_search)
 
 
 def check_numbers(runner: ModelRunner, name: str) -> None:
     """Run one token. Raises StartupError where that gives no numbers: a NaN in the weights would fail each request by itself."""
     draws = runner.model.splits_prompts  # an encoder has no logits
-    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), is_sampled=draws, pooled=range(0 if draws else 1)),), int(draws))
+    batch = ScheduledBatch((BatchRow(0, (0,), 0, (0,), range(draws), pooled=range(not draws)),), int(draws))
     hidden = runner.run(batch)
     numbers = runner.logits(batch, hidden) if draws else runner.pooled_states(batch, hidden)
     if not bool(torch.isfinite(numbers.amax())):  # of a row with a NaN, that is the largest

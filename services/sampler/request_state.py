@@ -44,6 +44,7 @@ class RequestState:
     num_chars: int = 0  # of text that came out of the detokenizer
     num_released: int = 0  # of those, released to the client
     logprobs: LogprobHolder = field(default_factory=LogprobHolder)
+    fingerprint: str = ""  # of the compute replica that made the last token
     last_event: TokenEvent | None = None
     begun_at: float = field(default_factory=time.time)  # wall clock, s
     num_replayed_tokens: int = 0  # decided before this replica had it
@@ -93,7 +94,9 @@ class RequestState:
             prompt_logprobs=prompt_logprobs,
             prompt_token_ids=self.intro.prompt_token_ids if self.position == 1 else None,
             draw=DRAW if self.position == 1 else None,
+            fingerprint=self.intro.fingerprint if self.intro.fingerprint != self.fingerprint else "",
         )
+        self.fingerprint = self.intro.fingerprint
         self.last_event = event
         return event
 
@@ -120,10 +123,11 @@ class RequestState:
 
     def replay(self, event: TokenEvent) -> None:
         """Catch up with one entry of the log."""
+        fingerprint = event.fingerprint or self.fingerprint
         if event.token_id is not None:
             own = event.withheld or (event.logprobs[-1] if event.logprobs else None)
             self.append(event.token_id, own)
-        self.last_event = event
+        self.fingerprint, self.last_event = fingerprint, event
 
     def _end_of_token(self, token_id: int) -> "End | None":
         """The end that the token itself is."""

@@ -166,11 +166,11 @@ class GroupReader:
         taken: Any = self.transport.persist(lambda: self.transport.client.eval(TAKEN_OVER, 1, self.stream.key, self.stream.group, self.consumer, *entry_ids))
         return list(taken)
 
-    def release(self, pipe: Pipeline, entry_ids: list[bytes]) -> None:
-        """Let another consumer claim these entries at once, as if they had not been delivered
-        before."""
+    def release(self, pipe: Pipeline, entry_ids: list[bytes], *, num_deliveries: int = 0) -> None:
+        """Let another consumer claim these entries at once, as if they had been delivered so often
+        before: never, where this one hands them on."""
         if entry_ids:
-            pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, idle=RELEASED_MS, retrycount=0, justid=True)
+            pipe.xclaim(self.stream.key, self.stream.group, self.consumer, 0, entry_ids, idle=RELEASED_MS, retrycount=num_deliveries, justid=True)
 
     def release_all(self) -> None:
         """Release whatever is pending with this consumer; if nothing is, remove its name."""

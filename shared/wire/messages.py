@@ -182,6 +182,7 @@ class SequenceIntro:
     traceparent: str = ""
     tokenized_at: float = 0.0  # wall clock, s
     scheduled_at: float = 0.0  # the same, by the compute replica that introduces it
+    fingerprint: str = ""  # of that replica
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,8 +270,10 @@ class TokenEvent:
     withheld: TokenLogprob | None = None
     prompt_logprobs: PromptLogprobs | None = None  # with the request's first event, if it asked
     prompt_token_ids: Int32Array | None = None  # the same
-    embedding: Float32Array | None = None  # the prompt's, with the request's one event
+    embedding: Float32Array | None = None  # of the prompt, with the request's one event
     draw: str | None = None  # with the first token, the name of the rule that drew it
+    # of the compute replica that made it, where it is another than the event's before
+    fingerprint: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,11 +87,11 @@ def take_opened(constraints: Constraints, errors: dict[int, RequestError]) -> bo
 
 
 def decide(constraints: Constraints, errors: dict[int, RequestError], batch: ScheduledBatch, sampled: list[Sequence]) -> Iterator[int]:
-    masking = constraints.start(sampled)
+    masking = constraints.start([sequence.prefix() for sequence in sampled])
     logits = engine().runner.forward(batch)
-    rows = reduce(logits, sampled, engine().row_search, masking.result() if masking is not None else NO_MASKS)
+    rows = reduce(logits, sampled, engine().runner.row_search, masking.result() if masking is not None else NO_MASKS)
     chosen = dict(zip(rows.handles.tolist(), rows.chosen.tolist(), strict=True))
-    errors.update(rows.failures)
+    errors.update({key.handle: error for key, error in rows.failures.items()})
     for sequence in sampled:
         yield chosen.get(sequence.handle, EOS[0])  # what has failed ends here
 

@@ -17,7 +17,7 @@ from services.compute.candidates.chain import NOT_FINITE
 from services.compute.candidates.reduction import reduce
 from services.compute.candidates.rows import CandidateRows
 from services.compute.candidates.sorted_head import SortedHead
-from services.compute.sequence import Sequence
+from services.compute.sequence import RowKey, Sequence
 from shared.model.arrays import Array
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
@@ -188,10 +188,11 @@ def test_a_row_that_cannot_be_reduced_fails_alone(names: list[str], search: RowS
         sequences[row] = Sequence(row, "r", [*prompt, 4], 2, params)
     alone = {row: reduce(logits[row : row + 1].clone(), [sequence], search) for row, sequence in enumerate(sequences)}
     together = reduce(logits.clone(), sequences, search)
-    assert sorted(together.failures) == sorted(bad)
+    assert sorted(together.failures) == [(row, 2) for row in sorted(bad)]
     for row, name in bad.items():
-        assert FAULTS[name][2] in together.failures[row].message
-        assert alone[row].failures == {row: together.failures[row]} and len(alone[row].handles) == 0
+        key = RowKey(row, 2)
+        assert FAULTS[name][2] in together.failures[key].message
+        assert alone[row].failures == {key: together.failures[key]} and len(alone[row].handles) == 0
     good = [row for row in range(len(sequences)) if row not in bad]
     assert together.handles.tolist() == good
     for at, row in enumerate(good):

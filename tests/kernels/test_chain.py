@@ -14,7 +14,7 @@ from services.compute.backends.backend import RowSearch
 from services.compute.backends.choose import choose_backend
 from services.compute.candidates.chain import is_applied, truncate
 from services.compute.candidates.reduction import reduce
-from services.compute.sequence import Sequence
+from services.compute.sequence import RowKey, Sequence
 from shared.model.noise import TOKEN, uniform
 from shared.model.sampling_params import ChainParams, SamplingParams
 from shared.wire.messages import encode
@@ -187,4 +187,4 @@ def test_a_row_that_is_not_finite_is_its_own_failure(wrong: float) -> None:
     logits[0, 17] = wrong
     params = SamplingParams(chain=ChainParams(typical_p=0.5))
     found = reduce(logits, [Sequence(handle, "r", [1], 1, params) for handle in range(2)], SEARCH)
-    assert list(found.failures) == [0] and "not finite" in found.failures[0].message and found.handles.tolist() == [1]
+    assert list(found.failures) == [(0, 1)] and "not finite" in found.failures[RowKey(0, 1)].message and found.handles.tolist() == [1]

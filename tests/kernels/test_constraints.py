@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ from services.compute.candidates.constraints import Constraints, Masks
 from services.compute.candidates.matcher import replay
 from services.compute.candidates.reduction import edit, reduce
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, apply_on_device, bits_of
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model import grammar
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary, check_grammar, compile_grammar
@@ -54,9 +55,13 @@ def opened(constraints: Constraints, sequence: Sequence, constraint: Constraint)
 
 
 def masks_of(constraints: Constraints, *sequences: Sequence) -> Masks:
-    masking = constraints.start(list(sequences))
+    masking = constraints.start([sequence.prefix() for sequence in sequences])
     assert masking is not None
     return masking.result()
+
+
+def mask_of(constraints: Constraints, sequence: Sequence) -> Any:
+    return masks_of(constraints, sequence).by_row[sequence.prefix().key]
 
 
 def expected(constraint: Constraint, output: list[int]) -> set[int]:
@@ -109,16 +114,16 @@ def test_what_is_allowed_is_what_the_rules_say(
     left -= completing
     left &= allowed or everything
     if grammar_ids is None and not allowed:
-        assert allowed_tokens(sequence, mask, 64) is None
+        assert allowed_tokens(sequence.prefix(), mask, 64) is None
         row = torch.zeros(64)
-        edit(row, sequence, SEARCH)
+        edit(row, sequence.prefix(), SEARCH)
         assert set(torch.isfinite(row).nonzero().flatten().tolist()) == left
     elif left:
-        found = allowed_tokens(sequence, mask, 64)
+        found = allowed_tokens(sequence.prefix(), mask, 64)
         assert found is not None and ids_of(found, 64) == left
     else:
         with pytest.raises(Invalid, match="no token is left"):
-            allowed_tokens(sequence, mask, 64)
+            allowed_tokens(sequence.prefix(), mask, 64)
 
 
 @pytest.mark.parametrize("is_greedy", [False, True])
@@ -129,7 +134,7 @@ def test_draws_under_a_grammar_have_the_masked_distribution(search: RowSearch, i
     opened(constraints, sequence_of(output), SCHEMA)
     constraints.matchers = dict.fromkeys(range(500), constraints.matchers[0])
     logits = torch.randn(VOCAB, generator=torch.Generator().manual_seed(3)) * 1.5
-    mask = masks_of(constraints, sequence_of(output)).by_handle[0]
+    mask = mask_of(constraints, sequence_of(output))
     left = sorted(ids_of(mask))
     assert 200 < len(left) < VOCAB
     weights = np.zeros(VOCAB)
@@ -139,7 +144,7 @@ def test_draws_under_a_grammar_have_the_masked_distribution(search: RowSearch, i
     for step in range(40):
         params = {"temperature": 0.0 if is_greedy else 1.0}
         sequences = [sequence_of(output, handle=handle, seed=step * 500 + handle, **params) for handle in range(500)]
-        rows = reduce(logits.repeat(500, 1), sequences, search, Masks(dict.fromkeys(range(500), mask)))
+        rows = reduce(logits.repeat(500, 1), sequences, search, Masks({sequence.prefix().key: mask for sequence in sequences}))
         counts += np.bincount(rows.chosen, minlength=VOCAB)
     if is_greedy:
         assert counts[max(left, key=lambda token: float(logits[token]))] == 20_000
@@ -160,7 +165,7 @@ def test_samplers_see_what_the_grammar_leaves(search: RowSearch, chain: ChainPar
     output = [int(allowed[0]), int(allowed[1]), int(allowed[2]), int(allowed[0]), int(allowed[1])]
     dry = DryParams(3.0, base=1.5, allowed_length=1)
     sequences = [sequence_of(output, handle=handle, seed=handle, dry=dry, chain=chain, logprobs=3, temperature=0.8) for handle in range(4)]
-    masked = reduce(logits.clone(), sequences, search, Masks(dict.fromkeys(range(4), bits_of(allowed, VOCAB))))
+    masked = reduce(logits.clone(), sequences, search, Masks({sequence.prefix().key: bits_of(allowed, VOCAB) for sequence in sequences}))
     plain = reduce(logits + ban, sequences, search)
     assert not masked.failures
     for name in ("counts", "token_ids", "logits", "logsumexp", "num_kept", "tail_mass", "tail_token_ids", "tail_logits", "chosen", "temperatures"):
@@ -176,9 +181,19 @@ def test_a_row_that_nothing_is_allowed_in_fails_beside_one_with_samplers(search:
     logits = torch.randn((3, VOCAB), generator=torch.Generator().manual_seed(6))
     chain = ChainParams(typical_p=0.5)
     sequences = [sequence_of([], handle=0, chain=chain), sequence_of([], handle=1, chain=chain, allowed_token_ids=(8,)), sequence_of([], handle=2)]
-    rows = reduce(logits, sequences, search, Masks(dict.fromkeys(range(3), allowed)))
+    rows = reduce(logits, sequences, search, Masks({sequence.prefix().key: allowed for sequence in sequences}))
     assert rows.handles.tolist() == [0, 2] and set(rows.chosen.tolist()) <= {7, 9}
-    assert {handle: (failure.status, failure.code) for handle, failure in rows.failures.items()} == {1: (400, "nothing_allowed")}
+    assert {key: (failure.status, failure.code) for key, failure in rows.failures.items()} == {(1, 1): (400, "nothing_allowed")}
+
+
+def check_masks(constraints: Constraints, prefixes: list[Prefix]) -> None:
+    """Those of several tokens of one sequence are filled together."""
+    masking = constraints.start(prefixes)
+    assert masking is not None
+    masks = masking.result()
+    assert not masks.failures and not masks.late and list(masks.by_row) == [prefix.key for prefix in prefixes]
+    for prefix in prefixes:
+        assert ids_of(masks.by_row[prefix.key]) == expected(SCHEMA, prefix.sequence.token_ids[1 : prefix.num_tokens])
 
 
 @examples(40)
@@ -200,13 +215,13 @@ def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
         elif move == "truncate" and sequence.num_undecided_tokens:
             sequence.drop_tokens(data.draw(st.integers(sequence.num_decided_tokens, sequence.num_tokens - 1)))
         elif move == "ask":
-            masks = masks_of(constraints, sequence)
-            assert not masks.failures and ids_of(masks.by_handle[0]) == expected(SCHEMA, output)
+            first = data.draw(st.integers(sequence.num_decided_tokens, sequence.num_tokens))
+            check_masks(constraints, [Prefix(sequence, num_tokens) for num_tokens in range(first, sequence.num_tokens + 1)])
     output = sequence.token_ids[1:]
-    assert ids_of(masks_of(constraints, sequence).by_handle[0]) == expected(SCHEMA, output)
+    assert ids_of(mask_of(constraints, sequence)) == expected(SCHEMA, output)
     successor = make_constraints()  # at another replica
     opened(successor, sequence, SCHEMA)
-    assert ids_of(masks_of(successor, sequence).by_handle[0]) == expected(SCHEMA, output)
+    assert ids_of(mask_of(successor, sequence)) == expected(SCHEMA, output)
 
 
 def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,11 +241,39 @@ def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.Monke
     opened(constraints, first, wide)
     for _ in range(60):
         first.token_ids.append(int(rng.choice(letters)))
-        assert ids_of(masks_of(constraints, first).by_handle[0]) == expected(wide, first.token_ids[1:])
+        assert ids_of(mask_of(constraints, first)) == expected(wide, first.token_ids[1:])
     assert 0 < len(replayed) < 30
     second = sequence_of(letters[:2], handle=1)
     opened(constraints, second, wide)
-    assert ids_of(masks_of(constraints, second).by_handle[1]) == expected(wide, letters[:2])
+    assert ids_of(mask_of(constraints, second)) == expected(wide, letters[:2])
+
+
+@pytest.mark.parametrize("compiling_s", [0.0, 1.0])
+def test_masks_of_several_tokens_outlive_what_is_worn_out(monkeypatch: pytest.MonkeyPatch, compiling_s: float) -> None:
+    """The matcher is made again in the middle of them; where its grammar took long, in the slow lane."""
+    monkeypatch.setattr(grammar, "limits_of", lambda _: LLParserLimits(max_lexer_states=600, verbose_errors=False))
+    replayed: list[int] = []
+
+    def counted(constraint: Constraint, known: Vocabulary, output: list[int]) -> LLMatcher:
+        replayed.append(len(output))
+        return replay(constraint, known, output)
+
+    monkeypatch.setattr(matcher, "replay", counted)
+    wide = Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
+    rng, constraints = np.random.default_rng(1), make_constraints()
+    letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
+    sequence = sequence_of([int(rng.choice(letters)) for _ in range(70)])
+    opened(constraints, replace(sequence, token_ids=sequence.token_ids[:1]), wide)
+    constraints.matchers[0].sequence = sequence
+    constraints.matchers[0].grammar.seconds = compiling_s
+    for first in (1, 11, 31, 36, 51, 61):
+        masking = constraints.start([Prefix(sequence, num_tokens) for num_tokens in range(first, first + 10)])
+        assert masking is not None
+        masks = masking.result()
+        assert not masks.failures and not masks.late
+        for key, mask in masks.by_row.items():
+            assert ids_of(mask) == expected(wide, sequence.token_ids[1 : key.position])
+    assert replayed
 
 
 def test_a_grammar_that_becomes_too_complex_fails_its_own_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,8 +283,8 @@ def test_a_grammar_that_becomes_too_complex_fails_its_own_row(monkeypatch: pytes
     for sequence in sequences:
         opened(constraints, sequence, later)
     masks = masks_of(constraints, *sequences)
-    assert list(masks.by_handle) == [1] and list(masks.failures) == [5]
-    failure = masks.failures[5]
+    assert list(masks.by_row) == [(1, 2)] and list(masks.failures) == [(5, 6)]
+    failure = masks.failures[RowKey(5, 6)]
     assert (failure.status, failure.param, failure.code) == (400, "guided_regex", "constraint_failed") and "too complex" in failure.message
 
 
@@ -313,16 +356,16 @@ def test_a_row_whose_mask_is_late_sits_out_and_the_others_go_on() -> None:
         opened(constraints, sequence, ANY)
     held = Held(constraints.matchers[1].state)
     constraints.matchers[1].state = cast(LLMatcher, held)
-    masking = constraints.start([slow])
-    assert masking is not None and masking.result(0.0).late == {1}
+    masking = constraints.start([slow.prefix()])
+    assert masking is not None and masking.result(0.0).late == {(1, 1)}
     constraints.hold_back([1])
     for letter in letters:  # nobody waits for it
         other.token_ids.append(letter)
         assert constraints.sitting_out() == {1}
-        assert ids_of(masks_of(constraints, other).by_handle[2]) == expected(ANY, other.token_ids[1:])
+        assert ids_of(mask_of(constraints, other)) == expected(ANY, other.token_ids[1:])
     held.may_go_on.set()
     wait_until(lambda: not constraints.sitting_out(), description="its mask is there")
-    assert ids_of(masks_of(constraints, slow).by_handle[1]) == expected(ANY, [])
+    assert ids_of(mask_of(constraints, slow)) == expected(ANY, [])
 
 
 def test_a_row_whose_masks_take_long_has_them_filled_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,9 +378,9 @@ def test_a_row_whose_masks_take_long_has_them_filled_before_it_runs(monkeypatch:
         sequence.token_ids.append(letter)
         assert constraints.sitting_out() == {0}
         wait_until(lambda: not constraints.sitting_out(), description="its mask is there")
-        masking = constraints.start([sequence])
+        masking = constraints.start([sequence.prefix()])
         assert masking is not None and masking.filling is None
-        assert ids_of(masking.result(0.0).by_handle[0]) == expected(SCHEMA, sequence.token_ids[1:])
+        assert ids_of(masking.result(0.0).by_row[sequence.prefix().key]) == expected(SCHEMA, sequence.token_ids[1:])
 
 
 def test_whatever_goes_wrong_with_a_matcher_is_its_row_s_alone() -> None:
@@ -350,8 +393,8 @@ def test_whatever_goes_wrong_with_a_matcher_is_its_row_s_alone() -> None:
     for sequence in sequences:
         sequence.token_ids.append(tokenizer().token_to_id("a"))
     masks = masks_of(constraints, *sequences)
-    assert sorted(masks.by_handle) == [0, 2] and list(masks.failures) == [1]
-    assert "is broken" in masks.failures[1].message
+    assert sorted(masks.by_row) == [(0, 2), (2, 2)] and list(masks.failures) == [(1, 2)]
+    assert "is broken" in masks.failures[RowKey(1, 2)].message
 
 
 @pytest.mark.parametrize("text", ["(a{1000}){1000}", "a{1000000}", "((a{100}){100}){20}", "(a{1,1000}b{1,1000}){1000}"])
@@ -418,4 +461,4 @@ def test_an_answer_that_takes_many_slices_to_replay_is_where_it_was(monkeypatch:
     constraints, sequence = make_constraints(), sequence_of(tokenizer().encode('[{"a": 12, "b": "x').ids)
     monkeypatch.setattr(module, "REPLAY_SLICE_S", 1e-9)
     opened(constraints, sequence, SCHEMA)
-    assert ids_of(masks_of(constraints, sequence).by_handle[0]) == expected(SCHEMA, sequence.token_ids[1:])
+    assert ids_of(mask_of(constraints, sequence)) == expected(SCHEMA, sequence.token_ids[1:])

@@ -161,7 +161,7 @@ def test_any_chunks_make_the_same_vector(chunks: list[int], pooling: Any, seed: 
         found: dict[int, Any] = {}
         for length in lengths:
             part = sequence.pooled_tokens(first, first + length)
-            row = BatchRow(1, (7,) * length, first, (), False, pooled=range(part.start - first, part.stop - first) if part else part)
+            row = BatchRow(1, (7,) * length, first, (), pooled=range(part.start - first, part.stop - first) if part else part)
             assert not found
             found, failures = pool(states[part.start : part.stop] if part else states[:0], ScheduledBatch((row,), 0), {1: sequence}.__getitem__)
             assert failures == {}
@@ -179,6 +179,6 @@ def test_numbers_that_are_none_fail_their_own_request() -> None:
     sequences = {
         number: Sequence(number, str(number), [7], 1, SamplingParams(max_tokens=0), embedding=EmbeddingParams("mean", is_normalized=False)) for number in (1, 2)
     }
-    rows = tuple(BatchRow(number, (7,), 0, (), False, pooled=range(1)) for number in sequences)
+    rows = tuple(BatchRow(number, (7,), 0, (), pooled=range(1)) for number in sequences)
     found, failures = pool(np.array([[np.nan], [2.0]], np.float32), ScheduledBatch(rows, 0), sequences.__getitem__)
     assert failures == {1: NOT_FINITE} and found[2].tolist() == [2.0]

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from services.compute.backends.choose import choose_backend
-from services.compute.fingerprint import HASHES, fingerprint
+from services.compute.cache.block_manager import prefix_root
+from services.compute.fingerprint import HASHES, Fingerprint, fingerprint
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.settings import ComputeSettings
 from tests.kernels.backends import CPU
@@ -22,6 +23,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fingerprint_of(folder: Path, **settings: object) -> str:
+    return whole_of(folder, **settings).name
+
+
+def whole_of(folder: Path, **settings: object) -> Fingerprint:
     return fingerprint(ComputeSettings(model=str(folder), **settings), open_model(str(folder), weights=True), FLOAT32)
 
 
@@ -67,3 +72,31 @@ def test_a_broken_file_of_hashes_is_written_again(broken: str, folder: Path) -> 
     (folder / HASHES).write_text(broken)
     assert fingerprint_of(folder) == before
     assert len(json.loads((folder / HASHES).read_text())["model.safetensors"][1]) == 64
+
+
+def test_blocks_are_named_by_what_decides_their_bytes(folder: Path) -> None:
+    """Equal keys and values are shared, whatever else differs; others never are."""
+    plain = whole_of(folder)
+    head = whole_of(folder, quantize_lm_head=True)
+    assert head.kv == plain.kv and head.name != plain.name
+    assert len({plain.kv, whole_of(folder, kv_cache_dtype="int8").kv, whole_of(folder, quantization="w8a8").kv}) == 3
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + "\n")
+    other_text = whole_of(folder)
+    assert other_text.kv == plain.kv and other_text.name != plain.name
+    weights = bytearray((folder / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (folder / "model.safetensors").write_bytes(weights)
+    assert whole_of(folder).kv != plain.kv
+
+
+def test_the_longest_sequence_counts_where_it_chooses_frequencies(folder: Path) -> None:
+    """A longrope model has other factors for long sequences, and the server's limit says which all get."""
+    assert whole_of(folder, max_model_len=64) == whole_of(folder, max_model_len=128)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}}))
+    assert whole_of(folder, max_model_len=64).kv != whole_of(folder, max_model_len=128).kv
+
+
+def test_no_two_roots_of_prefixes_are_one() -> None:
+    places = [("a", "", ""), ("", "a", ""), ("", "", "a"), ("ab", "", ""), ("a", "b", ""), ("", "", "")]
+    assert len({prefix_root(one, adapter=two, salt=three) for one, two, three in places}) == len(places)

@@ -172,7 +172,7 @@ def test_ties_and_minus_infinity(search: RowSearch) -> None:
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
 def test_a_prompt_whose_numbers_are_not_finite_fails_alone(wrong: float, search: RowSearch) -> None:
     sequences = {handle: Sequence(handle, str(handle), [1, 2, 3], 3, SamplingParams(max_tokens=1, prompt_logprobs=handle)) for handle in (0, 1, 2)}
-    batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), True, 1, (2, 3)) for handle in sequences), 0)
+    batch = ScheduledBatch(tuple(BatchRow(handle, (1, 2, 3), 0, (0,), range(2, 3), 3, 1, (2, 3)) for handle in sequences), 0)
     logits = torch.randn(6, 300, generator=torch.Generator().manual_seed(1))
     logits[3, 100] = wrong
     assert score_prompts([logits[:4], logits[4:]], batch, sequences.__getitem__, search) == {1: RequestError(NOT_FINITE)}

@@ -42,10 +42,10 @@ def test_edits_are_the_same_bits_as_from_the_whole_history(prompt: list[int], st
     for added, num_dropped in steps:
         sequence.token_ids += added
         sequence.num_undecided_tokens = sequence.num_output_tokens
-        edit(row.clone(), sequence, TorchRowSearch())
+        edit(row.clone(), sequence.prefix(), TorchRowSearch())
         sequence.drop_tokens(max(len(prompt), sequence.num_tokens - num_dropped))
         edited = row.clone()
-        edit(edited, sequence, TorchRowSearch())
+        edit(edited, sequence.prefix(), TorchRowSearch())
         assert edited.numpy().tobytes() == from_the_whole_history(row, sequence).numpy().tobytes()
 
 
@@ -67,9 +67,9 @@ def test_a_long_history_is_read_once() -> None:
     rng = np.random.default_rng(0)
     sequence = Sequence(1, "r", Watched(rng.integers(0, VOCABULARY, 20_000).tolist()), 20_000, PARAMS)
     row = torch.zeros(VOCABULARY)
-    edit(row.clone(), sequence, TorchRowSearch())
+    edit(row.clone(), sequence.prefix(), TorchRowSearch())
     Watched.num_read = 0
     for token_id in range(10):
         sequence.token_ids.append(token_id)
-        edit(row.clone(), sequence, TorchRowSearch())
+        edit(row.clone(), sequence.prefix(), TorchRowSearch())
     assert Watched.num_read < 100

@@ -13,7 +13,6 @@ import random
 import signal
 import threading
 import time
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -22,7 +21,8 @@ from services.compute import __main__ as compute
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates import reduction
 from services.compute.engine import Engine, build_engine
-from services.compute.model_runner import DrawnTokens, ModelRunner
+from services.compute.executor import DrawnTokens
+from services.compute.model_runner import ModelRunner
 from shared.model.files import ModelFiles
 from shared.process.settings import ComputeSettings
 from shared.wire import registry
@@ -59,7 +59,8 @@ def fail(*_: object) -> NoReturn:
 
 def build_drawing(settings: ComputeSettings, files: ModelFiles) -> Engine:
     engine = build_engine(settings, files)
-    return replace(engine, row_search=DrawingSearch(engine.row_search, random.Random(1), 1 / DRAWS))
+    engine.runner.row_search = DrawingSearch(engine.runner.row_search, random.Random(1), 1 / DRAWS)
+    return engine
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Embeddings in steps of their own and beside others."""
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from services.compute.batch import ScheduledBatch
+from services.compute.sequence import RowKey
 from shared.wire.messages import EmbeddingParams
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
@@ -33,16 +34,16 @@ def test_an_embedding_of_several_steps_ends(pooling: str, line: LineOfStages) ->
 
 
 def test_a_row_that_fails_beside_an_embedding_fails_alone(line: LineOfStages) -> None:
-    real = line.compute.runner.logits
+    real = line.compute.executor.logits
 
-    def logits(batch: ScheduledBatch, hidden: torch.Tensor, handles: object = None) -> torch.Tensor:
-        found = real(batch, hidden, handles)
+    def logits(batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
+        found = real(batch, hidden, keys)
         if batch.embedded and len(found):
             with torch.inference_mode():
                 found[0] = torch.nan
         return found
 
-    line.compute.runner.logits = logits  # type: ignore[method-assign]
+    line.compute.executor.logits = logits  # type: ignore[method-assign]
     with line.running():
         line.answer(
             ask("text.0", "The quick brown fox", max_tokens=24, temperature=0.0, ignore_eos=True),

@@ -12,7 +12,7 @@ import pytest
 
 from services.compute import service
 from services.compute.candidates import matcher
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.wire.entries import append_to_group
@@ -55,8 +55,8 @@ def expected(line: LineOfStages) -> dict[str, Any]:
 
 def draw_in_flight(line: LineOfStages) -> DrawingSearch:
     """From now on steps are in flight, and one draw of ten is wrong."""
-    found = line.compute.row_search
-    line.compute.row_search = search = found if isinstance(found, DrawingSearch) else DrawingSearch(found, random.Random(1), share_wrong=0.1)
+    found = line.compute.executor.row_search
+    line.compute.executor.row_search = search = found if isinstance(found, DrawingSearch) else DrawingSearch(found, random.Random(1), share_wrong=0.1)
     return search
 
 
@@ -86,7 +86,7 @@ def test_rows_that_sit_out_get_the_same_bytes(
     """Nobody waits for a mask, and each takes longer than a step; is_slow: all are filled before their rows run."""
     fill = matcher.Filling._fill
 
-    def slowly(filling: matcher.Filling, turn: matcher.Turn, row: Any) -> bool:
+    def slowly(filling: matcher.Filling, turn: matcher.Turn, row: Any) -> int:
         time.sleep(0.02)
         return fill(filling, turn, row)
 
@@ -94,13 +94,13 @@ def test_rows_that_sit_out_get_the_same_bytes(
     monkeypatch.setattr(matcher.Filling, "_fill", slowly)
     if is_slow:
         monkeypatch.setattr(matcher, "SLOW_S", -1.0)
-    found = line.compute.row_search
-    line.compute.row_search = DrawingSearch(found, random.Random(1), share_wrong=0.1) if is_in_flight else found
+    found = line.compute.executor.row_search
+    line.compute.executor.row_search = DrawingSearch(found, random.Random(1), share_wrong=0.1) if is_in_flight else found
     held: list[int] = []
     hold_back, sitting_out = line.compute.hold_back, line.compute.constraints.sitting_out
 
-    def counted(late: list[Sequence]) -> None:
-        held.extend(each.handle for each in late)
+    def counted(late: list[Prefix]) -> None:
+        held.extend(each.sequence.handle for each in late)
         hold_back(late)
 
     def sat_out() -> frozenset[int]:
@@ -114,7 +114,7 @@ def test_rows_that_sit_out_get_the_same_bytes(
     try:
         assert line.answer(*REQUESTS) == expected
     finally:
-        line.compute.row_search = found
+        line.compute.executor.row_search = found
     assert held
 
 
@@ -138,7 +138,7 @@ def test_who_is_cancelled_in_flight_leaves_the_others_as_they_are(line: LineOfSt
 @pytest.mark.parametrize("field", ["logit_bias", "stop_token_ids", "allowed_token_ids", "bad_words", "eos_token_ids", "prompt"])
 def test_tokens_that_the_model_has_not_are_refused_before_the_device_sees_them(line: LineOfStages, field: str) -> None:
     """As of a tokenizer with more tokens than the model: a GPU that is given an index beyond its tensor fails for good, and all that it computes with it."""
-    beyond = line.compute.runner.vocab_size
+    beyond = line.compute.executor.vocab_size
     params = {
         "logit_bias": {"logit_bias": {beyond: 1.0}}, "bad_words": {"bad_words_token_ids": ((7, beyond),)}, "stop_token_ids": {"stop_token_ids": (5, beyond)},
         "allowed_token_ids": {"allowed_token_ids": (beyond,)},

@@ -70,7 +70,7 @@ class Life:
         self.quarantine.blame(handles)
         if self.poisons & {*handles}:
             return None
-        for handle in batch.sampled:
+        for handle, _ in batch.sampled:
             sequence = self.scheduler.get(handle)
             self.scheduler.append(sequence, 7)
             if sequence.num_output_tokens == sequence.params.max_tokens:
@@ -212,7 +212,7 @@ def test_a_suspect_whose_grammar_is_compiled_holds_up_nobody(quarantine: Quarant
         assert batch is not None
         ran.append(sorted(row.handle for row in batch.rows))
         quarantine.blame(ran[-1])
-        for handle in batch.sampled:
+        for handle, _ in batch.sampled:
             life.scheduler.append(life.scheduler.get(handle), 7)
     assert {*ran[0], *ran[1]} == {1, 12} and [12] in ran[:2]
     assert compiling and ran[-6:] == [[1, 12]] * 6

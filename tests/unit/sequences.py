@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
@@ -19,6 +20,11 @@ def make_scheduler(strategy: str = "predicted", *, blocks: BlockManager | None =
 def make_sequence(handle: int, prompt: list[int], max_tokens: int, *, prompt_logprobs: int | None = None, **fields: Any) -> Sequence:
     params = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     return Sequence(handle, str(handle), list(prompt), len(prompt), params, **fields)
+
+
+def handles_of(batch: ScheduledBatch) -> list[int]:
+    """The sequences that get a token from this step."""
+    return [key.handle for key in batch.sampled]
 
 
 def counted(counts: TokenCounts) -> dict[int, float]:

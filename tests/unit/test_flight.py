@@ -16,8 +16,8 @@ from services.compute.backends.torch.row_search import TorchRowSearch
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.reduction import begin_reduction, reduce
+from services.compute.executor import DrawnTokens
 from services.compute.flight import Flight, collect, launch, rows_still_valid
-from services.compute.model_runner import DrawnTokens
 from services.compute.scheduling.scheduler import Draft
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
@@ -48,9 +48,9 @@ class Device:
         computed = {}
         for row in batch.rows:
             token_ids = list(row.token_ids)
-            if token_ids[-1] == PENDING:
+            for index in [index for index, token_id in enumerate(token_ids) if token_id == PENDING]:
                 assert drawn is not None
-                token_ids[-1] = int(drawn.token_ids[drawn.row_by_handle[row.handle]])
+                token_ids[index] = int(drawn.token_ids[drawn.rows[row.key(index)]])
             slots = [row.block_table[at // BLOCK_SIZE] * BLOCK_SIZE + at % BLOCK_SIZE for at in range(row.num_context_tokens)]
             seen = self.content[slots[row.num_computed_tokens - 1]] if row.num_computed_tokens else ()
             for slot, token_id in zip(slots[row.num_computed_tokens :], token_ids, strict=True):
@@ -120,10 +120,11 @@ class FlightMachine(RuleBasedStateMachine):
         computed = self.device.run(batch, before.drawn if before is not None else None)
         if before is not None:
             self.collect(before)
-        sequences = rows_still_valid(batch, self.scheduler)
-        assert all(computed[handle] == tuple(each.token_ids) for handle, each in sequences.items()), "a row stands that was computed on other tokens"
-        logits = torch.stack([logits_of(computed[handle]) for handle in sequences]) if sequences else torch.zeros(0, VOCAB)
-        self.flight = launch(batch, begin_reduction(logits, list(sequences.values()), self.search), self.scheduler)
+        rows = rows_still_valid(batch, self.scheduler)
+        found = {key: computed[key.handle][: prefix.num_tokens] for key, prefix in rows.items()}
+        assert all(found[key] == tuple(prefix.sequence.token_ids[: prefix.num_tokens]) for key, prefix in rows.items()), "a row of other tokens stands"
+        logits = torch.stack([logits_of(each) for each in found.values()]) if found else torch.zeros(0, VOCAB)
+        self.flight = launch(batch, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
         return True
 
     def collect(self, flight: Flight) -> None:
@@ -168,7 +169,11 @@ class FlightMachine(RuleBasedStateMachine):
     def only_the_last_token_may_be_pending(self) -> None:
         for sequence in self.sequences:
             assert PENDING not in sequence.token_ids[:-1]
-            assert not sequence.is_pending or sequence.is_finished or (self.flight is not None and sequence.handle in self.flight.sequences)
+            assert (
+                not sequence.is_pending
+                or sequence.is_finished
+                or (self.flight is not None and sequence in [prefix.sequence for prefix in self.flight.rows.values()])
+            )
             assert sequence.is_finished or sequence.num_undecided_tokens <= self.scheduler.run_ahead + 1
 
     def teardown(self) -> None:

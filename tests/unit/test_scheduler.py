@@ -8,7 +8,7 @@ from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
-from tests.unit.sequences import counted, make_scheduler, make_sequence
+from tests.unit.sequences import counted, handles_of, make_scheduler, make_sequence
 
 
 def sevens(batch: ScheduledBatch, sequences: list[Sequence]) -> list[int]:
@@ -50,7 +50,7 @@ def test_a_long_prompt_does_not_stall_running_sequences() -> None:
     scheduler.add(make_sequence(1, list(range(30)), 5))
     merged = scheduler.schedule()
     assert merged is not None
-    assert [row.handle for row in merged.rows[: merged.num_decodes]] == [short.handle] == merged.sampled
+    assert [row.handle for row in merged.rows[: merged.num_decodes]] == [short.handle] == handles_of(merged)
     assert chunks(merged) == [(1, 7)]
 
 
@@ -150,7 +150,7 @@ def foresee(scheduler: Scheduler, token_id: int = 7) -> ScheduledBatch | None:
     """A step whose tokens are foreseen: nothing is decided."""
     batch = scheduler.schedule()
     if batch is not None:
-        for handle in batch.sampled:
+        for handle, _ in batch.sampled:
             scheduler.append(scheduler.get(handle), token_id, is_decided=False)
     return batch
 
@@ -167,7 +167,7 @@ def test_a_sequence_runs_ahead_of_its_decisions_as_far_as_it_may(run_ahead: int)
     scheduler.confirm(sequence)
     batch = foresee(scheduler)
     assert batch is not None
-    assert batch.rows == (BatchRow(0, (7,), 3 + run_ahead, tuple(sequence.block_table), True),)
+    assert batch.rows == (BatchRow(0, (7,), 3 + run_ahead, tuple(sequence.block_table), range(1), 3),)
     assert scheduler.schedule() is None
 
 
@@ -195,7 +195,7 @@ def test_nothing_is_computed_upon_a_foreseen_end_unless_it_was_none() -> None:
     scheduler.truncate(sequence, 3)
     scheduler.append(sequence, 8)
     batch = scheduler.schedule()
-    assert batch is not None and batch.sampled == [0]
+    assert batch is not None and handles_of(batch) == [0]
 
 
 def test_the_prefix_cache_waits_for_decisions() -> None:
@@ -230,13 +230,13 @@ def test_penalties_count_only_what_is_there() -> None:
     scheduler.add(sequence)
     for token_id in (7, 8, 7, 9):
         foresee(scheduler, token_id)
-    assert counted(sequence.output_counts()) == {7: 2, 8: 1, 9: 1}
+    assert counted(sequence.output_counts(sequence.num_tokens)) == {7: 2, 8: 1, 9: 1}
     scheduler.confirm(sequence)
     scheduler.truncate(sequence, 4)
-    assert counted(sequence.output_counts()) == {7: 1, 8: 1}
+    assert counted(sequence.output_counts(sequence.num_tokens)) == {7: 1, 8: 1}
     scheduler.truncate(sequence, 3)
     scheduler.append(sequence, 9)
-    assert counted(sequence.output_counts()) == {7: 1, 9: 1}
+    assert counted(sequence.output_counts(sequence.num_tokens)) == {7: 1, 9: 1}
 
 
 def test_who_runs_apart_has_every_other_step() -> None:
@@ -246,11 +246,11 @@ def test_who_runs_apart_has_every_other_step() -> None:
     one_step(scheduler)
     scheduler.add(make_sequence(3, [5], 20))
     scheduler.apart = frozenset([1, 3])
-    assert [one_step(scheduler).sampled for _ in range(4)] == [[1, 3], [0, 2], [1, 3], [0, 2]]
+    assert [handles_of(one_step(scheduler)) for _ in range(4)] == [[1, 3], [0, 2], [1, 3], [0, 2]]
     scheduler.apart = frozenset([9])
-    assert [one_step(scheduler).sampled for _ in range(2)] == [[0, 1, 2, 3]] * 2, "a turn that nobody takes is everybody's"
+    assert [handles_of(one_step(scheduler)) for _ in range(2)] == [[0, 1, 2, 3]] * 2, "a turn that nobody takes is everybody's"
     scheduler.apart = frozenset()
-    assert one_step(scheduler).sampled == [0, 1, 2, 3]
+    assert handles_of(one_step(scheduler)) == [0, 1, 2, 3]
 
 
 def test_who_runs_apart_preempts_nobody() -> None:

@@ -136,7 +136,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.undecided() or not self.scheduler.num_unfinished
             return False
         if not self.is_inline:
-            sequences = [self.scheduler.get(handle) for handle in batch.sampled]
+            sequences = [self.scheduler.get(handle) for handle, _ in batch.sampled]
             for sequence, token_id in zip(sequences, self.execute(batch, sequences), strict=True):
                 self.scheduler.append(sequence, token_id, is_decided=False)
                 sequence.is_ending = sequence.num_output_tokens in (self.answers[sequence.handle], sequence.params.max_tokens)
@@ -186,16 +186,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert len(set(handles)) == len(handles) <= MAX_SEQS
         assert not self.scheduler.apart & {*handles} or {*handles} <= self.scheduler.apart
         assert 0 < batch.num_tokens <= MAX_TOKENS
-        assert batch.sampled == [row.handle for row in batch.rows if row.is_sampled]
+        assert [key.handle for key in batch.sampled] == [row.handle for row in batch.rows if row.sampled]
+        assert all(key.position == self.scheduler.running[key.handle].next_position for key in batch.sampled)
         assert all(row.num_tokens == 1 for row in batch.rows[: batch.num_decodes])
-        assert all(row.is_sampled for row in batch.rows[: batch.num_decodes])
+        assert all(row.sampled for row in batch.rows[: batch.num_decodes])
         for row in batch.rows:
             sequence = self.scheduler.running[row.handle]
             assert not sequence.is_ending and sequence.num_undecided_tokens <= self.scheduler.run_ahead
             assert row.num_tokens > 0 and row.num_context_tokens == sequence.num_computed_tokens <= sequence.num_tokens
             assert row.token_ids == tuple(sequence.token_ids[row.num_computed_tokens : row.num_context_tokens])
             assert row.block_table == tuple(sequence.block_table)
-            assert row.is_sampled == (row.num_context_tokens == sequence.num_tokens)
+            assert list(row.sampled) == [row.num_tokens - 1] * (row.num_context_tokens == sequence.num_tokens)
 
     def compute(self, batch: ScheduledBatch) -> None:
         """What the model does to the cache: copies, then writes. A token's KV depends on all tokens before it, and on the salt."""
@@ -227,7 +228,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 last = row.first_target + len(row.target_ids) - 1
                 assert row.num_computed_tokens < row.first_target <= last <= min(row.num_context_tokens, sequence.num_prompt_tokens - 1)
                 sequence.scored.append(ScoredTokens(np.array(row.target_ids), none, none, none))
-            if row.is_sampled and sequence.params.prompt_logprobs is not None:
+            if row.sampled and sequence.params.prompt_logprobs is not None:
                 scored = [token_id for each in sequence.scored for token_id in each.logprobs.tolist()]
                 assert scored == sequence.token_ids[1 : sequence.num_prompt_tokens]
 
@@ -279,9 +280,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert dict(self.scheduler._num_running) == dict(Counter(each.tenant_id for each in self.scheduler.running.values()))
 
     def check_counts(self, sequence: Sequence) -> None:
-        assert counted(sequence.output_counts()) == Counter(sequence.token_ids[sequence.num_prompt_tokens :])
-        assert counted(sequence.seen_counts()) == Counter(sequence.token_ids)
-        assert sequence.history().tolist() == sequence.token_ids
+        for num_tokens in (sequence.num_decided_tokens, sequence.num_tokens):  # what is foreseen may be left out
+            assert counted(sequence.output_counts(num_tokens)) == Counter(sequence.token_ids[sequence.num_prompt_tokens : num_tokens])
+            assert counted(sequence.seen_counts(num_tokens)) == Counter(sequence.token_ids[:num_tokens])
+            assert sequence.history(num_tokens).tolist() == sequence.token_ids[:num_tokens]
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -10,17 +10,40 @@ held twice is never written: who has to write into one gets a copy (copy-on-writ
 import hashlib
 from array import array
 from collections import OrderedDict
+from functools import lru_cache
 
 from services.compute.sequence import Sequence
 
 
-class BlockManager:
-    """A pool of num_blocks blocks of block_size tokens. Taking and giving back a block is O(1)."""
+@lru_cache(maxsize=1024)
+def prefix_root(fingerprint: str, *, adapter: str = "", salt: str = "") -> bytes:
+    """The hash that stands before a sequence's first block: of all that decides the bytes of its
+    keys and values beside its tokens, and of who may share them.
 
-    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+    fingerprint: of the model and its arithmetic (Fingerprint.kv); adapter: the hash of the adapter's
+    contents, empty without one; salt: the client's. Each comes with its length, so that no two of
+    them can be read as another two.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (fingerprint, adapter, salt):
+        encoded = part.encode()
+        digest.update(len(encoded).to_bytes(8, "little") + encoded)
+    return digest.digest()
+
+
+class BlockManager:
+    """A pool of num_blocks blocks of block_size tokens. Taking and giving back a block is O(1).
+
+    Within one, and between those of equal fingerprints, blocks have one hash exactly if they hold
+    the same bytes, for sequences of one salt.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True, fingerprint: str = "") -> None:
+        """fingerprint: of what computes the blocks, as prefix_root has it."""
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
+        self.fingerprint = fingerprint
         self.ref_counts = [0] * num_blocks
         # of the blocks in the prefix cache
         self.block_hashes: list[bytes | None] = [None] * num_blocks
@@ -136,12 +159,12 @@ class BlockManager:
         return copies
 
     def _hash(self, sequence: Sequence, number: int) -> bytes:
-        """The hash of the sequence's number-th block: of its tokens, all before them, and the
-        salt."""
+        """The hash of the sequence's number-th block: of its tokens, all before them, and its
+        root."""
         hashes = sequence.block_hashes
         while len(hashes) <= number:
             start = len(hashes) * self.block_size
-            parent = hashes[-1] if hashes else hashlib.blake2b(sequence.cache_salt.encode(), digest_size=16).digest()
+            parent = hashes[-1] if hashes else prefix_root(self.fingerprint, salt=sequence.cache_salt)
             tokens = array("q", sequence.token_ids[start : start + self.block_size]).tobytes()
             hashes.append(hashlib.blake2b(parent + tokens, digest_size=16).digest())
         return hashes[number]

@@ -6,14 +6,14 @@ late sits out: its sequence runs again when the mask is there, and gets the same
 whose masks take long is asked before its row runs, in threads of its own.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 from services.compute.candidates.compiled import Grammar, GrammarCache
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.matcher import Filling, Matcher, Turn, replay_some
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model.arrays import Array
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary
@@ -29,10 +29,10 @@ REPLAY_SLICE_S = 0.05  # of processor time; those who need more take turns
 class Masks:
     """Masks of the tokens that the grammars of one step's sequences allow."""
 
-    by_handle: dict[int, Array] = field(default_factory=dict)  # [num_bytes(vocab_size)] uint8 each
+    by_row: dict[RowKey, Array] = field(default_factory=dict)  # [num_bytes(vocab_size)] uint8 each
     # whose grammars can't say it, and why
-    failures: dict[int, RequestError] = field(default_factory=dict)
-    late: frozenset[int] = frozenset()  # handles whose masks are still being filled
+    failures: dict[RowKey, RequestError] = field(default_factory=dict)
+    late: frozenset[RowKey] = frozenset()  # rows whose masks are still being filled
 
 
 @dataclass(slots=True)
@@ -50,24 +50,24 @@ class Opening:
 class Masking:
     """The masks of a step, under way."""
 
-    matchers: dict[int, Matcher]  # by handle
+    matchers: dict[RowKey, Matcher]
     filling: Filling | None  # of those whose masks were not there
-    stale: frozenset[int]  # handles whose matchers are still at an earlier token
+    stale: frozenset[RowKey]  # rows whose matchers are still at earlier tokens
 
     def result(self, timeout_s: float | None = None) -> Masks:
         """The masks that are there after this time; None: all of them."""
         if self.filling is not None:
             self.filling.is_done.wait(timeout_s)
         masks, late = Masks(), set(self.stale)
-        for handle, matcher in self.matchers.items():
-            outcome = matcher.filling.outcomes.get(handle) if matcher.filling is not None and handle not in self.stale else None
+        for key, matcher in self.matchers.items():
+            outcome = matcher.filling.outcomes.get(key) if matcher.filling is not None and key not in self.stale else None
             if outcome is None:
-                late.add(handle)
+                late.add(key)
             elif isinstance(outcome, RequestError):
-                masks.failures[handle] = outcome
+                masks.failures[key] = outcome
             else:
-                masks.by_handle[handle] = outcome
-        return Masks(masks.by_handle, masks.failures, frozenset(late))
+                masks.by_row[key] = outcome
+        return Masks(masks.by_row, masks.failures, frozenset(late))
 
 
 class Constraints:
@@ -106,22 +106,26 @@ class Constraints:
                 found.append((opening.sequence, None))
         return found
 
-    def start(self, sequences: Collection[Sequence]) -> Masking | None:
-        """Begin with the masks of the tokens that follow these sequences; None: none of them has a
-        grammar."""
-        matchers = {each.handle: matcher for each in sequences if (matcher := self.matchers.get(each.handle)) is not None}
-        if not matchers:
+    def start(self, prefixes: Iterable[Prefix]) -> Masking | None:
+        """Begin with the masks of the tokens that follow these prefixes; None: no sequence of them
+        has a grammar. Several of one sequence come in their order, and its grammar allows the
+        tokens that lie between them."""
+        asked: dict[int, list[Prefix]] = {}
+        for prefix in prefixes:
+            if prefix.sequence.handle in self.matchers:
+                asked.setdefault(prefix.sequence.handle, []).append(prefix)
+        if not asked:
             return None
-        stale, turns = set(), []
-        for sequence in sequences:
-            matcher = matchers.get(sequence.handle)
-            if matcher is None:
-                continue
-            turn = matcher.step_to(sequence)
+        matchers = {prefix.key: self.matchers[handle] for handle, some in asked.items() for prefix in some}
+        stale: set[RowKey] = set()
+        turns = []
+        for handle, some in asked.items():
+            matcher = self.matchers[handle]
+            turn = matcher.step_to(some)
             if turn.is_there:
                 continue
             if matcher.is_busy:
-                stale.add(sequence.handle)
+                stale.update(turn.keys)
             else:
                 turns.append(turn)
         filling = self._fill(sorted(turns, key=lambda turn: turn.matcher.seconds), self._maskers) if turns else None
@@ -141,7 +145,7 @@ class Constraints:
                 found.add(handle)
             elif not matcher.is_slow:
                 del self.late[handle]
-            elif not sequence.is_ending and not (turn := matcher.step_to(sequence)).is_there:
+            elif not sequence.is_ending and not (turn := matcher.step_to([sequence.prefix()])).is_there:
                 self._fill([turn], self._slow_maskers)
                 found.add(handle)
         return frozenset(found)

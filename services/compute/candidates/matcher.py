@@ -20,7 +20,7 @@ from llguidance import LLMatcher
 from services.compute.candidates.compiled import Grammar
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import num_bytes
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model.arrays import Array
 from shared.model.constraint import Constraint
 from shared.model.grammar import Vocabulary, compile_grammar
@@ -45,48 +45,61 @@ class Matcher:
     state: LLMatcher
     token_ids: list[int] = field(default_factory=list)  # of the output, that the state has taken in
     num_decided: int = 0  # of those, that will not be taken back
-    filling: "Filling | None" = None  # the last: of the mask that follows token_ids
-    seconds: float = 0.0  # that the last mask took
+    filling: "Filling | None" = None  # the last: its last mask follows token_ids
+    keys: tuple[RowKey, ...] = ()  # of the masks of that filling that are this sequence's
+    seconds: float = 0.0  # that the slowest of them took
     has_failed: bool = False
 
     @property
     def is_busy(self) -> bool:
-        return self.filling is not None and self.sequence.handle not in self.filling.outcomes
+        return self.filling is not None and any(key not in self.filling.outcomes for key in self.keys)
 
     @property
     def is_slow(self) -> bool:
         return self.seconds > SLOW_S
 
-    def step_to(self, sequence: Sequence) -> "Turn":
-        """How it comes to the sequence's last token. What was decided when it was last asked
-        stands; what was foreseen then may have come otherwise."""
+    def step_to(self, prefixes: list[Prefix]) -> "Turn":
+        """How it comes to some prefixes of its sequence, of which each is longer than the one
+        before. What was decided when it was last asked stands; what was foreseen then may have come
+        otherwise."""
+        sequence, keys, last = self.sequence, tuple(prefix.key for prefix in prefixes), prefixes[-1].num_tokens
         first, known = sequence.num_prompt_tokens + self.num_decided, self.token_ids[self.num_decided :]
-        present = sequence.token_ids[first:]
+        present = sequence.token_ids[first:last]
         num_same = next((at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), min(len(known), len(present)))
-        return Turn(sequence, self, len(known) - num_same, present[num_same:])
+        if num_same == len(known) == len(present) and self.filling is not None and set(keys) <= set(self.keys):
+            return Turn(sequence, self, keys, 0, ())
+        at, parts = min(first + num_same, prefixes[0].num_tokens), []
+        num_taken_back = first + len(known) - at
+        for prefix in prefixes:
+            parts.append(sequence.token_ids[at : prefix.num_tokens])
+            at = prefix.num_tokens
+        return Turn(sequence, self, keys, num_taken_back, tuple(parts))
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """How a matcher comes to its sequence's last token."""
+    """How a matcher comes to some prefixes of its sequence, one after the other."""
 
     sequence: Sequence
     matcher: Matcher
+    keys: tuple[RowKey, ...]
     num_taken_back: int
-    new_token_ids: list[int]
+    # by key: the tokens that lead to the prefix from the one before it; empty: the masks that were
+    # filled last are those that are wanted
+    parts: tuple[list[int], ...]
 
     @property
     def is_there(self) -> bool:
-        """Whether the mask that was filled last is the one that is wanted."""
-        return not self.num_taken_back and not self.new_token_ids and self.matcher.filling is not None
+        return not self.parts
 
     def take(self, filling: "Filling") -> None:
         """Give the matcher to the filling."""
         matcher, sequence = self.matcher, self.sequence
         del matcher.token_ids[len(matcher.token_ids) - self.num_taken_back :]
-        matcher.token_ids.extend(self.new_token_ids)
+        for part in self.parts:
+            matcher.token_ids.extend(part)
         matcher.num_decided = min(sequence.num_decided_tokens - sequence.num_prompt_tokens, len(matcher.token_ids))
-        matcher.filling = filling
+        matcher.filling, matcher.keys, matcher.seconds = filling, self.keys, 0.0
 
 
 class Filling:
@@ -94,67 +107,79 @@ class Filling:
     uint8, or why there is none."""
 
     def __init__(self, turns: list[Turn], vocabulary: Vocabulary, vocab_size: int, slow_lane: ThreadPoolExecutor) -> None:
-        self.outcomes: dict[int, Array | RequestError] = {}  # by handle
+        self.outcomes: dict[RowKey, Array | RequestError] = {}
         self.is_done = Event()
         self._turns = turns
-        self._num_turns = len(turns)
+        self._num_rows = sum(len(turn.keys) for turn in turns)
         self._vocabulary = vocabulary
-        self._rows = np.zeros((len(turns), num_bytes(vocab_size)), np.uint8)
+        self._rows = np.zeros((self._num_rows, num_bytes(vocab_size)), np.uint8)
         self._slow_lane = slow_lane
         for turn in turns:
             turn.take(self)
 
     def run(self) -> None:
-        """Fill a mask, in a thread."""
-        for turn, row in zip(self._turns, self._rows, strict=True):
-            if not self._fill(turn, row):
-                self._slow_lane.submit(self._refill, turn, row)
+        """Fill the masks, in a thread."""
+        rows = iter(self._rows)
+        for turn in self._turns:
+            some = [next(rows) for _ in turn.keys]
+            num_filled = self._fill(turn, some)
+            if num_filled < len(some):
+                self._slow_lane.submit(self._refill, turn, some, num_filled)
 
-    def _fill(self, turn: Turn, row: Array) -> bool:
-        """Whether there is an outcome. There is none where the matcher has to be made again, and
-        that takes long."""
-        matcher, began = turn.matcher, time.thread_time()
-        try:
-            if turn.num_taken_back:
-                matcher.state.rollback(turn.num_taken_back)
-            matcher.state.consume_tokens(turn.new_token_ids)
-            matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
-            if matcher.state.is_error() and matcher.grammar.seconds > SLOW_S:
-                return False
-            self._judge(matcher, row, began)
-            self._end(turn, row, began)
-        except BaseException as error:  # whatever it is, a panic in Rust too, it is this row's alone
-            self._end(turn, error_of(error), began)
-        return True
+    def _fill(self, turn: Turn, rows: list[Array]) -> int:
+        """Returns how many of the turn's masks have outcomes: not the rest where the matcher has to
+        be made again, and that takes long."""
+        matcher, num_taken_back = turn.matcher, turn.num_taken_back
+        for number, (part, row) in enumerate(zip(turn.parts, rows, strict=True)):
+            began = time.thread_time()
+            try:
+                if num_taken_back:
+                    matcher.state.rollback(num_taken_back)
+                    num_taken_back = 0
+                matcher.state.consume_tokens(part)
+                matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                if matcher.state.is_error() and matcher.grammar.seconds > SLOW_S:
+                    return number
+                self._judge(turn, number, row, began)
+                self._end(turn, number, row, began)
+            except BaseException as error:  # whatever it is, a panic in Rust too, it is this row's alone
+                self._end(turn, number, error_of(error), began)
+        return len(rows)
 
-    def _refill(self, turn: Turn, row: Array) -> None:
-        """Catch up and fill a mask, in a thread of the slow lane."""
-        began = time.thread_time()
-        try:
-            self._judge(turn.matcher, row, began)
-            self._end(turn, row, began)
-        except BaseException as error:
-            self._end(turn, error_of(error), began)
+    def _refill(self, turn: Turn, rows: list[Array], first: int) -> None:
+        """Fill the turn's masks from the first that has no outcome, in a thread of the slow lane."""
+        for number in range(first, len(rows)):
+            began = time.thread_time()
+            try:
+                if number > first:
+                    turn.matcher.state.consume_tokens(turn.parts[number])
+                    turn.matcher.state.unsafe_compute_mask_ptr(rows[number].ctypes.data, rows[number].nbytes)
+                self._judge(turn, number, rows[number], began)
+                self._end(turn, number, rows[number], began)
+            except BaseException as error:
+                self._end(turn, number, error_of(error), began)
 
-    def _judge(self, matcher: Matcher, row: Array, began: float) -> None:
+    def _judge(self, turn: Turn, number: int, row: Array, began: float) -> None:
         """Fill the row by a matcher of its own if the shared one is worn out. Raises Invalid for a
         grammar that is too complex."""
+        matcher = turn.matcher
         if matcher.state.is_error():
-            matcher.state = replay(matcher.constraint, self._vocabulary, matcher.token_ids)
+            num_behind = sum(map(len, turn.parts[number + 1 :]))
+            matcher.state = replay(matcher.constraint, self._vocabulary, matcher.token_ids[: len(matcher.token_ids) - num_behind])
             matcher.state.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
             if matcher.state.is_error():
                 raise too_complex(matcher.constraint, " ".join(matcher.state.get_error().replace("<non-verbose/>", "").split()))
         elif (seconds := time.thread_time() - began) > MASK_LIMIT_S:
             raise too_complex(matcher.constraint, f"what may follow took {seconds:.1f} s of processor time to find, and {MASK_LIMIT_S:g} s is the most")
 
-    def _end(self, turn: Turn, outcome: Array | RequestError, began: float) -> None:
-        matcher = turn.matcher
-        matcher.seconds = time.thread_time() - began
-        matcher.has_failed = isinstance(outcome, RequestError)
-        if matcher.seconds > GROWTH_S:
-            matcher.grammar.seconds += matcher.seconds
-        self.outcomes[turn.sequence.handle] = outcome
-        if len(self.outcomes) == self._num_turns:
+    def _end(self, turn: Turn, number: int, outcome: Array | RequestError, began: float) -> None:
+        matcher, seconds = turn.matcher, time.thread_time() - began
+        matcher.seconds = max(matcher.seconds, seconds)
+        matcher.has_failed |= isinstance(outcome, RequestError)
+        if seconds > GROWTH_S:
+            matcher.grammar.seconds += seconds
+        self.outcomes[turn.keys[number]] = outcome
+        if len(self.outcomes) == self._num_rows:
             # they hold the matchers, which hold this: no grammar is to wait for the garbage
             # collector
             self._turns = []

@@ -28,7 +28,7 @@ from services.compute.candidates.dry import dry_penalties
 from services.compute.candidates.failures import error_of
 from services.compute.candidates.row_mask import allowed_tokens, apply_mask, banned_tokens
 from services.compute.candidates.rows import REQUESTS_OWN, CandidateRows
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix, RowKey, Sequence
 from shared.model.arrays import Array
 from shared.model.decision import pick
 from shared.model.sampling_params import ChainParams, SamplingParams
@@ -46,12 +46,11 @@ NO_MASKS = Masks()
 
 @dataclass(slots=True)
 class EditedRow:
-    """A row of logits that is ready to be reduced, and what its sequence was when it was edited: it
-    may have gone on when the candidates are read."""
+    """A row of logits that is ready to be reduced."""
 
-    handle: int
-    position: int  # in the token log, of the token to be decided
-    previous_token_id: int  # -1: none
+    prefix: Prefix  # on which it was computed
+    # the prefix's last: the sequence may have lost it when the candidates are read
+    previous_token_id: int
     # of the draw: what the chain has done already is off, and the temperature is the row's
     params: SamplingParams
     # of the row before the chain took any of its tokens away; None: it took none, or nobody asked
@@ -68,8 +67,8 @@ class Reduction:
     wanted: SearchRequest
     searching: RunningSearch
     search: RowSearch
-    # by handle: rows that could not be edited, and are none of these
-    failures: dict[int, RequestError]
+    # rows that could not be edited, and are none of these
+    failures: dict[RowKey, RequestError]
 
     @torch.inference_mode()
     def finish(self) -> CandidateRows:
@@ -88,7 +87,7 @@ class Reduction:
         for row, each in enumerate(self.edited):
             alone = self.logits[row : row + 1]
             if failure := failure_of(lambda: check(reduce_edited(alone, [each], self.search)), alone.device):  # noqa: B023
-                failures[each.handle] = failure
+                failures[each.prefix.key] = failure
             else:
                 good.append(row)
         some = self.logits[to_device(np.array(good, np.int64), self.logits.device)]
@@ -106,31 +105,31 @@ def num_listed(params: SamplingParams, vocab_size: int) -> int:
 
 
 def reduce(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> CandidateRows:
-    """Begin a reduction and wait for it."""
-    return begin_reduction(logits, sequences, search, masks).finish()
+    """Begin a reduction of rows that decide these sequences' next tokens, and wait for it."""
+    return begin_reduction(logits, [sequence.prefix() for sequence in sequences], search, masks).finish()
 
 
 @torch.inference_mode()
-def begin_reduction(logits: torch.Tensor, sequences: list[Sequence], search: RowSearch, masks: Masks = NO_MASKS) -> Reduction:
-    """logits: [R, vocab] float32, edited in place; sequences: the rows' owners, whose next token
-    each row decides; search: of the model's backend; masks: of their grammars, where they have one:
-    a row whose mask is late is left out.
+def begin_reduction(logits: torch.Tensor, prefixes: list[Prefix], search: RowSearch, masks: Masks = NO_MASKS) -> Reduction:
+    """logits: [R, vocab] float32, edited in place; prefixes: those on which the rows were computed,
+    several of one sequence in their order; search: of the model's backend; masks: of their
+    grammars, where they have one: a row whose mask is late is left out.
 
     Does not wait for the device, but where llama.cpp's chain looks at a whole row.
     """
-    failures: dict[int, RequestError] = {}
+    failures: dict[RowKey, RequestError] = {}
     edited: list[EditedRow] = []
     good: list[int] = []
-    for row, sequence in enumerate(sequences):
-        if sequence.handle in masks.late:
+    for row, prefix in enumerate(prefixes):
+        key = prefix.key
+        if key in masks.late:
             continue
-        mask = masks.by_handle.get(sequence.handle)
-        failure = masks.failures.get(sequence.handle)
-        if failure := failure or failure_of(lambda: edited.append(edit(logits[row], sequence, search, mask)), logits.device):  # noqa: B023
-            failures[sequence.handle] = failure
+        mask, failure = masks.by_row.get(key), masks.failures.get(key)
+        if failure := failure or failure_of(lambda: edited.append(edit(logits[row], prefix, search, mask)), logits.device):  # noqa: B023
+            failures[key] = failure
         else:
             good.append(row)
-    if len(good) < len(sequences):
+    if len(good) < len(prefixes):
         logits = logits[to_device(np.array(good, np.int64), logits.device)]
     wanted = wanted_of(edited, logits.shape[1])
     return Reduction(logits, edited, wanted, search.start(logits, wanted), search, failures)
@@ -165,7 +164,7 @@ def wanted_of(edited: list[EditedRow], vocab_size: int) -> SearchRequest:
     alone."""
     params = [each.params for each in edited]
     drawn = [row for row, each in enumerate(params) if not each.is_greedy]
-    seeds, positions = np.array([each.seed for each in params], np.uint64), np.array([each.position for each in edited], np.int32)
+    seeds, positions = np.array([each.seed for each in params], np.uint64), np.array([each.prefix.position for each in edited], np.int32)
     num = np.array([num_listed(each, vocab_size) for each in params], np.int32)
     scored = np.array([row for row, each in enumerate(params) if each.logprobs is not None], np.int64)
     whole = np.array([row for row in drawn if params[row].top_k == 0 and (params[row].top_p < 1.0 or params[row].min_p == 0.0)], np.int64)
@@ -195,7 +194,7 @@ def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRe
         logsumexp[rows] = [each if edited[row].logsumexp is None else edited[row].logsumexp for row, each in zip(rows, logsumexp[rows], strict=True)]
     drawn = draw(logits, wanted, values, token_ids, counts, is_whole, found.whole_masses, search)
     return CandidateRows(
-        handles=np.array([each.handle for each in edited], np.int32),
+        handles=np.array([each.prefix.sequence.handle for each in edited], np.int32),
         positions=wanted.positions,
         previous_token_ids=np.array([each.previous_token_id for each in edited], np.int32),
         counts=counts, token_ids=token_ids, logits=values, logsumexp=logsumexp,
@@ -205,42 +204,43 @@ def reduce_found(logits: torch.Tensor, edited: list[EditedRow], wanted: SearchRe
     )  # fmt: skip
 
 
-def edit(row: torch.Tensor, sequence: Sequence, search: RowSearch, grammar_mask: Array | None = None) -> EditedRow:
+def edit(row: torch.Tensor, prefix: Prefix, search: RowSearch, grammar_mask: Array | None = None) -> EditedRow:
     """Apply to a row of logits [vocab], in place, what its request asks: penalties, then bias, then
     DRY, then what is not allowed, then llama.cpp's chain. Raises Invalid if nothing is allowed.
 
     Repetition: Keskar et al., "CTRL" (2019), section 4.1, over prompt and output. Frequency and
     presence: over the output, as OpenAI defines them.
     """
+    sequence, num_tokens = prefix.sequence, prefix.num_tokens
     params = sequence.params
     if params.edits_logits:
         if params.repetition_penalty != 1.0:
-            seen = to_device(sequence.seen_counts().token_ids.copy(), row.device)
+            seen = to_device(sequence.seen_counts(num_tokens).token_ids.copy(), row.device)
             values = row[seen]
             row[seen] = torch.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        if (params.frequency_penalty or params.presence_penalty) and sequence.num_output_tokens:
-            counts = sequence.output_counts()
+        if (params.frequency_penalty or params.presence_penalty) and prefix.num_output_tokens:
+            counts = sequence.output_counts(num_tokens)
             used, times = to_device(counts.token_ids.copy(), row.device), to_device(counts.times.copy(), row.device)
             row[used] -= params.frequency_penalty * times + params.presence_penalty
         if params.logit_bias:
             biased = to_device(np.array(list(params.logit_bias), np.int64), row.device)
             row[biased] += to_device(np.array(list(params.logit_bias.values()), np.float32), row.device)
     if params.dry is not None and params.dry.multiplier > 0.0:
-        repeating, penalties = dry_penalties(sequence.history(), params.dry, sequence.dry_breakers)
+        repeating, penalties = dry_penalties(sequence.history(num_tokens), params.dry, sequence.dry_breakers)
         row[to_device(repeating, row.device)] -= to_device(penalties, row.device)
-    mask = allowed_tokens(sequence, grammar_mask, len(row))
+    mask = allowed_tokens(prefix, grammar_mask, len(row))
     if mask is not None:
         apply_mask(row, mask)
-    elif banned := banned_tokens(sequence):
+    elif banned := banned_tokens(prefix):
         row[to_device(np.array(banned, np.int64), row.device)] = -torch.inf
-    edited = EditedRow(sequence.handle, sequence.next_position, sequence.token_ids[-1] if sequence.num_output_tokens else -1, params)
+    edited = EditedRow(prefix, prefix.previous_token_id, params)
     return chained(row, edited, params.chain, search) if params.chain is not None and params.chain.is_on else edited
 
 
 def chained(row: torch.Tensor, edited: EditedRow, chain: ChainParams, search: RowSearch) -> EditedRow:
     """Ban what llama.cpp's chain takes away from a row [vocab]."""
     params, numbers = edited.params, row.cpu().numpy()
-    dropped, temperature = truncate(numbers, params, chain, edited.position)
+    dropped, temperature = truncate(numbers, params, chain, edited.prefix.position)
     logsumexp = None
     if params.logprobs is not None:
         largest = numbers.max()

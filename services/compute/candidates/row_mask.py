@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from services.compute.backends.buffers import to_device
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix
 from shared.model.arrays import Array
 from shared.process.errors import Invalid
 
@@ -25,13 +25,13 @@ def num_bytes(vocab_size: int) -> int:
     return (vocab_size + 31) // 32 * 4
 
 
-def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: int) -> Array | None:
-    """The mask of the sequence's next token, [num_bytes(vocab_size)] uint8, bit i of byte b for
+def allowed_tokens(prefix: Prefix, grammar_mask: Array | None, vocab_size: int) -> Array | None:
+    """The mask of the token after the prefix, [num_bytes(vocab_size)] uint8, bit i of byte b for
     token 8 b + i; None: all that is not banned.
 
     grammar_mask: what its grammar allows, of the same form. Raises Invalid if no token is left.
     """
-    params = sequence.params
+    sequence, params = prefix.sequence, prefix.sequence.params
     if grammar_mask is None and not params.allowed_token_ids:
         return None
     mask = np.full(num_bytes(vocab_size), 255, np.uint8) if grammar_mask is None else grammar_mask.copy()
@@ -42,11 +42,11 @@ def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: i
             enders = np.concatenate((enders, np.array(params.stop_token_ids, np.int64)))
             others = mask & ~bits_of(enders, vocab_size)
             mask |= bits_of(enders, vocab_size)
-            if others.any() and (params.ignore_eos or sequence.next_position <= params.min_tokens):
+            if others.any() and (params.ignore_eos or prefix.position <= params.min_tokens):
                 mask = others
     if params.allowed_token_ids:
         mask &= bits_of(np.array(params.allowed_token_ids, np.int64), vocab_size)
-    banned = bad_tokens(sequence) if grammar_mask is not None else banned_tokens(sequence)
+    banned = bad_tokens(prefix) if grammar_mask is not None else banned_tokens(prefix)
     if banned:
         mask &= ~bits_of(np.array(banned, np.int64), vocab_size)
     if not mask.any():
@@ -55,19 +55,20 @@ def allowed_tokens(sequence: Sequence, grammar_mask: Array | None, vocab_size: i
     return mask
 
 
-def banned_tokens(sequence: Sequence) -> list[int]:
+def banned_tokens(prefix: Prefix) -> list[int]:
     """The tokens that may not come next, without a grammar: ends before min_tokens, and the last
     tokens of bad words."""
-    is_early = sequence.next_position <= sequence.params.min_tokens
-    return [*sequence.eos_token_ids, *sequence.params.stop_token_ids, *bad_tokens(sequence)] if is_early else bad_tokens(sequence)
+    sequence = prefix.sequence
+    is_early = prefix.position <= sequence.params.min_tokens
+    return [*sequence.eos_token_ids, *sequence.params.stop_token_ids, *bad_tokens(prefix)] if is_early else bad_tokens(prefix)
 
 
-def bad_tokens(sequence: Sequence) -> list[int]:
+def bad_tokens(prefix: Prefix) -> list[int]:
     """The tokens that would complete a bad word."""
     found = []
-    for token_ids in sequence.params.bad_words_token_ids:
+    for token_ids in prefix.sequence.params.bad_words_token_ids:
         begun = len(token_ids) - 1
-        if begun <= sequence.num_output_tokens and sequence.token_ids[sequence.num_tokens - begun :] == list(token_ids[:-1]):
+        if begun <= prefix.num_output_tokens and prefix.sequence.token_ids[prefix.num_tokens - begun : prefix.num_tokens] == list(token_ids[:-1]):
             found.append(token_ids[-1])
     return found
 

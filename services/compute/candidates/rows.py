@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from services.compute.sequence import RowKey
 from shared.model.arrays import Array
 from shared.wire.messages import RequestError, SequenceIntro, StepCandidates
 
@@ -31,8 +32,12 @@ class CandidateRows:
     tail_logits: Array  # [R] float32
     chosen: Array  # [R] int32: what the sampler will decide
     temperatures: Array  # [R] float32, where they depend on the row; REQUESTS_OWN elsewhere
-    # by handle: rows that are not here, and why
-    failures: dict[int, RequestError] = field(default_factory=dict)
+    failures: dict[RowKey, RequestError] = field(default_factory=dict)  # rows that are not here
+
+    @property
+    def keys(self) -> list[RowKey]:
+        """[R]."""
+        return list(map(RowKey, self.handles.tolist(), self.positions.tolist()))
 
     def only(self, rows: list[int]) -> "CandidateRows":
         """Some of the rows, without failures."""

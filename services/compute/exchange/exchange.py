@@ -55,7 +55,7 @@ class Exchange:
         self.prompts = GroupReader(stage.transport, prompts, stage.replica_id)
         self.decisions = DirectReader(stage.transport, decisions(stage.replica_id))
         self.control = DirectReader(stage.transport, CONTROL)
-        self.samplers = Samplers(stage.replica_id, active)
+        self.samplers = Samplers(stage.replica_id, active, stage.fingerprint)
         self.undecided = Undecided()
         out, news, requests = (Line(stage.transport.client) for _ in range(3))
         self.outbox = Outbox(out, prompts, self.decisions, publish_interval_s=publish_interval_s, max_held=max_held)

@@ -18,8 +18,9 @@ class Samplers:
     """Each sequence belongs to the live sampler that rendezvous hashing of its request id says; its
     first row there comes with an introduction."""
 
-    def __init__(self, compute_id: str, active: Mapping[int, ActiveRequest]) -> None:
+    def __init__(self, compute_id: str, active: Mapping[int, ActiveRequest], fingerprint: str = "") -> None:
         self.compute_id = compute_id
+        self.fingerprint = fingerprint
         self.active = active
         self.live: set[str] = set()
         # by sampler: handles it need not remember
@@ -51,7 +52,7 @@ class Samplers:
                 active.sampler_id = choose_replica(active.request.request_id, self.live)
                 if active.sampler_id is None:
                     continue
-                intros[active.sampler_id].append(introduction(active))
+                intros[active.sampler_id].append(introduction(active, self.fingerprint))
             by_sampler[active.sampler_id].append(index)
         return [
             (sampler_id, rows.message(own, self.compute_id, step, tuple(intros[sampler_id]), self._forget.pop(sampler_id, [])))
@@ -69,8 +70,8 @@ class Samplers:
             self._forget[active.sampler_id].append(active.sequence.handle)
 
 
-def introduction(active: ActiveRequest) -> SequenceIntro:
-    """The introduction of a sequence to a sampler."""
+def introduction(active: ActiveRequest, fingerprint: str) -> SequenceIntro:
+    """The introduction of a sequence to a sampler, by a replica of this fingerprint."""
     sequence, request = active.sequence, active.request
     scored = prompt_logprobs(sequence)
     wants_ids = sequence.params.returns_prompt_token_ids and sequence.num_decided_tokens == sequence.num_prompt_tokens
@@ -90,4 +91,5 @@ def introduction(active: ActiveRequest) -> SequenceIntro:
         traceparent=request.traceparent,
         tokenized_at=request.tokenized_at,
         scheduled_at=active.scheduled_at,
+        fingerprint=fingerprint,
     )

@@ -21,7 +21,7 @@ def run_step(scheduler: Scheduler, decide: Decide, *, is_over: Callable[[Sequenc
     batch = scheduler.schedule()
     if batch is None:
         return None
-    sequences = [scheduler.get(handle) for handle in batch.sampled]
+    sequences = [scheduler.get(handle) for handle, _ in batch.sampled]
     for sequence, token_id in zip(sequences, decide(batch, sequences), strict=True):
         scheduler.append(sequence, token_id)
         if is_over(sequence):

@@ -31,7 +31,7 @@ from services.compute.scheduling.admission import Admission
 from services.compute.scheduling.step_cost import StepCostFit
 from services.compute.scheduling.verdict import Begin, MakeRoom, Wait
 from services.compute.scheduling.waiting import WaitingQueue
-from services.compute.sequence import Sequence
+from services.compute.sequence import Prefix, Sequence
 
 AGING_S = 30.0
 RETRY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
@@ -144,10 +144,11 @@ class Scheduler:
         if not is_continued:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
 
-    def take_back(self, sequence: Sequence) -> None:
-        """The step's row of the sequence comes to nothing: its last token is to be computed
-        again."""
-        sequence.num_computed_tokens = sequence.num_tokens - 1
+    def take_back(self, prefix: Prefix) -> None:
+        """The row that was computed on these tokens comes to nothing: the last of them is to be
+        computed again, and what follows it."""
+        sequence = prefix.sequence
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, prefix.num_tokens - 1)
         sequence.num_committed_blocks = min(sequence.num_committed_blocks, sequence.num_computed_tokens // self.block_manager.block_size)
         sequence.has_shared_tail = True  # its last block may be in the prefix cache by now
 
@@ -190,11 +191,12 @@ class Scheduler:
         """The sequence's row of the step, which counts as computed from now on."""
         first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
         is_sampled = last == len(sequence.token_ids) and sequence.embedding is None
+        sampled = range(num_tokens - 1, num_tokens) if is_sampled else range(0)
         pooled = sequence.pooled_tokens(first, last)
         first_target, target_ids = (0, ()) if sequence.is_scored else self._targets(sequence, last)
         row = BatchRow(
-            sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), is_sampled, first_target, target_ids,
-            range(pooled.start - first, pooled.stop - first) if pooled else pooled,
+            sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens,
+            first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
         )  # fmt: skip
         sequence.num_computed_tokens = last
         if num_tokens > 1 or last % self.block_manager.block_size == 0:

@@ -26,6 +26,7 @@ class Choice:
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
+    fingerprints: list[str] = field(default_factory=list)  # of the compute replicas that made its tokens
     prompt_token_ids: Int32Array | None = None
     embedding: Float32Array | None = None
     schema_errors: list[dict[str, Any]] = field(default_factory=list)  # where it breaks what of its schema could not be enforced
@@ -47,6 +48,8 @@ class Choice:
         self.num_output_tokens = event.position
         if event.token_id is not None:
             self.token_ids.append(event.token_id)
+        if event.fingerprint and event.fingerprint not in self.fingerprints:
+            self.fingerprints.append(event.fingerprint)
         if event.prompt_token_ids is not None:
             self.prompt_token_ids = event.prompt_token_ids
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason

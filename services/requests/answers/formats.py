@@ -98,7 +98,7 @@ def message_fields(answer: Answer) -> dict[str, Any]:
 def make_chunk(head: dict[str, Any], made: list[dict[str, Any]], record: ResponseRecord, choice: Choice | None) -> dict[str, Any]:
     """A chunk of a stream. Where the client asked for usage, all but the last say that it is null,
     or what it is so far of the chunk's choice."""
-    chunk = {**head, "choices": made}
+    chunk = {**head, **fingerprint_field([choice] if choice is not None else []), "choices": made}
     if not record.has_usage:
         return chunk
     return {**chunk, "usage": usage_fields(usage_of([choice], 1)) if record.has_continuous_usage and choice is not None else None}
@@ -131,11 +131,12 @@ class ChatFormat:
         return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([], None) | {"usage": usage_fields(usage_of(choices, self.record.n))}
+        return self._chunk([], None) | fingerprint_field(choices) | {"usage": usage_fields(usage_of(choices, self.record.n))}
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
             **head_of(self.record, "chat.completion"),
+            **fingerprint_field(choices),
             "service_tier": "default",
             "choices": [
                 {
@@ -196,11 +197,12 @@ class CompletionFormat:
         return self._chunk([own], choice) | errors_field([choice])
 
     def usage_chunk(self, choices: list[Choice]) -> dict[str, Any]:
-        return self._chunk([], None) | {"usage": usage_fields(usage_of(choices, self.record.n))}
+        return self._chunk([], None) | fingerprint_field(choices) | {"usage": usage_fields(usage_of(choices, self.record.n))}
 
     def whole(self, choices: list[Choice]) -> dict[str, Any]:
         return {
             **self._head,
+            **fingerprint_field(choices),
             "choices": [
                 {
                     "index": choice.index,
@@ -240,6 +242,14 @@ class CompletionFormat:
 def head_of(record: ResponseRecord, kind: str) -> dict[str, Any]:
     fingerprint = record.fingerprint or None
     return {"id": record.response_id, "object": kind, "created": record.created, "model": record.model, "system_fingerprint": fingerprint}
+
+
+def fingerprint_field(choices: list[Choice]) -> dict[str, Any]:
+    """The head's field where its tokens say who made them: several fingerprints, joined by +, where
+    a replica of another went on. That is no replica's own, so nobody takes the answer for one that
+    can be had again."""
+    found = dict.fromkeys(each for choice in choices for each in choice.fingerprints)
+    return {"system_fingerprint": "+".join(found)} if found else {}
 
 
 def chat_logprobs(logprobs: Iterable[TokenLogprob], record: ResponseRecord) -> dict[str, Any]:

@@ -193,7 +193,7 @@ def launch_server(compiler: Compiler) -> None:
             backend.capability = (compiler.capability // 10, compiler.capability % 10)
             runner = LoadedModel(Path(folder), backend, quantization=quantization, kv_group=group).make_runner(256)
         with patch.object(Reduction, "finish"):
-            warm_up(runner, backend.row_search, 256)
+            warm_up(runner, 256)
         known = len(compiler.seen)
         for lens in (
             *([1] * count for count in (2, 8, 9, 16, 31, 33, 64, 66, 100, 128, 200)),
@@ -205,11 +205,11 @@ def launch_server(compiler: Compiler) -> None:
         ):
             for num_computed in (0, 400, 3000):
                 table = tuple(range(256))
-                rows = [BatchRow(handle, (0,) * length, num_computed, table, is_sampled=True) for handle, length in enumerate(lens)]
+                rows = [BatchRow(handle, (0,) * length, num_computed, table, range(length - 1, length)) for handle, length in enumerate(lens)]
                 batch = ScheduledBatch(tuple(rows), lens.count(1))
                 logits = runner.logits(batch, runner.run(batch))
                 for params in (SamplingParams(temperature=0.0, logprobs=5), SamplingParams(top_k=20), SamplingParams(top_k=100), SamplingParams(min_p=0.1)):
-                    begin_reduction(logits, [Sequence(row.handle, "", [0], 1, params) for row in rows], backend.row_search)
+                    begin_reduction(logits, [Sequence(row.handle, "", [0], 1, params).prefix() for row in rows], backend.row_search)
         if (late := len(compiler.seen) - known) > 0:
             compiler.num_wrong += late
             print(f"sm_{compiler.capability}: {late} kernels were not compiled when the server began")

@@ -104,6 +104,6 @@ def test_no_step_moves_what_recordings_read(model: Path) -> None:
     loaded.model.workspace_bytes(300, 8, 400)
     runner, generation = loaded.make_runner(32), backend.buffers.generation
     for length in (70, 150, 300):
-        row = BatchRow(0, (5,) * length, 0, tuple(range(20)), is_sampled=True, target_ids=(5,) * (length - 1), first_target=1)
+        row = BatchRow(0, (5,) * length, 0, tuple(range(20)), range(length - 1, length), target_ids=(5,) * (length - 1), first_target=1)
         runner.prepare(ScheduledBatch((row,), 0))
         assert backend.buffers.generation == generation

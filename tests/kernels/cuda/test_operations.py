@@ -15,7 +15,7 @@ from services.compute.backends.cuda.backend import CudaBackend
 from services.compute.backends.cuda.stack import CudaStack
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.candidates.reduction import begin_reduction
-from services.compute.model_runner import DrawnTokens
+from services.compute.executor import DrawnTokens
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
 from tests.kernels.backends import CPU
@@ -50,7 +50,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def singles(count: int) -> ScheduledBatch:
-    return ScheduledBatch(tuple(BatchRow(handle, (5,), 0, (0,), is_sampled=True) for handle in range(count)), count)
+    return ScheduledBatch(tuple(BatchRow(handle, (5,), 0, (0,), range(1)) for handle in range(count)), count)
 
 
 @pytest.mark.parametrize("quantization", VENDORS)
@@ -85,11 +85,13 @@ def test_nothing_of_a_step_waits_for_the_device(tmp_path: Path, launches: list[s
     backend = CudaBackend(torch.bfloat16, CPU)
     runner = LoadedModel(tmp_path, backend).make_runner(16)
     for lens in ([1] * 9, [1, 1, 40]):
-        rows = [BatchRow(handle, (5,) * (length - 1) + (5 if handle else PENDING,), 0, (0, 1, 2), is_sampled=True) for handle, length in enumerate(lens)]
+        rows = [
+            BatchRow(handle, (5,) * (length - 1) + (5 if handle else PENDING,), 0, (0, 1, 2), range(length - 1, length)) for handle, length in enumerate(lens)
+        ]
         batch = ScheduledBatch(tuple(rows), lens.count(1))
         sequences = [Sequence(row.handle, "", [5, *row.token_ids], 1, DRAWS[row.handle % len(DRAWS)], eos_token_ids=(1,)) for row in rows]
         with Operations() as asked:
-            hidden = runner.run(batch, DrawnTokens(torch.tensor([7, 8]), {0: 1}))
-            begin_reduction(runner.logits(batch, hidden), sequences, backend.row_search)
+            hidden = runner.run(batch, DrawnTokens(torch.tensor([7, 8]), {batch.rows[0].key(lens[0] - 1): 1}))
+            begin_reduction(runner.logits(batch, hidden), [sequence.prefix() for sequence in sequences], backend.row_search)
         assert asked.seen and not [name for name in asked.seen if any(each in name for each in READS)]
         assert {"rotate_and_write", "attend", "multiply", "largest_logits", "sum_masses", "draw_tokens"} <= set(launches)

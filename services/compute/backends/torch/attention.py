@@ -2,16 +2,17 @@
 torch."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from services.compute.backends.torch.reference import decode_attention, norm_heads, prefill_attention, rotary, write_kv
+from services.compute.backends.torch.reference import RANGE, norm_heads, paged_attention, rotary, write_kv
 
 CosSin = tuple[Tensor, Tensor]  # cos and sin of the step's positions, [T, rotary_dim / 2] float32
 
 MAX_NATIVE_HEAD_DIM, MAX_NATIVE_GROUP = 256, 32
+PIECE = 64  # tokens of a sequence that are computed together
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +57,28 @@ class AttentionInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeGroup:
-    """Single-token sequences of similar length, whose attention is one call."""
+class Piece:
+    """Tokens of one sequence that are computed together."""
 
-    rows: Tensor  # [n] int64, of the step's tokens
-    block_tables: Tensor  # [n, blocks] int64
-    context_lens: Tensor  # [n] int64
-    # by sliding window: [n, blocks * block_size] bool
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def mask(self, window: int | None, block_size: int) -> Tensor:
-        """The cached positions that each sequence's token sees; made once a step, shared by the
-        layers."""
-        if window not in self.masks:
-            positions = torch.arange(self.block_tables.shape[1] * block_size, device=self.context_lens.device)
-            ends = self.context_lens[:, None]
-            self.masks[window] = (positions < ends) & (positions >= (ends - window if window is not None else 0))
-        return self.masks[window]
+    rows: range  # of the step's tokens
+    sequence: int
+    num_context: int  # up to the last of them
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillChunk:
-    """One sequence's chunk of several tokens."""
+class PieceGroup:
+    """Pieces of as many tokens, and of similar contexts, whose attention is one call."""
 
-    rows: slice
-    block_table: Tensor  # [blocks] int64
-    num_context: int
+    rows: Tensor  # [n, tokens] int64, of the step's tokens
+    positions: Tensor  # [n, tokens] int64, in their sequences
+    block_tables: Tensor  # [n, blocks] int64, whole ranges
+    context_lens: Tensor  # [n] int64
 
 
 @dataclass(frozen=True, slots=True)
 class TorchPlan:
     inputs: AttentionInputs
-    decode_groups: list[DecodeGroup]
-    prefill_chunks: list[PrefillChunk]
+    groups: list[PieceGroup]
 
 
 class TorchAttention:
@@ -100,27 +90,26 @@ class TorchAttention:
         self.scores = scores or Scores.of(heads)
 
     def plan(self, inputs: AttentionInputs, block_size: int) -> TorchPlan:
-        """One group of single tokens for each power of two of blocks, so that at most half of what
-        a group reads is padding; and the chunks."""
-        device = inputs.slot_mapping.device
-        members: dict[int, list[tuple[int, int]]] = {}  # by size class: row, sequence
-        chunks, row = [], 0
-        for number, (length, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
-            num_blocks = -(-context // block_size)
-            if length == 1:
-                members.setdefault(num_blocks.bit_length(), []).append((row, number))
-            else:
-                table = torch.tensor(inputs.block_tables[number][:num_blocks], device=device)
-                chunks.append(PrefillChunk(slice(row, row + length), table, context))
+        """One group for each number of tokens and each power of two of ranges, so that at most half
+        of what a group reads is padding."""
+        members: dict[tuple[int, int], list[Piece]] = {}
+        row = 0
+        for sequence, (length, context) in enumerate(zip(inputs.query_lens, inputs.context_lens, strict=True)):
+            for at in range(0, length, PIECE):
+                count = min(PIECE, length - at)
+                piece = Piece(range(row + at, row + at + count), sequence, context - length + at + count)
+                members.setdefault((count, (-(-piece.num_context // RANGE)).bit_length()), []).append(piece)
             row += length
-        groups = []
-        for each in members.values():
-            context_lens = [inputs.context_lens[number] for _, number in each]
-            num_blocks = -(-max(context_lens) // block_size)
-            tables = [inputs.block_tables[number][:num_blocks] for _, number in each]
-            padded = torch.tensor([table + (0,) * (num_blocks - len(table)) for table in tables], device=device)
-            groups.append(DecodeGroup(torch.tensor([row for row, _ in each], device=device), padded, torch.tensor(context_lens, device=device)))
-        return TorchPlan(inputs, groups, chunks)
+        return TorchPlan(inputs, [self._group(pieces, inputs, block_size) for pieces in members.values()])
+
+    def _group(self, pieces: list[Piece], inputs: AttentionInputs, block_size: int) -> PieceGroup:
+        device = inputs.slot_mapping.device
+        tables = [inputs.block_tables[piece.sequence][: -(-piece.num_context // block_size)] for piece in pieces]
+        width = max(map(len, tables))
+        rows = torch.tensor([list(piece.rows) for piece in pieces], device=device)
+        context_lens = torch.tensor([piece.num_context for piece in pieces], device=device)
+        positions = context_lens[:, None] - rows.shape[1] + torch.arange(rows.shape[1], device=device)
+        return PieceGroup(rows, positions, torch.tensor([table + (0,) * (width - len(table)) for table in tables], device=device), context_lens)
 
     def __call__(
         self, qkv: Tensor, kv: Tensor, plan: TorchPlan, *, window: int | None, norms: tuple[Tensor | None, Tensor | None], eps: float, rope: int = 0
@@ -141,10 +130,8 @@ class TorchAttention:
         q, k = rotary(q, cos, sin), rotary(k, cos, sin)
         write_kv(kv, k, v, inputs.slot_mapping)
         out = torch.empty_like(q)
-        for group in plan.decode_groups:
-            mask = group.mask(window, kv.shape[3])
-            out[group.rows] = decode_attention(q[group.rows], kv, group.block_tables, mask, scale=self.scores.scale, cap=self.scores.cap)
-        for chunk in plan.prefill_chunks:
-            rows, scale, cap = chunk.rows, self.scores.scale, self.scores.cap
-            out[rows] = prefill_attention(q[rows], kv, chunk.block_table, chunk.num_context, window, scale=scale, cap=cap)
+        for group in plan.groups:
+            out[group.rows] = paged_attention(
+                q[group.rows], kv, group.block_tables, group.positions, group.context_lens, window, scale=self.scores.scale, cap=self.scores.cap
+            )
         return out.flatten(1)

@@ -43,7 +43,7 @@ class QuantizedTorchLinear(TorchLinear):
 
     def multiply(self, x: Tensor) -> Tensor:
         codes, scales = self.quantize(x, self.group)
-        product = (codes.double() * scales.double().repeat_interleave(self.group, 1)[:, : x.shape[1]]) @ self.weight.T
+        product = linear(codes.double() * scales.double().repeat_interleave(self.group, 1)[:, : x.shape[1]], self.weight)
         return (product if self.bias is None else product + self.bias.double()).to(x.dtype)
 
 

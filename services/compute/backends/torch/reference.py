@@ -5,16 +5,30 @@ T: tokens of the step (all sequences, ragged); S: slots of the cache. Shapes and
 the contract.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from services.compute.backends.matrix import SLICE, Dense, Float8, Grouped, Int8Columns, Matrix, concatenate
 
+# rows of a product: with a multiple of it, a row's bits do not depend on how many there are (below,
+# the libraries take other instructions for a few rows, and for the last ones)
+ROW_TILE = 16
+RANGE = 256  # positions whose keys are taken at a time
+LOWEST = -1.0e38  # a maximum of nothing
+
+
+def pad_rows(x: Tensor) -> Tensor:
+    """x: [..., T, k]. Returns it with zeros for more rows, up to a multiple of ROW_TILE."""
+    return F.pad(x, (0, 0, 0, -x.shape[-2] % ROW_TILE))
+
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x: [T, in]; weight: [out, in]; bias: [out]. Returns [T, out]."""
-    return F.linear(x, weight, bias)
+    """x: [T, in]; weight: [out, in]; bias: [out]. Returns [T, out]; a row's bits are the same in any
+    company."""
+    return F.linear(pad_rows(x), weight, bias)[: len(x)]
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,7 +124,19 @@ def gated(gate_up: Tensor, activation: str) -> Tensor:
     """activation(gate) * up, with one of ACTIVATIONS. gate_up: [T, 2 * intermediate], gate first.
     Returns [T, intermediate]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+    return (silu(gate.float()) if activation == "silu" else gelu_tanh(gate.float())).to(gate.dtype) * up
+
+
+# torch's own take other instructions for the last few of many numbers than for the others
+def silu(x: Tensor) -> Tensor:
+    """x * sigmoid(x), of float32."""
+    return x / (1.0 + torch.exp(-x))
+
+
+def gelu_tanh(x: Tensor) -> Tensor:
+    """x times the normal distribution's mass up to x, nearly (Hendrycks and Gimpel 2016, "Gaussian
+    Error Linear Units", section 2), of float32."""
+    return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x * x * x)))
 
 
 def add_scaled(x: Tensor, h: Tensor, norm: Tensor | None, eps: float, multiplier: float) -> Tensor:
@@ -172,53 +198,45 @@ def read_kv(rows: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
     return (values * scales.repeat_interleave(group, -1)).to(dtype)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, cap: float) -> Tensor:
-    """softmax(cap * tanh(scale * q . k / cap)) v. q: [n, heads, queries, head_dim]; k, v: [n,
-    kv_heads, keys, head_dim]; mask: bool, True where a key is seen, [queries, keys] or more; None:
-    causal, queries and keys being the same positions. Returns q's shape."""
-    if not cap:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=k.shape[1] != q.shape[1])
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    if mask is None:
-        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
-    scores = cap_scores((q @ k.transpose(2, 3)).float() * scale, cap).masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1).to(q.dtype) @ v
+def paged_attention(
+    q: Tensor, kv: Tensor, block_tables: Tensor, positions: Tensor, context_lens: Tensor, window: int | None, *, scale: float, cap: float = 0.0
+) -> Tensor:
+    """softmax(cap * tanh(scale * q . k / cap)) v over the paged cache, in float32, for some tokens
+    of each of n sequences.
 
+    q: [n, tokens, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64,
+    padded with any valid block; positions: [n, tokens] int64, of the
+    queries; context_lens: [n] int64: from there on nothing is read; window: how many tokens back
+    each sees, itself included. Returns q's shape.
 
-def decode_attention(q: Tensor, kv: Tensor, block_tables: Tensor, mask: Tensor, *, scale: float, cap: float = 0.0) -> Tensor:
-    """Attention of one query a sequence over the paged cache.
-
-    q: [n, heads, head_dim]; kv: as in write_kv; block_tables: [n, blocks] int64, padded with any
-    valid block; mask: [n, blocks * block_size] bool, True where the position is seen; scale, cap:
-    as in attend. Returns [n, heads, head_dim]. The query heads that share a KV head are its
-    queries, so K and V are read once.
+    Keys are taken a range at a time, from position 0 on, with a running maximum, sum and output for
+    each query (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"), and the
+    query heads that share a KV head are rows of one product. A range that a query does not see
+    leaves it as it was, and a product's rows do not depend on their number (pad_rows). So a token's
+    result is the same bits alone, with others, and in any chunk.
     """
-    n, num_heads, head_dim = q.shape
-    num_kv_heads = kv.shape[2]
-    # [n, kv_heads, positions, head_dim]
-    k, v = (read_kv(kv[which][block_tables], head_dim, q.dtype).transpose(1, 2).flatten(2, 3) for which in (0, 1))
-    grouped = q.view(n, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    return attend(grouped, k, v, mask[:, None, None, :], scale=scale, cap=cap).reshape(n, num_heads, head_dim)
-
-
-def prefill_attention(q: Tensor, kv: Tensor, block_table: Tensor, num_context: int, window: int | None, *, scale: float, cap: float = 0.0) -> Tensor:
-    """Causal attention of one sequence's chunk, its last len(q) tokens, over its num_context
-    tokens.
-
-    q: [chunk, heads, head_dim]; block_table: [blocks] int64; window: how many tokens back each
-    sees, itself included; scale, cap: as in attend. Returns q's shape.
-    """
-    rows = (read_kv(kv[which][block_table], q.shape[-1], q.dtype) for which in (0, 1))
-    # [1, kv_heads, context, head_dim]
-    k, v = (each.transpose(0, 1).flatten(1, 2)[None, :, :num_context] for each in rows)
-    queries = q.transpose(0, 1)[None]
-    is_whole = len(q) == num_context and (window is None or window >= num_context)
-    mask = None
-    if not is_whole:
-        query_positions = torch.arange(num_context - len(q), num_context, device=q.device)[:, None]
-        key_positions = torch.arange(num_context, device=q.device)[None, :]
-        mask = key_positions <= query_positions
+    n, num_tokens, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv.shape[2], kv.shape[3]
+    group = num_heads // num_kv_heads
+    num_rows = num_tokens * group
+    rows = pad_rows(q.view(n, num_tokens, num_kv_heads, group, head_dim).transpose(1, 2).reshape(n, num_kv_heads, num_rows, head_dim).float())
+    ends = F.pad(positions.repeat_interleave(group, 1), (0, rows.shape[2] - num_rows))[:, None, :, None]
+    highest = torch.full((*rows.shape[:3], 1), LOWEST, device=q.device)
+    total = torch.zeros_like(highest)
+    out = torch.zeros_like(rows)
+    first = 0 if window is None else max(0, int(positions.min()) + 1 - window) // RANGE * RANGE
+    for start in range(first, int(context_lens.max()), RANGE):
+        keys = torch.arange(start, start + RANGE, device=q.device)
+        blocks = block_tables[:, (keys // block_size).clamp(max=block_tables.shape[1] - 1)]
+        # [n, kv_heads, RANGE, head_dim]
+        k, v = (read_kv(kv[which][blocks, :, keys % block_size], head_dim, torch.float32).float().transpose(1, 2) for which in (0, 1))
+        is_seen = keys <= ends
         if window is not None:
-            mask &= key_positions > query_positions - window
-    return attend(queries, k, v, mask, scale=scale, cap=cap)[0].transpose(0, 1)
+            is_seen &= keys > ends - window
+        scores = cap_scores((rows @ k.transpose(2, 3)) * scale, cap).masked_fill(~is_seen, -torch.inf)
+        before, highest = highest, torch.maximum(highest, scores.amax(-1, keepdim=True))
+        weights, factor = torch.exp(scores - highest), torch.exp(before - highest)
+        total = total * factor + weights.sum(-1, keepdim=True)
+        out = out * factor + weights @ v.masked_fill((keys >= context_lens[:, None])[:, None, :, None], 0.0)
+    found = (out / total)[:, :, :num_rows].to(q.dtype)
+    return found.view(n, num_kv_heads, num_tokens, group, head_dim).transpose(1, 2).reshape(q.shape)
