@@ -181,7 +181,7 @@ class SamplerService:
         for state, entries in zip(states, self.replay.read(states), strict=True):
             catch_up(state, entries)
             if state.position < state.intro.num_decided_tokens and not state.is_finished:
-                state.lost = state.lost or f"{state.position} are left of {state.intro.num_decided_tokens}"
+                state.lost = state.lost or f"{LOST_LOG}: {state.position} are left of {state.intro.num_decided_tokens}"
             state.num_replayed_tokens = state.position
             self.num_rebuilt += 1
             yield state.intro.handle
