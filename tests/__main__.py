@@ -1,6 +1,7 @@
 """`python -m tests`: all that pytest runs here, a file at a time, in a process more than there are cores.
 
-The files that start processes and wait for them come first, those that compute fill the gaps.
+The files that start processes and wait for them come first, those that compute fill the gaps. All
+fork their stages from the same processes, which have imported torch and transformers once.
 `--once-more` is for CI: whatever failed runs again.
 """
 
@@ -10,6 +11,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+from tests import forge
 
 ROOT = Path(__file__).parent.parent
 # those with the longest files; kernels/cuda before all that imports Triton: its conftest.py sets the interpreter
@@ -25,6 +28,7 @@ def main() -> int:
     parser.add_argument("--once-more", action="store_true", help="run each test that failed again, alone, and list those that then pass")
     options = parser.parse_args()
     LAST_FAILED.unlink(missing_ok=True)
+    os.environ.update({variable: forge.forge(kind) for kind, variable in forge.VARIABLES.items()})
     code = pytest("--numprocesses", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder", *rooms())
     if code != TESTS_FAILED or not options.once_more:
         return code

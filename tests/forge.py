@@ -6,6 +6,7 @@ of its own. What differs from `python -m` is that replicas share the seed of has
 """
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -23,22 +24,20 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from services.tokenizer import __main__ as tokenizer
-from shared.model.files import open_model
-
 # The stages of "light" never see torch: the tokenizer makes its import fail.
 KINDS = {"light": ("gateway", "jobs", "sampler", "tokenizer"), "compute": ("compute",)}
+VARIABLES = {kind: f"FORGE_OF_{kind.upper()}" for kind in KINDS}  # the address of one that several test processes share
 
 
 class ForkedProcess:
     """What tests use of subprocess.Popen, for a process whose parent is another: that one tells the exit code."""
 
-    def __init__(self, connection: socket.socket, module: str, environment: dict[str, str], log: Path) -> None:
+    def __init__(self, connection: socket.socket, module: str, arguments: tuple[str, ...], environment: dict[str, str], log: Path) -> None:
         self.args = module
         self.returncode: int | None = None
         self._connection = connection
         self._lock = threading.Lock()  # a test may wait in one thread, and look in another
-        connection.sendall(json.dumps({"module": module, "environment": environment, "log": str(log)}).encode() + b"\n")
+        connection.sendall(json.dumps({"module": module, "arguments": arguments, "environment": environment, "log": str(log)}).encode() + b"\n")
         self.pid = int(self._line())
 
     def _line(self) -> bytes:
@@ -80,12 +79,13 @@ class ForkedProcess:
         self.send_signal(signal.SIGKILL)
 
 
-def start(module: str, environment: dict[str, str], log: Path) -> ForkedProcess:
+def start(module: str, environment: dict[str, str], log: Path, *arguments: str) -> ForkedProcess:
     """Run `module` as `python -m` would, its output appended to `log`."""
-    kind = "light" if module.removeprefix("services.") in KINDS["light"] else "compute"
+    is_light = module.startswith("services.operator.") or module.removeprefix("services.") in KINDS["light"]
+    kind = "light" if is_light else "compute"
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(forge(kind))
-    return ForkedProcess(connection, module, environment, log)
+    return ForkedProcess(connection, module, arguments, environment, log)
 
 
 def refused(module: str, folder: Path, **settings: str) -> str:
@@ -98,7 +98,9 @@ def refused(module: str, folder: Path, **settings: str) -> str:
 
 @cache
 def forge(kind: str) -> str:
-    """Start the process that forks stages of this kind; returns its address. It ends with this process."""
+    """The address of the process that forks stages of this kind: of one that is there, or of a new one, which ends with this process."""
+    if address := os.environ.get(VARIABLES[kind]):
+        return address
     folder = tempfile.TemporaryDirectory(prefix="forge-")
     path = f"{folder.name}/{kind}"
     with socket.socket(socket.AF_UNIX) as listener:
@@ -128,7 +130,7 @@ def main(kind: str, listener: socket.socket) -> None:
     os.close(log)
     with open(os.devnull) as nothing:
         os.dup2(nothing.fileno(), 0)
-    sys.argv = [request["module"]]
+    sys.argv = [request["module"], *request["arguments"]]
     sys.modules.pop(f"{request['module']}.__main__", None)  # preloaded: runpy would warn
     runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
 
@@ -137,7 +139,12 @@ def preload(kind: str) -> None:
     for stage in KINDS[kind]:
         importlib.import_module(f"services.{stage}.__main__")
     if kind == "light":
+        from services.tokenizer import __main__ as tokenizer
+        from shared.model.files import open_model
+
         tokenizer.load_tokenizer(open_model("demo"))  # which imports transformers
+    gc.collect()
+    gc.freeze()  # a fork's collector would write to every page
 
 
 def next_request(listener: socket.socket) -> dict[str, Any]:

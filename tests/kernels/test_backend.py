@@ -1,6 +1,9 @@
 """The native library's border, contexts and workspaces; and that what a step works in is counted before the cache takes the rest."""
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -32,6 +35,13 @@ def generated(quantization: str) -> tuple[list[list[int]], list[torch.Tensor]]:
     engine = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization)
     outputs = engine.generate(PROMPTS, 16)
     return outputs, [torch.stack(engine.logits[number]) for number in range(len(PROMPTS))]
+
+
+def test_threads_of_another_level_are_not_counted() -> None:
+    """OMP_NUM_THREADS=2,8: two threads a region, and eight in a region within one. The number is read when the process begins."""
+    command = [sys.executable, "-m", "tests.kernels.nested_threads"]
+    found = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "2,8"}, capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
 
 
 @pytest.mark.usefixtures("instruction_set")

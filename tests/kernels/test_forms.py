@@ -3,6 +3,7 @@
 import json
 import logging
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -75,35 +76,35 @@ def test_a_layer_of_any_form(form: str, rows: int, n: int, k: int, group: int, h
     assert torch.equal(found, alone)
 
 
-@pytest.mark.parametrize("group", [32, 64, 128])
 @pytest.mark.parametrize("form", FORMS)
-def test_gated_layers_norms_and_logits(form: str, group: int) -> None:
+def test_gated_layers_norms_and_logits(form: str) -> None:
     """Gate and up alternate by tiles, the second layer reads its activations from tiles, and the last gives float32."""
     hidden, inter, rows = 200, 232, 37
     x, norm = randn(rows, hidden), (1 + randn(hidden, seed=1) * 0.1).bfloat16()
-    gate_up, down = held(form, 2 * inter, hidden, group), held(form, hidden, inter, group, seed=1)
-    backend = native_backend()
-    mlp = backend.make_mlp(backend.make_linear(gate_up, is_gated=True), backend.make_linear(down))
-    found = mlp(x, norm=norm, eps=EPS)
-    reference = TorchMlp(QuantizedTorchLinear(gate_up, None, is_gated=True), QuantizedTorchLinear(down, None))
-    assert error(found, reference(x.float(), norm=norm.float(), eps=EPS)) < 2.5e-2
-    assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)]))
-    logits = backend.make_linear(gate_up).logits(x, norm=norm, eps=EPS)
-    assert error(logits, QuantizedTorchLinear(gate_up, None)(rms_norm(x, norm, EPS).float())) < 2.5e-2
+    for group in (32, 64, 128):
+        gate_up, down = held(form, 2 * inter, hidden, group), held(form, hidden, inter, group, seed=1)
+        backend = native_backend()
+        mlp = backend.make_mlp(backend.make_linear(gate_up, is_gated=True), backend.make_linear(down))
+        found = mlp(x, norm=norm, eps=EPS)
+        reference = TorchMlp(QuantizedTorchLinear(gate_up, None, is_gated=True), QuantizedTorchLinear(down, None))
+        assert error(found, reference(x.float(), norm=norm.float(), eps=EPS)) < 2.5e-2, group
+        assert torch.equal(found, torch.cat([mlp(x[row : row + 1], norm=norm, eps=EPS) for row in range(rows)])), group
+        logits = backend.make_linear(gate_up).logits(x, norm=norm, eps=EPS)
+        assert error(logits, QuantizedTorchLinear(gate_up, None)(rms_norm(x, norm, EPS).float())) < 2.5e-2, group
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("group", [32, 128])
-def test_many_long_rows(form: str, group: int) -> None:
+def test_many_long_rows(form: str) -> None:
     """Several panels of rows: the same bits as alone, and in any smaller company."""
-    matrix, x = held(form, 70, 5000, group), randn(300, 5000)
-    layer = native_backend().make_linear(matrix)
-    found = layer(x)
-    assert error(found, QuantizedTorchLinear(matrix, None)(x.float())) < 4e-3
-    some = [0, 31, 32, 159, 160, 255, 256, 299]
-    assert torch.equal(found[some], torch.cat([layer(x[row : row + 1]) for row in some]))
-    for count in (2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33):
-        assert torch.equal(found[:count], layer(x[:count]))
+    for group in (32, 128):
+        matrix, x = held(form, 70, 5000, group), randn(300, 5000)
+        layer = native_backend().make_linear(matrix)
+        found = layer(x)
+        assert error(found, QuantizedTorchLinear(matrix, None)(x.float())) < 4e-3, group
+        some = [0, 31, 32, 159, 160, 255, 256, 299]
+        assert torch.equal(found[some], torch.cat([layer(x[row : row + 1]) for row in some])), group
+        for count in (2, 5, 6, 7, 8, 9, 15, 16, 17, 31, 33):
+            assert torch.equal(found[:count], layer(x[:count])), (group, count)
 
 
 @given(rows=st.integers(1, 9), k=st.integers(1, 300), group=st.sampled_from([16, 32, 64, 128]), seed=st.integers(0, 99))
@@ -132,10 +133,9 @@ def test_an_outlier_costs_nothing_outside_its_group() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("is_gated", [False, True])
-def test_parts_make_the_same_layer_again(form: str, is_gated: bool) -> None:
+def test_parts_make_the_same_layer_again(form: str) -> None:
     backend = native_backend()
-    for group, (n, k) in ((32, (70, 90)), (64, (64, 50)), (128, (64, 300))):
+    for is_gated, (group, (n, k)) in product((False, True), ((32, (70, 90)), (64, (64, 50)), (128, (64, 300)))):
         bias = randn(n, seed=3)
         layer = backend.make_linear(held(form, n, k, group), bias, is_gated=is_gated)
         again = backend.restore_linear(layer.parts, n, k, is_gated=is_gated, has_bias=True, activation="silu")
@@ -166,25 +166,24 @@ def unpackable() -> dict[str, Matrix]:
     }
 
 
-@pytest.mark.parametrize("name", unpackable())
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
-def test_what_no_kernel_reads_is_widened(name: str, quantization: str) -> None:
-    matrix, x = unpackable()[name], randn(5, 256)
-    assert not is_packable(matrix)
-    backend = native_backend()
-    layer = backend.make_linear(matrix, quantization=quantization)
-    widened = backend.make_linear(Dense(matrix.dequantize(torch.bfloat16)), quantization=quantization)
-    assert torch.equal(layer(x), widened(x))
+def test_what_no_kernel_reads_is_widened(quantization: str) -> None:
+    backend, x = native_backend(), randn(5, 256)
+    for name, matrix in unpackable().items():
+        assert not is_packable(matrix), name
+        layer = backend.make_linear(matrix, quantization=quantization)
+        widened = backend.make_linear(Dense(matrix.dequantize(torch.bfloat16)), quantization=quantization)
+        assert torch.equal(layer(x), widened(x)), name
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_what_is_quantized_already_keeps_its_form(form: str) -> None:
+def test_what_is_quantized_already_keeps_its_form() -> None:
     """Whatever quantization is asked for; and where the model computes in float32, it is widened."""
-    matrix, x = held(form, 40, 128, 64), randn(5, 128)
-    kept = native_backend().make_linear(matrix, quantization="w4", group=32)
-    assert isinstance(kept, NativeLinear) and torch.equal(kept(x), native_backend().make_linear(matrix)(x))
-    exact = FLOAT32.make_linear(matrix)
-    assert isinstance(exact, TorchLinear) and torch.equal(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T)
+    for form in FORMS:
+        matrix, x = held(form, 40, 128, 64), randn(5, 128)
+        kept = native_backend().make_linear(matrix, quantization="w4", group=32)
+        assert isinstance(kept, NativeLinear) and torch.equal(kept(x), native_backend().make_linear(matrix)(x)), form
+        exact = FLOAT32.make_linear(matrix)
+        assert isinstance(exact, TorchLinear) and torch.equal(exact(x.float()), x.float() @ matrix.dequantize(torch.float32).T), form
 
 
 def test_scales_in_float32_that_float16_holds_are_packed() -> None:

@@ -1,11 +1,8 @@
 """Every model against transformers on the same weights: token for token, and logits to 1e-4."""
 
 import json
-import os
 import random
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
+from services.compute.backends.cpu.library import VARIABLE
+from services.compute.backends.torch.backend import TorchBackend
 from services.compute.engine import build_engine
 from services.compute.models.config import read_config
 from services.compute.weights.loader import load_weights
@@ -22,12 +21,11 @@ from shared.process.settings import ComputeSettings
 from tests.kernels.backends import FLOAT32
 from tests.kernels.families import CONFIGS, LOCAL_AND_GLOBAL, LONG_ROPE, SIZES, Engine, assert_greedy, reference_model
 
-NUM_TOKENS = 40
+NUM_TOKENS = 20
 GEMMA3_4B = {  # its text_config as it was published
     "hidden_size": 2560, "intermediate_size": 10_240, "model_type": "gemma3_text", "num_hidden_layers": 34,
     "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024,
 }  # fmt: skip
-ROOT = Path(__file__).parent.parent.parent
 
 
 def prompts(count: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
@@ -85,15 +83,15 @@ def test_the_demo_answers_through_transformers_too() -> None:
 def test_a_batch_chunks_and_preemption_change_no_token(name: str, tmp_path: Path) -> None:
     reference_model(name, tmp_path)
     loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
-    some, num_tokens = prompts(12, SIZES["vocab_size"]), 24
-    alone = [Engine(loaded).generate([prompt], num_tokens)[0] for prompt in some]
-    assert Engine(loaded).generate(some, num_tokens) == alone
+    some, num_tokens = prompts(12, SIZES["vocab_size"]), 12
+    together = Engine(loaded).generate(some, num_tokens)
+    assert [Engine(loaded).generate([prompt], num_tokens)[0] for prompt in some[::3]] == together[::3]
     chunked = Engine(loaded, max_num_seqs=16, max_batched_tokens=20)
-    assert chunked.generate(some, num_tokens) == alone
-    cramped = Engine(loaded, num_blocks=18, strategy="paged")
-    assert cramped.generate(some, num_tokens) == alone
+    assert chunked.generate(some, num_tokens) == together
+    cramped = Engine(loaded, block_size=5, num_blocks=50, strategy="paged")
+    assert cramped.generate(some, num_tokens) == together
     assert cramped.scheduler.num_preemptions > 0
-    assert Engine(loaded, block_size=5, num_blocks=600).generate(some, num_tokens) == alone
+    assert Engine(loaded, block_size=5, num_blocks=600).generate(some, num_tokens) == together
 
 
 @pytest.mark.parametrize("name", ["llama3", "mistral-window", "qwen2", "demo"])
@@ -118,15 +116,15 @@ def test_choices_of_one_prompt_are_as_if_each_were_alone(name: str, tmp_path: Pa
     reference_model(name, tmp_path)
     loaded = Engine(DEMO_MODEL if name == "demo" else tmp_path)
     for prompt in prompts(10, SIZES["vocab_size"])[::3]:
-        alone = Engine(loaded).generate([prompt] * 4, 20, group_id="choices")
+        alone = Engine(loaded).generate([prompt] * 4, 16, group_id="choices")
         engine = Engine(loaded, max_batched_tokens=33)
         for choice, tokens in enumerate(alone):
-            [after] = Engine(loaded).generate([prompt + tokens[:1]], 19)
+            [after] = Engine(loaded).generate([prompt + tokens[:1]], 15)
             assert after == tokens[1:], f"choice {choice}"
         engine.generate([[5] * 40], 3)
-        assert engine.generate([prompt] * 4, 20, group_id="choices") == alone
-        cramped = Engine(loaded, num_blocks=4 * -(-(len(prompt) + 20) // 16) - 3, strategy="paged")
-        assert cramped.generate([prompt] * 4, 20, group_id="choices") == alone
+        assert engine.generate([prompt] * 4, 16, group_id="choices") == alone
+        cramped = Engine(loaded, num_blocks=4 * -(-(len(prompt) + 16) // 16) - 3, strategy="paged")
+        assert cramped.generate([prompt] * 4, 16, group_id="choices") == alone
 
 
 def test_config_json_as_it_was_before_rope_parameters() -> None:
@@ -147,21 +145,18 @@ def test_config_json_as_it_was_before_rope_parameters() -> None:
     assert local.inv_freq[1].item() == pytest.approx(10000.0 ** (-1 / 16))
 
 
-def test_torch_computes_the_quantized_modes_as_well() -> None:
-    """float32 with keys and values in int8, and, without native code, quantized layers: the demo's answer survives."""
+def test_torch_computes_the_quantized_modes_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 with keys and values in int8, and, without native code, quantized layers: the beginning of the demo's answer survives."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO_MODEL)
     text = tokenizer.apply_chat_template([{"role": "user", "content": "What is a KV cache?"}], tokenize=False, add_generation_prompt=True)
     prompt = tokenizer.encode(text)
-    expected = Engine(DEMO_MODEL).generate([prompt], 40, eos=1)
-    assert Engine(DEMO_MODEL, kv_group=32).generate([prompt], 40, eos=1) == expected
-    code = (
-        "import sys, torch; from tests.kernels.families import Engine, DEMO_MODEL; prompt = list(map(int, sys.argv[1:]))\n"
-        "for quantization in ('none', 'w8a8', 'w4', 'nf4'):\n"
-        "    print(quantization, *Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization).generate([prompt], 40, eos=1))"
-    )
-    environment = {**os.environ, "PENSTOCK_KERNELS": "torch", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code, *map(str, prompt)], capture_output=True, text=True, env=environment, check=True)
-    assert done.stdout.splitlines() == [f"{quantization} {expected[0]}" for quantization in ("none", "w8a8", "w4", "nf4")]
+    expected = Engine(DEMO_MODEL).generate([prompt], 12)
+    assert Engine(DEMO_MODEL, kv_group=32).generate([prompt], 12) == expected
+    monkeypatch.setenv(VARIABLE, "torch")
+    for quantization in ("none", "w8a8", "w4", "nf4"):
+        engine = Engine(DEMO_MODEL, dtype=torch.bfloat16, quantization=quantization)
+        assert isinstance(engine.runner.model.backend, TorchBackend)
+        assert engine.generate([prompt], 12) == expected, quantization
 
 
 def test_sharded_checkpoints_load_the_same(tmp_path: Path) -> None:

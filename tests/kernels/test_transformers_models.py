@@ -82,14 +82,14 @@ def test_greedy_output_and_logits_equal_the_library(name: str, tmp_path: Path) -
 @pytest.mark.parametrize("name", ALL)
 def test_company_chunks_preemption_and_prefixes_change_no_token(name: str, tmp_path: Path) -> None:
     make(name, tmp_path)
-    some = prompts(12, SIZES["vocab_size"])
-    some += [some[9][:70] + some[3], some[9][:50]]
+    some, long = prompts(5, SIZES["vocab_size"]), prompts(10, SIZES["vocab_size"])[9]
+    some += [long, long[:70] + some[1], long[:50]]
     loaded = run_on_library(tmp_path)
-    alone = [Engine(loaded).generate([prompt], 20)[0] for prompt in some]
-    assert Engine(loaded).generate(some, 20) == alone
-    assert Engine(loaded, max_num_seqs=16, max_batched_tokens=20).generate(some, 20) == alone
-    cramped = Engine(loaded, block_size=5, num_blocks=50, strategy="paged")
-    assert cramped.generate(some, 20) == alone
+    alone = [Engine(loaded).generate([prompt], 12)[0] for prompt in some]
+    assert Engine(loaded).generate(some, 12) == alone
+    assert Engine(loaded, max_num_seqs=4, max_batched_tokens=20).generate(some, 12) == alone
+    cramped = Engine(loaded, block_size=3, num_blocks=36, strategy="paged")
+    assert cramped.generate(some, 12) == alone
     assert cramped.scheduler.num_preemptions > 0 and cramped.scheduler.num_prefix_hits > 0
 
 

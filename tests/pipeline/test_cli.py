@@ -20,22 +20,23 @@ from transformers import AutoModelForCausalLM
 
 from shared.model.files import DEMO_MODEL, open_model
 from tests.deployment import free_port
+from tests.forge import refused
 from tests.kernels.families import CONFIGS
 from tests.kernels.gguf_files import Kind, Writer
-from tests.pipeline.up import COMMAND, Up, run
+from tests.pipeline.up import COMMAND, Up, run, run_forked
 from tests.waiting import wait_until
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    started = Up(tmp_path_factory.mktemp("up"), "--samplers", "2", "--tokenizers", "2")
+    started = Up(tmp_path_factory.mktemp("up"), "--samplers", "2")
     yield started
     started.end()
 
 
 def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     assert up.ask() == 200
-    stages = ["gateway", "tokenizer", "tokenizer", "compute", "sampler", "sampler", "jobs"]
+    stages = ["gateway", "tokenizer", "compute", "sampler", "sampler", "jobs"]
 
     def whole_status() -> Any:
         """Once everybody is there, the last of them being the worker of batches, and has announced what came of the request."""
@@ -54,7 +55,7 @@ def test_up_serves_and_status_shows_every_replica(up: Up) -> None:
     assert status.returncode == 0, status.stderr
     lines = status.stdout.splitlines()
     assert lines[0].split() == ["STAGE", "MODEL", "RUNNING", "WAITING", "TOKENS/S", "TTFT", "KV", "UP", "REPLICA", "HOST", "PID"]
-    assert [line.split()[0] for line in lines[1:8]] == stages
+    assert [line.split()[0] for line in lines[1:7]] == stages
 
 
 def test_a_piped_question_has_the_answer_alone(up: Up) -> None:
@@ -116,7 +117,6 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         (tmp_path / "several" / f"{name}.gguf").write_bytes(b"GGUF")
     cases = [
         (["up", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
-        (["serve", "compute", "--model", str(tmp_path / "broken.gguf")], "more than it has room for"),
         (["up", "--model", str(tmp_path / "empty.gguf")], "empty.gguf: the file is empty"),
         (["up", "--model", __file__], "is not a GGUF file"),
         (["up", "--model", str(tmp_path / "several")], "holds 2 GGUF files: name one of them"),
@@ -124,16 +124,18 @@ def test_bad_arguments_are_one_line(tmp_path: Path) -> None:
         (["up", "--model", "./nope"], "no folder './nope'"),
         (["up", "--port", "99999"], "--port"),
         (["up", "--max-num-seqs", "many"], "--max-num-seqs"),
-        (["serve", "compute", "--dtype", "float8"], "--dtype"),
         (["chat", "--url", "http://127.0.0.1:1", "Hi"], "no server at"),
         (["status", "--redis-url", f"unix://{tmp_path}/none.sock"], "Redis does not answer"),
         (["chat"], "there is no question"),
     ]
-    for arguments, message in cases:
-        result = run(*arguments)
-        assert result.returncode == 2, (arguments, result.stderr)
-        assert message in result.stderr and "Traceback" not in result.stderr, result.stderr
-        assert len(result.stderr.strip().splitlines()) == 1, result.stderr
+    for number, (arguments, message) in enumerate(cases):
+        code, said = run_forked(tmp_path / f"{number}.log", *arguments)
+        assert code == 2, (arguments, said)
+        assert message in said and "Traceback" not in said and len(said.strip().splitlines()) == 1, said
+    said = refused("services.compute", tmp_path, model=str(tmp_path / "broken.gguf"))
+    assert "more than it has room for" in said and len(said.strip().splitlines()) == 1, said
+    result = run("serve", "compute", "--dtype", "float8")
+    assert result.returncode == 2 and "--dtype" in result.stderr and len(result.stderr.strip().splitlines()) == 1, result.stderr
 
 
 def test_a_stage_that_can_not_run_ends_the_launcher_and_its_line_is_the_only_one(tmp_path: Path) -> None:
@@ -153,15 +155,15 @@ def test_what_is_wrong_with_a_gguf_file_is_said_of_that_file(tmp_path: Path, mon
     path = Writer(AutoModelForCausalLM.from_config(CONFIGS["llama3"]), tmp_path / "small.gguf").write(Kind.F16)
     (open_model(str(path)).folder / "tokenizer.json").write_text("{}")
     for stage in ("tokenizer", "sampler"):
-        result = run("serve", stage, "--model", str(path))
-        assert result.returncode == 2 and result.stderr.startswith(f"penstock: {path}: the tokenizer can't be loaded: ")
-        assert str(tmp_path / "cache") not in result.stderr and len(result.stderr.splitlines()) == 1, result.stderr
+        (folder := tmp_path / stage).mkdir()
+        said = refused(f"services.{stage}", folder, model=str(path))
+        assert said.startswith(f"penstock: {path}: the tokenizer can't be loaded: ")
+        assert str(tmp_path / "cache") not in said and len(said.splitlines()) == 1, said
 
 
-def test_a_log_file_has_lines_and_no_bars(up: Up, tmp_path: Path) -> None:
+def test_a_log_file_has_lines_and_no_bars(up: Up) -> None:
     logged = up.log.read_bytes()
     assert b"\r" not in logged and logged.index(b"loading the model") < logged.index(b"model loaded")
-    assert b"\r" not in run("make-model", str(tmp_path), "--shape", "tiny").stderr.encode()
 
 
 def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_path: Path) -> None:
@@ -171,16 +173,17 @@ def test_pulling_from_a_hub_that_can_not_be_reached_is_one_line_and_soon(tmp_pat
     assert result.stderr.startswith("penstock: owner/name can't be fetched from the hub: ") and len(result.stderr.splitlines()) == 1, result.stderr
 
 
-def test_help_teaches() -> None:
+def test_help_teaches(tmp_path: Path) -> None:
     assert "penstock up --model" in run("--help").stdout
-    up_help = run("up", "--help").stdout
+    _, up_help = run_forked(tmp_path / "help", "up", "--help")
     assert "--max-num-seqs" in up_help and "tokens in one step" in up_help
 
 
 def test_make_model_writes_a_checkpoint_with_a_text_for_every_id(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
 
-    assert run("make-model", str(tmp_path), "--shape", "tiny").returncode == 0
+    made = run("make-model", str(tmp_path), "--shape", "tiny")
+    assert made.returncode == 0 and "\r" not in made.stderr, made.stderr
     config = json.loads((tmp_path / "config.json").read_text())
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     assert tokenizer.get_vocab_size() == config["vocab_size"] == 2048

@@ -7,16 +7,18 @@ import os
 import re
 import signal
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from services.operator.redis_server import start_server
 from shared.model.sampling_params import SamplingParams
 from shared.wire.load import Load
 from shared.wire.messages import GenerateRequest, encode
 from shared.wire.streams import REPLICAS, replica_key
-from tests.conftest import running_redis
+from tests.conftest import running_redis, unfinished
 from tests.deployment import MODEL, Deployment
 from tests.pipeline.streams import compute_load, stream_all
 from tests.waiting import wait_until
@@ -48,14 +50,33 @@ def test_a_client_that_goes_away_before_a_whole_answer_frees_compute(demo: Deplo
     assert (load.output_tokens or 0) - before < MANY * 900
 
 
-def test_a_queued_request_is_cancelled_before_it_runs(deployment: Deployment) -> None:
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) -> Iterator[Deployment]:
+    """A deployment that is soon full, and soon gives up who does not read; for tests that leave one replica of each stage; the last leaves less."""
+    folder = tmp_path_factory.mktemp("limited")
+    with running_redis(folder / "redis", redis_binary) as url:
+        limits = {"PENSTOCK_MAX_REQUESTS": "2", "PENSTOCK_MAX_TOKENS_IN_FLIGHT": "1000", "PENSTOCK_READER_TIMEOUT_S": "0.5"}
+        deployment = Deployment(url, folder, limits)
+        try:
+            yield deployment.start_all(dtype="float32")
+        finally:
+            deployment.stop()
+
+
+def the(deployment: Deployment, stage: str) -> str:
+    """The id of the one replica of this stage."""
+    [replica_id] = [each for each in deployment.processes if each.startswith(stage)]
+    return replica_id
+
+
+def test_a_queued_request_is_cancelled_before_it_runs(limited: Deployment) -> None:
     """With compute gone, requests wait in its stream; cancelled there, they never reach a new compute."""
-    deployment.start_all(dtype="float32")
+    deployment, compute = limited, the(limited, "compute")
     client = deployment.redis()
-    announced = client.get(replica_key("compute", "compute-3"))
-    deployment.kill("compute-3")
-    client.set(replica_key("compute", "compute-3"), announced, ex=600)  # its lease runs on: while it does, requests are accepted
-    client.sadd(REPLICAS, "compute:compute-3")
+    announced = client.get(replica_key("compute", compute))
+    deployment.kill(compute)
+    client.set(replica_key("compute", compute), announced, ex=600)  # its lease runs on: while it does, requests are accepted
+    client.sadd(REPLICAS, f"compute:{compute}")
     wait_until(lambda: deployment.get("/ready").status_code == 200, description="compute is alive, as the gateway has it")
     body = LONG | {"max_tokens": 3}
     with httpx.stream("POST", deployment.url() + "/v1/completions", json=body, timeout=60, trust_env=False) as response:
@@ -64,6 +85,8 @@ def test_a_queued_request_is_cancelled_before_it_runs(deployment: Deployment) ->
         wait_until(lambda: client.xlen(f"prompts:{MODEL}") == 1, description="it waits for compute")
     wait_until(lambda: client.keys("cancelled:*"), description="a tombstone stands")
     assert client.xlen(f"prompts:{MODEL}") == 1
+    client.srem(REPLICAS, f"compute:{compute}")
+    client.delete(replica_key("compute", compute))
     deployment.wait_live(deployment.start("compute", "compute-next", dtype="float32"))
     wait_until(lambda: client.xlen(f"prompts:{MODEL}") == 0, description="the queue is empty")
     assert deployment.post("/v1/completions", body | {"stream": False, "stream_options": None}).status_code == 200
@@ -189,29 +212,9 @@ def test_a_request_that_kills_whoever_takes_it_up_becomes_a_dead_letter(demo: De
     client.xgroup_delconsumer(QUEUE, "tokenizer", "dead-replica")
 
 
-def test_a_full_server_says_429_and_a_missing_stage_503(deployment: Deployment) -> None:
-    deployment.start_all(dtype="float32", max_requests=2, max_tokens_in_flight=1000)
-    body = {"model": MODEL, "prompt": "The", "max_tokens": 5}
-    too_many = deployment.post("/v1/completions", body | {"n": 3})
-    assert too_many.status_code == 429
-    assert too_many.headers["Retry-After"] == "2"
-    assert too_many.json()["error"]["code"] == "server_full"
-    assert deployment.post("/v1/completions", body | {"max_tokens": 5000}).status_code == 429
-    assert deployment.post("/v1/completions", body).status_code == 200
-    assert deployment.terminate("tokenizer-2") == 0
-    wait_until(lambda: deployment.get("/ready").status_code == 503, description="not ready")
-    missing = deployment.post("/v1/completions", body)
-    assert missing.status_code == 503
-    assert "no tokenizer" in missing.json()["error"]["message"] and missing.headers["Retry-After"]
-    assert deployment.get("/health").status_code == 200
-    deployment.kill("compute-3")
-    wait_until(lambda: deployment.get("/health").status_code == 503, description="no compute, no health")
-
-
-def test_a_request_that_nobody_reads_any_more_is_cancelled(deployment: Deployment) -> None:
+def test_a_request_that_nobody_reads_any_more_is_cancelled(limited: Deployment) -> None:
     """The gateway that submitted it is gone, and no other has resumed it."""
-    deployment.start_all(dtype="float32", reader_timeout_s=0.5)
-    client = deployment.redis()
+    client = limited.redis()
     params = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     for number in range(32):  # enough of them that none ends by itself first
         request = GenerateRequest(f"orphan.{number}", "gateway-gone", MODEL, params, prompt="The")
@@ -220,6 +223,26 @@ def test_a_request_that_nobody_reads_any_more_is_cancelled(deployment: Deploymen
     assert b"cancelled" in last[1][b"m"]
     assert client.xlen("log:orphan.0") < 1000
     assert client.ttl("log:orphan.0") > 0
+    wait_until(lambda: not unfinished(limited), description="the others have ended")
+
+
+def test_a_full_server_says_429_and_a_missing_stage_503(limited: Deployment) -> None:
+    deployment = limited
+    body = {"model": MODEL, "prompt": "The", "max_tokens": 5}
+    too_many = deployment.post("/v1/completions", body | {"n": 3})
+    assert too_many.status_code == 429
+    assert too_many.headers["Retry-After"] == "2"
+    assert too_many.json()["error"]["code"] == "server_full"
+    assert deployment.post("/v1/completions", body | {"max_tokens": 5000}).status_code == 429
+    assert deployment.post("/v1/completions", body).status_code == 200
+    assert deployment.terminate(the(deployment, "tokenizer")) == 0
+    wait_until(lambda: deployment.get("/ready").status_code == 503, description="not ready")
+    missing = deployment.post("/v1/completions", body)
+    assert missing.status_code == 503
+    assert "no tokenizer" in missing.json()["error"]["message"] and missing.headers["Retry-After"]
+    assert deployment.get("/health").status_code == 200
+    deployment.kill(the(deployment, "compute"))
+    wait_until(lambda: deployment.get("/health").status_code == 503, description="no compute, no health")
 
 
 def test_validation_names_the_field(demo: Deployment) -> None:

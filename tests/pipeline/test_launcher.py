@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 
 from shared.wire.stage import LIFELINE
 from tests.deployment import free_port
@@ -50,7 +51,8 @@ def stream(up: Up, *, kill: bool = False) -> list[str]:
         compute.send_signal(signal.SIGCONT)
 
 
-def test_a_launcher_that_is_killed_mid_stream_loses_nothing(tmp_path: Path) -> None:
+def test_a_launcher_that_is_killed_mid_stream_loses_nothing_and_starts_no_second_redis(tmp_path: Path) -> None:
+    """The second one goes on where the first was. It is killed too, and its Redis does not end: the third names it."""
     first = Up(tmp_path, *FLAGS)
     children = first.children()
     try:
@@ -70,13 +72,12 @@ def test_a_launcher_that_is_killed_mid_stream_loses_nothing(tmp_path: Path) -> N
         assert resumed.status_code == 200, resumed.text
         assert len(text_of(received)) < len(whole)
         assert text_of(received) + text_of(resumed.text.splitlines()) == whole
+        check_that_its_redis_is_named(second, redis[0])
     finally:
         second.end()
 
 
-def test_a_redis_that_does_not_end_is_named_and_no_second_one_starts(tmp_path: Path) -> None:
-    up = Up(tmp_path, *FLAGS)
-    [redis] = [child for child in up.children() if "valkey" in child.name()]
+def check_that_its_redis_is_named(up: Up, redis: psutil.Process) -> None:
     others = [child for child in up.children() if child != redis]
     try:
         redis.send_signal(signal.SIGSTOP)

@@ -9,7 +9,8 @@ import pytest
 from tests.deployment import MODEL, Deployment
 from tests.waiting import wait_until
 
-LONG: dict[str, Any] = {"model": MODEL, "input": "The", "max_output_tokens": 400, "stream": True, "extra_body": {"ignore_eos": True, "seed": 3}}
+NUM_TOKENS = 250
+LONG: dict[str, Any] = {"model": MODEL, "input": "The", "max_output_tokens": NUM_TOKENS, "stream": True, "extra_body": {"ignore_eos": True, "seed": 3}}
 
 
 def read(stream: Any, count: int) -> list[dict[str, Any]]:
@@ -25,7 +26,7 @@ def check_whole(events: list[dict[str, Any]], text: str) -> None:
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     assert "".join(event["delta"] for event in events if event["type"] == "response.output_text.delta") == text
     assert events[-1]["response"]["output"][0]["content"][0]["text"] == text
-    assert events[-1]["response"]["usage"]["output_tokens"] == 400
+    assert events[-1]["response"]["usage"]["output_tokens"] == NUM_TOKENS
 
 
 def test_a_response_goes_on_when_what_works_on_it_is_killed(deployment: Deployment) -> None:
@@ -59,8 +60,8 @@ def test_a_background_response_without_any_gateway_is_answered(deployment: Deplo
     deployment.kill(gateway)
     del deployment.ports[gateway]
     with deployment.redis() as redis:
-        wait_until(lambda: redis.xlen(f"prompts:{MODEL}") == 0 and redis.xlen(f"log:{response.id}.0") == 400, description="it has run", timeout_s=60)
+        wait_until(lambda: redis.xlen(f"prompts:{MODEL}") == 0 and redis.xlen(f"log:{response.id}.0") == NUM_TOKENS, description="it has run", timeout_s=60)
     deployment.start("gateway", "gateway-next")
     wait_until(lambda: deployment.get("/ready").status_code == 200, description="another gateway", timeout_s=60)
     done = deployment.client().responses.retrieve(response.id)
-    assert (done.status, done.usage.output_tokens) == ("incomplete", 400)
+    assert (done.status, done.usage.output_tokens) == ("incomplete", NUM_TOKENS)

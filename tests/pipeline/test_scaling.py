@@ -9,10 +9,11 @@ from tests.deployment import Deployment
 from tests.pipeline.streams import stream_all
 from tests.waiting import wait_until
 
-NUM_STREAMS, NUM_TOKENS = 32, 120
+NUM_STREAMS, FEW_STREAMS, NUM_TOKENS = 32, 8, 100
 
 
-def test_a_sampler_and_a_tokenizer_leave_and_others_join_in_the_middle_of_32_streams(deployment: Deployment) -> None:
+def test_replicas_that_leave_join_and_are_killed_in_the_middle_of_streams_move_no_token(deployment: Deployment) -> None:
+    """First a sampler and a tokenizer leave and others join; then a sampler is killed; then compute; then compute leaves."""
     deployment.start_all(tokenizers=2, samplers=2, dtype="float32")
     undisturbed = asyncio.run(stream_all(deployment, NUM_STREAMS, max_tokens=NUM_TOKENS))
     assert len(set(undisturbed)) > NUM_STREAMS // 2
@@ -31,6 +32,24 @@ def test_a_sampler_and_a_tokenizer_leave_and_others_join_in_the_middle_of_32_str
     assert all(text and whole.startswith(text) for text, whole in zip(texts, undisturbed, strict=True))
     assert_shared(deployment)
 
+    async def kill_sampler() -> None:
+        deployment.kill("sampler-2")
+
+    assert asyncio.run(stream_all(deployment, FEW_STREAMS, max_tokens=NUM_TOKENS, disturb=kill_sampler)) == undisturbed[:FEW_STREAMS]
+
+    async def replace_compute() -> None:
+        deployment.kill(next(each for each in deployment.processes if each.startswith("compute")))
+        deployment.start("compute", "compute-next", dtype="float32")
+
+    assert asyncio.run(stream_all(deployment, FEW_STREAMS, max_tokens=NUM_TOKENS, disturb=replace_compute)) == undisturbed[:FEW_STREAMS]
+
+    async def hand_over() -> None:
+        deployment.start("compute", "compute-third", dtype="float32")
+        await asyncio.to_thread(deployment.wait_live, "compute-third")
+        assert await asyncio.to_thread(deployment.terminate, "compute-next") == 0
+
+    assert asyncio.run(stream_all(deployment, FEW_STREAMS, max_tokens=400, disturb=hand_over))[0].startswith(undisturbed[0])
+
 
 def assert_shared(deployment: Deployment) -> None:
     """Rendezvous hashing gave both samplers some of the sequences."""
@@ -42,31 +61,12 @@ def num_deciding(deployment: Deployment) -> int:
     return sum((each.load.tokens or 0) > 0 for each in deployment.registry().of("sampler"))
 
 
-def test_samplers_and_compute_that_are_killed_cost_a_pause_and_no_token(deployment: Deployment) -> None:
-    deployment.start_all(samplers=2, dtype="float32")
-    undisturbed = asyncio.run(stream_all(deployment, 8, max_tokens=NUM_TOKENS))
+def test_cpu_stages_run_without_torch_and_compute_without_triton(demo: Deployment) -> None:
+    """Triton is loaded where there is a GPU."""
+    import torch
 
-    async def kill_sampler() -> None:
-        deployment.kill("sampler-1")
-
-    assert asyncio.run(stream_all(deployment, 8, max_tokens=NUM_TOKENS, disturb=kill_sampler)) == undisturbed
-
-    async def replace_compute() -> None:
-        deployment.kill(next(each for each in deployment.processes if each.startswith("compute")))
-        deployment.start("compute", "compute-next", dtype="float32")
-
-    assert asyncio.run(stream_all(deployment, 8, max_tokens=NUM_TOKENS, disturb=replace_compute)) == undisturbed
-
-    async def hand_over() -> None:
-        deployment.start("compute", "compute-third", dtype="float32")
-        await asyncio.to_thread(deployment.wait_live, "compute-third")
-        assert await asyncio.to_thread(deployment.terminate, "compute-next") == 0
-
-    assert asyncio.run(stream_all(deployment, 8, max_tokens=400, disturb=hand_over))[0].startswith(undisturbed[0])
-
-
-def test_cpu_stages_run_without_torch(demo: Deployment) -> None:
     for replica_id, process in demo.processes.items():
         files = {Path(each.path).name for each in psutil.Process(process.pid).memory_maps()}
         has_torch = any(name.startswith("libtorch") for name in files)
         assert has_torch == replica_id.startswith("compute"), replica_id
+        assert not any(name.startswith("libtriton") for name in files) or torch.cuda.is_available(), replica_id

@@ -9,6 +9,7 @@ from pathlib import Path
 import httpx
 import psutil
 
+from tests import forge
 from tests.deployment import free_port
 from tests.waiting import wait_until
 
@@ -18,6 +19,13 @@ ONE_THREAD = {"PENSTOCK_NUM_THREADS": "1"}  # other tests want the cores, too
 
 def run(*arguments: str, text: str = "", **environment: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run([*COMMAND, *arguments], input=text, capture_output=True, text=True, timeout=120, env={**os.environ, **ONE_THREAD, **environment})
+
+
+def run_forked(log: Path, *arguments: str) -> tuple[int, str]:
+    """`run` in a process that need not import: its exit code, and all that it wrote, which goes to `log`."""
+    process = forge.start("services.operator.cli", os.environ | ONE_THREAD, log, *arguments)
+    code = process.wait(120)
+    return code, log.read_text()
 
 
 class Up:

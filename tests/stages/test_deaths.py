@@ -175,7 +175,7 @@ def test_a_poison_ends_with_one_error_and_takes_nobody_along(pool: Deployment) -
 def test_five_deaths_in_a_row_cost_no_sequence_a_token(pool: Deployment) -> None:
     """Each time the successor has begun: what makes progress is nobody's poison, however often its replica dies. Who has steps in flight dies, by SIGKILL or
     of its device, when one was launched on another that nobody has read. Whoever survives says what all should have come to."""
-    client, asked = pool.redis(), [request("kill", number, 160) for number in range(80)]
+    client, asked = pool.redis(), [request("kill", number, 160) for number in range(48)]
     in_flight = [(signal.SIGUSR1, -signal.SIGKILL), (signal.SIGUSR2, 1)]  # what it is told, and how it then ends
     submit(client, asked)
     for _ in range(NUM_KILLS):

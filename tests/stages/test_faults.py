@@ -35,7 +35,7 @@ REQUESTS = (
     replace(ask("echoed.0", "Compute owns what needs the whole vocabulary", max_tokens=0, prompt_logprobs=1), echo=True),
     replace(ask("tokens.0", "Once on a time"), task="tokenize"),
 )  # fmt: skip
-STRIDES = {"cut": 2, "lost": 2, "silent": 11, "late": 5}  # of the other faults every 7th write
+STRIDES = {"cut": 3, "lost": 3, "silent": 11, "late": 5}  # of the other faults every 7th write
 MOST_WRITES = 60  # of a stage, undisturbed; a machine that is so slow that there are more, of reads that time out, disturbs fewer of them
 
 

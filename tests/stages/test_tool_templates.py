@@ -1,6 +1,8 @@
 """Conversations with tools, thoughts and documents, through chat templates built like those of the families; and what a template says of its model."""
 
 import json
+from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -33,8 +35,21 @@ AS_OBJECT, AS_TEXT, AS_TEXT_ADDED = (
 KNOWS_DEVELOPER = PLAIN + "{# developer #}"
 
 
+@cache
+def chat_template(text: str) -> ChatTemplate:
+    """One a text: its worker imports transformers."""
+    return ChatTemplate(Texts(text))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def templates() -> Iterator[None]:
+    """Their workers end with the module."""
+    yield
+    chat_template.cache_clear()
+
+
 def render(template: str, *messages: ChatMessage, **options: Any) -> Any:
-    [text] = ChatTemplate(Texts(template)).render([messages], [ChatOptions(**options)])
+    [text] = chat_template(template).render([messages], [ChatOptions(**options)])
     return text
 
 

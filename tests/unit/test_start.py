@@ -17,6 +17,7 @@ from services.operator.lifeline import Lifeline
 from shared.model.files import DEMO_MODEL, open_model
 from shared.process.errors import StartupError
 from shared.process.settings import UpSettings
+from tests.deployment import free_port
 
 
 @pytest.fixture
@@ -74,6 +75,15 @@ def test_a_stage_that_can_not_run_as_configured_ends_all_before_the_pipeline_was
     launcher._keep_alive()
     assert (launcher.is_stopping, launcher.exit_code) == ((False, 0) if is_announced else (True, STARTUP_ERROR))
     assert (child.process is None) == is_announced, "it waits for its next try"
+    for file in (launcher.lifeline._own, launcher.lifeline._shared):
+        file.close()
+
+
+def test_there_are_as_many_replicas_of_a_stage_as_are_asked_for(tmp_path: Path) -> None:
+    launcher = Launcher(UpSettings(data_dir=tmp_path, model=["demo"], port=free_port(), samplers=2, tokenizers=3, jobs=2))
+    launcher._prepare()
+    assert [child.name for child in launcher.stages] == ["sampler", "sampler-2", "tokenizer", "tokenizer-2", "tokenizer-3", "compute", "gateway"]
+    assert [child.name for child in launcher.jobs] == ["jobs", "jobs-2"]
     for file in (launcher.lifeline._own, launcher.lifeline._shared):
         file.close()
 
