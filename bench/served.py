@@ -243,8 +243,9 @@ def main() -> None:
         if args.invariance:
             unhurried = [TraceRequest(request.num_prompt_tokens, request.num_output_tokens) for request in requests]
             alone = runner.run(ask_all(url, model, prompts, unhurried, at_once=1))
-            figures["texts_that_differ"] = sum(one.text != other.text for one, other in zip(answers, alone, strict=True))
-            print(f"{figures['texts_that_differ']:.0f} of {len(answers)} texts differ from those of the same requests alone")
+            pairs = [(one.text, other.text) for one, other in zip(answers, alone, strict=True) if not one.error and not other.error]
+            figures["texts_compared"], figures["texts_that_differ"] = len(pairs), sum(one != other for one, other in pairs)
+            print(f"{figures['texts_that_differ']:.0f} of {len(pairs)} texts differ from those of the same requests alone")
     if args.plot:
         plot(answers, args.plot)
     described = {"url": url, "model": model, "lengths": args.lengths, "rate": args.rate, "seed": args.seed}

@@ -2,6 +2,7 @@
 one that is here."""
 
 import itertools
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,8 @@ log = get_logger("penstock.compute")
 CLAIM_IDLE_MS = 5000  # entries are renewed every second: idle for longer, their replica is dead
 MAX_CLAIMED = 256  # at a time, with their logs
 FORGET_CONSUMERS_EVERY = 30  # claims
+LEFT_FOR_S = 5.0  # what another fingerprint began: its replicas look for it every second
+REMEMBERED_S = 60.0  # so that nothing is left twice
 
 
 class Admitter:
@@ -45,6 +48,7 @@ class Admitter:
         self.quarantine = Quarantine(stage.transport)
         self._handle_by_request: dict[str, int] = {}
         self._handles = itertools.count(1)
+        self._left_at: dict[bytes, float] = {}  # by entry id, when it was left to another replica
         self._num_claims = 0
         self.num_claimed = 0  # requests that were taken over from replicas that died or left
 
@@ -61,7 +65,11 @@ class Admitter:
     def claim(self, num_wanted: int) -> None:
         """Take over what dead replicas left, and forget their names."""
         if num_wanted > 0:
-            self.admit(*self.exchange.prompts.claim(idle_ms=self.stage.claim_idle_ms(CLAIM_IDLE_MS), count=min(num_wanted, MAX_CLAIMED)))
+            now = time.monotonic()
+            self._left_at = {entry_id: at for entry_id, at in self._left_at.items() if now - at < REMEMBERED_S}
+            left = {entry_id for entry_id, at in self._left_at.items() if now - at < LEFT_FOR_S}
+            idle_ms, count = self.stage.claim_idle_ms(CLAIM_IDLE_MS), min(num_wanted, MAX_CLAIMED)
+            self.admit(*self.exchange.prompts.claim(idle_ms=idle_ms, count=count, besides=left))
         self._num_claims += 1
         if self._num_claims % FORGET_CONSUMERS_EVERY == 0:
             self.exchange.prompts.forget_consumers(self.stage.registry.ids("compute", self.model))
@@ -124,24 +132,27 @@ class Admitter:
         if logged and logged[-1].finish_reason is not None:
             self.exchange.acknowledge(delivery.entry_id, request.request_id)
             return None
+        if self._is_another_s(delivery, logged):
+            return None
         if (error := self._mistake(request)) is not None:
             self._refuse(delivery, error)
-            return None
-        if self._is_another_s(delivery, logged):
             return None
         sequence = self._sequence(request, logged)
         return ActiveRequest(sequence, request, delivery.entry_id, gateway_id, was_claimed=delivery.was_claimed, num_logged_tokens=sequence.num_output_tokens)
 
     def _is_another_s(self, delivery: Delivery, logged: list[TokenEvent]) -> bool:
-        """Whether a replica lives that has the fingerprint of the request's last token, and this
-        one has not: the entry is left to it. Where none does, this one goes on, and the next token
-        says so."""
+        """Whether a replica has the fingerprint of the request's last token, and a free place, and
+        this one has another: the entry is left to it, for LEFT_FOR_S. If none has, or none takes it,
+        this one goes on, and the next token says so."""
         began = next((event.fingerprint for event in reversed(logged) if event.fingerprint), self.stage.fingerprint)
         if began == self.stage.fingerprint:
             return False
-        if all(each.fingerprint != began for each in self.stage.registry.of("compute", self.model)):
+        equal = [each.load for each in self.stage.registry.of("compute", self.model) if each.fingerprint == began]
+        has_place = any((load.running or 0) + (load.waiting or 0) < (load.max_num_seqs or 0) for load in equal)
+        if not has_place or delivery.entry_id in self._left_at:
             log.warning("goes on with what another fingerprint began", request_id=delivery.message.request_id, fingerprint=self.stage.fingerprint, began=began)
             return False
+        self._left_at[delivery.entry_id] = time.monotonic()
         num_deliveries = 0 if delivery.was_released else 1  # who died with it is judged by whoever runs it
         self.stage.transport.run(lambda pipe: self.exchange.prompts.release(pipe, [delivery.entry_id], num_deliveries=num_deliveries))
         return True

@@ -16,7 +16,8 @@ class BatchRow:
     num_computed_tokens: int
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
     # of token_ids, those whose logits decide the tokens after them; each is computed on all that
-    # stand before it, so several of them are as many steps of one token
+    # stand before it, so several of them are as many steps of one token. The scheduler asks for the
+    # last alone, and flight.py follows one token a sequence
     sampled: range = range(0)
     num_prompt_tokens: int = 0  # of the sequence: the token after them is at position 1
     first_target: int = 0  # where the first of target_ids stands in the sequence

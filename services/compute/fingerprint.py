@@ -54,7 +54,7 @@ def fingerprint(settings: ComputeSettings, files: ModelFiles, backend: Backend) 
         "arithmetic": backend.arithmetic,
     }
     if "longrope" in json.dumps(files.config, default=str):  # the longest sequence chooses its factors
-        facts["max_model_len"] = settings.max_model_len
+        facts["max_model_len"] = min((each for each in (settings.max_model_len, files.max_model_len) if each is not None), default=None)
     kv = digest_of(facts)
     head = {name: getattr(settings, name) for name in HEAD_SETTINGS}
     name = digest_of({"kv": kv, "head": head, "files": hashes, "draw": DRAW})[:12]

@@ -237,6 +237,8 @@ class SamplerService:
             return replace(row, entry=None, end=row.state.failure(LOST_LOG))
         if (logged.position, logged.token_id, logged.text, logged.finish_reason) == (event.position, event.token_id, event.text, event.finish_reason):
             # by a try that seemed to fail, or by a replica that decided the same
+            if logged.fingerprint != event.fingerprint:  # on candidates of another compute
+                return replace(row, entry=None, event=logged, state=self.renew(row.state))
             row.state.last_event = logged
             return replace(row, entry=None, event=logged)
         log.info("another replica decided this position", request_id=request_id, position=row.position)

@@ -190,7 +190,13 @@ def _lark(constraint: Constraint, _: Mapping[str, int] | None) -> str:
 
 
 def _gbnf(constraint: Constraint, _: Mapping[str, int] | None) -> str:
-    return LLMatcher.grammar_from_lark(gbnf_to_lark(constraint.text))
+    try:
+        lark = gbnf_to_lark(constraint.text)
+    except (GbnfToLarkError, RecursionError):
+        raise
+    except Exception as error:  # so the library says that a rule is missing
+        raise Invalid(str(error)) from None
+    return LLMatcher.grammar_from_lark(lark)
 
 
 def _structural_tag(constraint: Constraint, special_tokens: Mapping[str, int] | None) -> str:

@@ -6,6 +6,7 @@ services/gateway/reading/subscriptions.py.
 """
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,16 +129,16 @@ class GroupReader:
         entries = entries_of(reply).get(self.stream.key.encode(), [])
         return self._open(entries, dict.fromkeys((entry_id for entry_id, _ in entries), 1), was_claimed=False)
 
-    def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None) -> tuple[list[Delivery], list[DeadLetter]]:
+    def claim(self, *, idle_ms: int, count: int, max_deliveries: int | None = None, besides: Collection[bytes] = ()) -> tuple[list[Delivery], list[DeadLetter]]:
         """Take over up to count entries whose consumer has not renewed them for idle_ms, those
-        first that were delivered least often.
+        first that were delivered least often. besides: entries that stay where they are.
 
         What was delivered more than max_deliveries times becomes a dead letter.
         """
         pending: Any = self.transport.persist(
-            lambda: self.transport.client.xpending_range(self.stream.key, self.stream.group, "-", "+", max(count, CLAIM_WINDOW), idle=idle_ms)
+            lambda: self.transport.client.xpending_range(self.stream.key, self.stream.group, "-", "+", max(count, CLAIM_WINDOW) + len(besides), idle=idle_ms)
         )
-        chosen = sorted(pending, key=lambda each: each["times_delivered"])[:count]
+        chosen = sorted((each for each in pending if each["message_id"] not in besides), key=lambda each: each["times_delivered"])[:count]
         if not chosen:
             return [], []
         deliveries = {each["message_id"]: each["times_delivered"] + 1 for each in chosen}
@@ -181,8 +182,9 @@ class GroupReader:
             )
             if not pending:
                 break
-            held = [each["message_id"] for each in pending]
-            after, has_pending = "(" + held[-1].decode(), True
+            # what was released before keeps how often it was delivered
+            held = [each["message_id"] for each in pending if each["time_since_delivered"] < RELEASED_MS]
+            after, has_pending = "(" + pending[-1]["message_id"].decode(), True
             self.transport.run(lambda pipe: self.release(pipe, held))  # noqa: B023
         if not has_pending:
             self.transport.run(self.leave)

@@ -19,7 +19,7 @@ from services.requests.helpers import pool
 from services.requests.prepare import constraint_for
 from services.requests.tenants.limits import Caller
 from services.requests.tenants.tenant import Tenant
-from shared.model.constraint import Constraint
+from shared.model.constraint import Constraint, Kind
 from shared.process.errors import Invalid, Rejected
 from shared.process.settings import GatewaySettings
 from shared.wire.stage import Stage
@@ -207,6 +207,22 @@ def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
     grammar_worker.answer(pickle.dumps(GOOD))
     with pytest.raises(Invalid):
         grammar_worker.answer(pickle.dumps(BAD))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("gbnf", "root ::= missing", "Rule 'missing' not found"),
+        ("gbnf", 'other ::= "a"', "No 'root' rule found"),
+        ("gbnf", 'root ::= "a', "end of input"),
+        ("structural_tag", "x", "not JSON"),
+        ("structural_tag", '"x"', "an object"),
+    ],
+)
+def test_whatever_is_wrong_in_a_grammar_is_its_own_error_and_ends_no_helper(kind: Kind, text: str, words: str) -> None:
+    with pytest.raises(Invalid, match=words) as raised:
+        grammar_worker.answer(pickle.dumps(Constraint(kind, text, "guided_grammar")))
+    assert raised.value.param == "guided_grammar"
 
 
 def test_a_grammar_is_charged_before_it_is_tried_and_its_request_once(redis_url: str) -> None:

@@ -51,9 +51,10 @@ def test_texts_and_token_ids_may_be_mixed(demo: Deployment) -> None:
     first, second = "What is", " Penstock?"
     known = complete(demo, prompt=[*tokens_of(demo, first), *tokens_of(demo, second)])["content"]
     assert complete(demo, prompt=[*tokens_of(demo, first), second])["content"] == known
-    several = complete(demo, prompt=[PROMPT, "The"])
-    assert [each["index"] for each in several] == [0, 1]
-    assert several[0]["content"] == complete(demo, prompt=PROMPT)["content"]
+    alone = complete(demo, prompt=PROMPT)["content"]
+    for prompts in ([PROMPT, "The"], [tokens_of(demo, PROMPT), "The"], [{"prompt_string": PROMPT}, "The"]):
+        several = complete(demo, prompt=prompts)
+        assert [each["index"] for each in several] == [0, 1] and several[0]["content"] == alone
 
 
 def test_a_stop_word_and_an_unbounded_length(demo: Deployment) -> None:

@@ -1,4 +1,4 @@
-"""What a replica of one fingerprint began, one of another goes on with only when no equal one is left; and the answer says so. On real Redis, with the demo
+"""What a replica of one fingerprint began, one of another goes on with only when no equal one is free; and the answer says so. On real Redis, with the demo
 model in bfloat16 and in float32."""
 
 import threading
@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 
+from services.compute import admit
 from services.compute.engine import build_engine
 from services.compute.service import ComputeService
 from services.requests.answers.choice import Choice
 from services.requests.answers.formats import fingerprint_field
 from shared.process.settings import ComputeSettings
+from shared.wire.load import Load
 from shared.wire.messages import TokenEvent
 from shared.wire.registry import Registry
 from shared.wire.streams import prompts
@@ -60,8 +62,9 @@ def stage_of(compute: ComputeService) -> LocalStage:
     return compute.stage
 
 
-def look(stage: LocalStage, others: list[str]) -> None:
-    computes = [replace(replica("compute", f"other-{number}"), fingerprint=each) for number, each in enumerate(others)]
+def look(stage: LocalStage, others: list[str], running: int = 0) -> None:
+    load = Load(max_num_seqs=8, running=running)
+    computes = [replace(replica("compute", f"other-{number}"), fingerprint=each, load=load) for number, each in enumerate(others)]
     own = replace(replica("compute", stage.replica_id), fingerprint=stage.fingerprint)
     stage.live = Registry((replica("sampler", "sampler-1"), own, *computes))
 
@@ -85,7 +88,8 @@ def logged(line: LineOfStages) -> list[TokenEvent]:
     return parse_log(entries)
 
 
-def test_another_goes_on_when_no_equal_one_is_left(line: LineOfStages) -> None:
+def test_another_goes_on_when_no_equal_one_is_left(line: LineOfStages, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admit, "LEFT_FOR_S", 600.0)
     begin(line)
     num_begun = len(logged(line))
     assert num_begun < NUM_TOKENS and logged(line)[0].fingerprint == "fp_first"
@@ -93,6 +97,7 @@ def test_another_goes_on_when_no_equal_one_is_left(line: LineOfStages) -> None:
         wait_until(lambda: compute.admitter._num_claims > 3, description="it has looked for what was left")
         assert len(logged(line)) == num_begun and not compute.active
         look(stage_of(compute), ["fp_third"])
+        monkeypatch.setattr(admit, "LEFT_FOR_S", 0.0)
         wait_until(lambda: line.has_ended("text.0"), description="the answer is whole", timeout_s=120)
     events = logged(line)
     assert len(events) == NUM_TOKENS
@@ -102,6 +107,16 @@ def test_another_goes_on_when_no_equal_one_is_left(line: LineOfStages) -> None:
     for event in events:
         choice.add(event)
     assert fingerprint_field([choice]) == {"system_fingerprint": f"fp_first+{compute.stage.fingerprint}"}
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_another_goes_on_when_the_equal_one_is_full_or_does_not_take_it(line: LineOfStages, monkeypatch: pytest.MonkeyPatch, is_full: bool) -> None:
+    monkeypatch.setattr(admit, "LEFT_FOR_S", 600.0 if is_full else 0.5)
+    begin(line)
+    with second(line, "float32", ["fp_third"]) as compute:
+        look(stage_of(compute), ["fp_first"], running=8 if is_full else 0)
+        wait_until(lambda: line.has_ended("text.0"), description="the answer is whole", timeout_s=120)
+    assert len(logged(line)) == NUM_TOKENS and {event.fingerprint for event in logged(line)} == {"fp_first", "", compute.stage.fingerprint}
 
 
 def test_an_equal_one_goes_on_in_silence(line: LineOfStages) -> None:

@@ -75,7 +75,10 @@ def prepare_any(constraint: Constraint) -> Prepared:
 def prepare_tag(constraint: Constraint) -> Prepared:
     """Prepare each schema of a structural tag. A schema is strict where its x-guidance says that it
     is not lenient."""
-    tag, ignored, checks = json.loads(constraint.text), dict[str, None](), dict[str, str]()
+    try:
+        tag, ignored, checks = json.loads(constraint.text), dict[str, None](), dict[str, str]()
+    except ValueError as error:
+        raise refused(constraint.param, f"it is not JSON: {error}") from None
     for content in contents_of(tag):
         param, name = content.get("param") or constraint.param, content.get("function") or ""
         schema = content.get("json_schema", True)

@@ -73,15 +73,16 @@ async def answer(context: Context, request: Request, body: LlamaBody, model: str
 
 
 async def one_piece_each(context: Context, model: str, prompts: list[Pieces]) -> list[str | TokenIds]:
-    """Each prompt as a text or as token ids: of a mixture, each text is encoded by itself."""
+    """Each prompt as one piece: all of them texts, or all token ids, as a completion takes them. Each
+    text of a mixture is encoded by itself."""
+    texts = [pieces[0] for pieces in prompts if len(pieces) == 1 and isinstance(pieces[0], str)]
+    if len(texts) == len(prompts):
+        return list(texts)
     found: list[str | TokenIds] = []
     for pieces in prompts:
-        if len(pieces) == 1:
-            found.append(pieces[0])
-            continue
-        texts = [piece for piece in pieces if isinstance(piece, str)]
         encodings = [EncodingParams(add_special_tokens=piece is pieces[0]) for piece in pieces if isinstance(piece, str)]
-        encoded = iter(await token_ids_of(context, model, texts, encodings))
+        texts = [piece for piece in pieces if isinstance(piece, str)]
+        encoded = iter(await token_ids_of(context, model, texts, encodings) if texts else [])
         found.append(np.concatenate([next(encoded) if isinstance(piece, str) else piece for piece in pieces]))
     return found
 

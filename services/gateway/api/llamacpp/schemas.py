@@ -29,8 +29,9 @@ SAME = (
 
 
 def read_prompts(value: Any) -> list[Pieces]:
-    """One prompt or several, each a text, token ids, or both mixed."""
-    if isinstance(value, list) and value and all(isinstance(each, list | dict) for each in value):
+    """One prompt or several, each a text, token ids, or both mixed. A list with a list or an object
+    in it holds several."""
+    if isinstance(value, list) and any(isinstance(each, list | dict) for each in value):
         return [read_pieces(each, f"[{index}]") for index, each in enumerate(_bounded(value, MAX_SEQUENCES))]
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
         return [[each] for each in _bounded(value, MAX_SEQUENCES)]
