@@ -188,7 +188,7 @@ def test_one_seed_gives_one_answer_alone_and_in_a_crowd(client: openai.OpenAI, t
 
 
 def test_other_seeds_give_other_answers(client: openai.OpenAI) -> None:
-    assert len({text_of(client, seed=seed, temperature=1.5, max_tokens=30) for seed in range(4)}) >= 3  # the model has favourites
+    assert len({text_of(client, seed=seed, temperature=1.5, max_tokens=30) for seed in range(12)}) >= 5  # the model has favourites
 
 
 def test_a_cached_prompt_gives_the_same_answer(client: openai.OpenAI) -> None:

@@ -18,6 +18,7 @@ from typing import NoReturn
 import torch
 
 from services.compute import __main__ as compute
+from services.compute import engine
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates import reduction
 from services.compute.engine import Engine, build_engine
@@ -58,16 +59,16 @@ def fail(*_: object) -> NoReturn:
 
 
 def build_drawing(settings: ComputeSettings, files: ModelFiles) -> Engine:
-    engine = build_engine(settings, files)
-    engine.runner.row_search = DrawingSearch(engine.runner.row_search, random.Random(1), 1 / DRAWS)
-    return engine
+    built = build_engine(settings, files)
+    built.runner.row_search = DrawingSearch(built.runner.row_search, random.Random(1), 1 / DRAWS)
+    return built
 
 
 if __name__ == "__main__":
     setattr(ModelRunner, "run", fragile)  # noqa: B010 - a method of a class, in the types' eyes not to be set
     registry.RENEW_EVERY_S = 0.25
     if DRAWS:
-        setattr(compute, "build_engine", build_drawing)  # noqa: B010
+        setattr(engine, "build_engine", build_drawing)  # noqa: B010
         for number in (signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda number, _: told.add(number))
     run_stage(compute.main)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from services.compute.batch import ScheduledBatch
-from services.compute.cache.block_manager import BlockManager
+from services.compute.cache.block_manager import BlockManager, prefix_root
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Draft
@@ -310,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 def chained_hash(content: tuple[Any, ...]) -> bytes:
     """The hash under which the block with this last token is to be cached: its tokens, all before them, and the salt."""
     salt, *tokens = content
-    found = hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    found = prefix_root("", salt=salt)
     for start in range(0, len(tokens), BLOCK_SIZE):
         found = hashlib.blake2b(found + array("q", tokens[start : start + BLOCK_SIZE]).tobytes(), digest_size=16).digest()
     return found
