@@ -89,6 +89,7 @@ def test_a_queued_request_is_cancelled_before_it_runs(limited: Deployment) -> No
     client.delete(replica_key("compute", compute))
     deployment.wait_live(deployment.start("compute", "compute-next", dtype="float32"))
     wait_until(lambda: client.xlen(f"prompts:{MODEL}") == 0, description="the queue is empty")
+    wait_until(lambda: deployment.get("/ready").status_code == 200, description="the gateway has seen the new compute")
     assert deployment.post("/v1/completions", body | {"stream": False, "stream_options": None}).status_code == 200
 
     def after_three_tokens() -> Load | None:
