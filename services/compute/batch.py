@@ -37,7 +37,7 @@ class BatchRow:
         return self.num_computed_tokens + len(self.token_ids)
 
     def key(self, index: int) -> RowKey:
-        """Of token_ids[index], or of the token that follows them."""
+        """The key of token_ids[index], or of the token that follows the last."""
         return RowKey(self.handle, self.num_computed_tokens + index - self.num_prompt_tokens + 1)
 
     @property

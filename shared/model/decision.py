@@ -37,7 +37,7 @@ MARGIN = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """What decides the tokens of some rows."""
+    """The kept candidates and the seeds by which the tokens of some rows are drawn."""
 
     logits: Array  # [R, K] float32, falling; beyond a row's num_kept they mean nothing
     token_ids: Array  # [R, K] int32

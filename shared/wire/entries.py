@@ -133,7 +133,7 @@ class GroupReader:
         """Take over up to count entries whose consumer has not renewed them for idle_ms, those
         first that were delivered least often. besides: entries that stay where they are.
 
-        What was delivered more than max_deliveries times becomes a dead letter.
+        An entry that was delivered more than max_deliveries times becomes a dead letter.
         """
         pending: Any = self.transport.persist(
             lambda: self.transport.client.xpending_range(self.stream.key, self.stream.group, "-", "+", max(count, CLAIM_WINDOW) + len(besides), idle=idle_ms)

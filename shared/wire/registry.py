@@ -112,7 +112,7 @@ def say_unread(name: str, error: str) -> None:
 
 
 def unlike_replicas(computes: Iterable[Replica]) -> list[str]:
-    """A warning for each model whose compute replicas have several fingerprints: they take over each other's requests, and may answer with other tokens."""
+    """A warning for each model whose compute replicas have several fingerprints: one may go on with another's requests, and then answers with other tokens."""
     by_model: dict[str, dict[str, list[str]]] = {}
     for each in computes:
         by_model.setdefault(each.model or "", {}).setdefault(each.fingerprint, []).append(each.replica_id)

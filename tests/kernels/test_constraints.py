@@ -187,7 +187,7 @@ def test_a_row_that_nothing_is_allowed_in_fails_beside_one_with_samplers(search:
 
 
 def check_masks(constraints: Constraints, prefixes: list[Prefix]) -> None:
-    """Those of several tokens of one sequence are filled together."""
+    """The masks of several tokens of one sequence are filled together."""
     masking = constraints.start(prefixes)
     assert masking is not None
     masks = masking.result()
@@ -224,8 +224,8 @@ def test_masks_follow_the_tokens_however_they_come(data: st.DataObject) -> None:
     assert ids_of(mask_of(successor, sequence)) == expected(SCHEMA, output)
 
 
-def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matchers of one text share the library's lexer, which has limits; a sequence's own fate is what it would be alone."""
+def worn_out_soon(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Give the library's lexer few states. Returns the list that gets the length of each output that is replayed."""
     monkeypatch.setattr(grammar, "limits_of", lambda _: LLParserLimits(max_lexer_states=600, verbose_errors=False))
     replayed: list[int] = []
 
@@ -234,7 +234,12 @@ def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.Monke
         return replay(constraint, known, output)
 
     monkeypatch.setattr(matcher, "replay", counted)
-    wide = Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
+    return replayed
+
+
+def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Matchers of one text share the library's lexer, which has limits; a sequence's own fate is what it would be alone."""
+    replayed, wide = worn_out_soon(monkeypatch), Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
     rng, constraints = np.random.default_rng(1), make_constraints()
     letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
     first = sequence_of([])
@@ -251,15 +256,7 @@ def test_what_one_sequence_wears_out_others_still_have(monkeypatch: pytest.Monke
 @pytest.mark.parametrize("compiling_s", [0.0, 1.0])
 def test_masks_of_several_tokens_outlive_what_is_worn_out(monkeypatch: pytest.MonkeyPatch, compiling_s: float) -> None:
     """The matcher is made again in the middle of them; where its grammar took long, in the slow lane."""
-    monkeypatch.setattr(grammar, "limits_of", lambda _: LLParserLimits(max_lexer_states=600, verbose_errors=False))
-    replayed: list[int] = []
-
-    def counted(constraint: Constraint, known: Vocabulary, output: list[int]) -> LLMatcher:
-        replayed.append(len(output))
-        return replay(constraint, known, output)
-
-    monkeypatch.setattr(matcher, "replay", counted)
-    wide = Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
+    replayed, wide = worn_out_soon(monkeypatch), Constraint("regex", r"(.*a.{14}b.*)|(.*c.{13}d)")
     rng, constraints = np.random.default_rng(1), make_constraints()
     letters = [tokenizer().token_to_id(letter) for letter in "abcdxyz"]
     sequence = sequence_of([int(rng.choice(letters)) for _ in range(70)])

@@ -23,7 +23,7 @@ LOOK_EVERY_S = 0.5  # Redis tries again every second
 
 
 class AppendOnlyFile:
-    """What Redis last said of its file."""
+    """Watches whether Redis can write its file, and has it rewritten."""
 
     def __init__(self, client: "redis.asyncio.Redis") -> None:
         self.client = client
