@@ -132,6 +132,12 @@ def inflight_key(model: str) -> str:
     return f"inflight:{model}"
 
 
+def shares_key(model: str) -> str:
+    """How much of `inflight:<model>` each tenant has: a hash of requests and of tokens by the tenant's account (held). Written with it, and deleted with it. It
+    says whose turn it is when the pipeline is full."""
+    return f"shares:{model}"
+
+
 def quota_key(tenant_id: str) -> str:
     """What a tenant may still ask in this minute: a hash of `requests` and `tokens`, and `at`, the time of these numbers. Written by gateways, for
     tenants with limits only. Lives 2 minutes past the last submission: it is full by then."""

@@ -34,10 +34,12 @@ from shared.wire.streams import (
     reader_key,
     response_key,
     response_of,
+    shares_key,
     stored_key,
 )
 
 END = b"e"  # the field of an entry after which nothing follows
+TOKENS = " tokens"  # behind a tenant's account, in `shares`: the field of his tokens
 
 # Of what a tenant holds (streams.held_key). A response ends: `release` counts what is left of it,
 # which expires with its log, in place of what it held.
@@ -69,14 +71,21 @@ local function close(response, open, is_refused)
   redis.call('EXPIRE', '{reader_key("")}' .. response, {LOG_TTL_S})
   release(account, size .. '/' .. response, redis.call('STRLEN', stored))
 end
+local function give_back(shares, account, tokens)
+  if not account then return end
+  redis.call('HINCRBY', shares, account .. '{TOKENS}', -tokens)
+  if redis.call('HINCRBY', shares, account, -1) <= 0 then redis.call('HDEL', shares, account, account .. '{TOKENS}') end
+end
 local function leave(inflight, request, is_refused)
   local tokens = redis.call('HGET', inflight, request)
   if tokens then
-    redis.call('HDEL', inflight, request)
-    redis.call('HINCRBY', inflight, '', -tokens)
-    if redis.call('HLEN', inflight) == 1 then redis.call('DEL', inflight) end
+    local shares = '{shares_key("")}' .. string.sub(inflight, {len(inflight_key("")) + 1})
     local response = string.match(request, '^(.*)%.') or request
     local open = '{open_key("")}' .. response
+    redis.call('HDEL', inflight, request)
+    redis.call('HINCRBY', inflight, '', -tokens)
+    give_back(shares, redis.call('HGET', open, 'account'), tokens)
+    if redis.call('HLEN', inflight) == 1 then redis.call('DEL', inflight, shares) end
     if redis.call('EXISTS', open) == 1 and redis.call('HINCRBY', open, 'left', -1) <= 0 then close(response, open, is_refused) end
   end
 end

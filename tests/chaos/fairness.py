@@ -13,28 +13,27 @@ idle machine.
 import argparse
 import asyncio
 import json
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import httpx
 
 from services.requests.tenants.api_keys import add_key
+from tests.chaos.floods import FLOODS
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 
 SMALL = {"model": MODEL, "prompt": "Water is", "max_tokens": 16, "ignore_eos": True, "temperature": 0, "stream": True}
 PERIOD_S = 1.0  # between two small requests
-HEAD_START_S = 3.0  # of the flood
+HEAD_START_S = 5.0  # of the flood
 LONGEST_S = 120.0  # for one small request
-MAX_REQUESTS = 1024  # of the pipeline, by default
-REST_S = 0.2  # of a flooder that was refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,88 +75,30 @@ async def ask_small(client: httpx.AsyncClient) -> tuple[float, float] | None:
     return None
 
 
-async def again_and_again(client: httpx.AsyncClient, method: str, path: str, body: Any) -> None:
-    """One of a flood's clients: it asks until it is cancelled, and is hardly put off."""
-    while True:
-        with suppress(httpx.HTTPError):
-            reply = await client.request(method, path, json=body, timeout=LONGEST_S)
-            if reply.status_code == 200:
-                continue
-        await asyncio.sleep(REST_S)
-
-
-def completion(**fields: Any) -> dict[str, Any]:
-    return {"model": MODEL, "prompt": "Once", "max_tokens": 200, "ignore_eos": True, "temperature": 1.0, **fields}
-
-
-async def complete(client: httpx.AsyncClient, bodies: list[dict[str, Any]]) -> None:
-    """A client for each of them."""
-    await asyncio.gather(*(again_and_again(client, "POST", "/v1/completions", body) for body in bodies))
-
-
-async def many(client: httpx.AsyncClient) -> None:
-    await complete(client, [completion(prompt=f"Once {number}") for number in range(150)])
-
-
-async def beyond(client: httpx.AsyncClient) -> None:
-    """More than the pipeline takes at all: whoever comes next may be told to come again."""
-    await complete(client, [completion(prompt=f"Beyond {number}", n=8) for number in range(MAX_REQUESTS // 8 + 40)])
-
-
-async def choices(client: httpx.AsyncClient) -> None:
-    await complete(client, [completion(prompt=f"Once {number}", n=8) for number in range(60)])
-
-
-async def long(client: httpx.AsyncClient) -> None:
-    """Prompts of half the window, which begin like nothing that is cached."""
-    await complete(client, [completion(prompt=f"{number} " + "and the water rose in the lock " * 60, max_tokens=4) for number in range(100)])
-
-
-async def read(client: httpx.AsyncClient) -> None:
-    """One stored response, read by hundreds over and over."""
-    body = {"model": MODEL, "input": "What is a lock?", "max_output_tokens": 400, "ignore_eos": True, "background": True}
-    stored = (await client.post("/v1/responses", json=body, timeout=LONGEST_S)).json()
-    path = f"/v1/responses/{stored['id']}?stream=true"
-    await asyncio.gather(*(again_and_again(client, "GET", path, None) for _ in range(400)))
-
-
-async def batch(client: httpx.AsyncClient) -> None:
-    """Batches of 2,000 lines, one after another."""
-    lines = [{"custom_id": f"{number}", "method": "POST", "url": "/v1/completions", "body": completion(prompt=f"Line {number}")} for number in range(2000)]
-    content = "\n".join(map(json.dumps, lines)).encode()
-    while True:
-        file = (await client.post("/v1/files", files={"file": ("lines.jsonl", content)}, data={"purpose": "batch"}, timeout=LONGEST_S)).json()
-        wanted = {"input_file_id": file["id"], "endpoint": "/v1/completions", "completion_window": "24h"}
-        await client.post("/v1/batches", json=wanted, timeout=LONGEST_S)
-        await asyncio.sleep(LONGEST_S)
-
-
-FLOODS: dict[str, Callable[[httpx.AsyncClient], Coroutine[Any, Any, None]]] = {
-    "many": many, "n": choices, "beyond": beyond, "long": long, "read": read, "batch": batch,
-}  # fmt: skip
+@contextmanager
+def flooded(name: str, url: str, key: str) -> Iterator[None]:
+    """While a process floods. Raises RuntimeError if it has ended by itself."""
+    process = subprocess.Popen([sys.executable, "-m", "tests.chaos.floods", name, url, key])
+    try:
+        yield
+        if process.poll() is not None:
+            raise RuntimeError(f"the flood {name!r} has ended, with {process.returncode}")
+    finally:
+        process.kill()
+        process.wait()
 
 
 async def run(url: str, keys: dict[str, str], floods: list[str], seconds: float, most: float) -> int:
-    limits = httpx.Limits(max_connections=None)
-
-    def client(name: str) -> httpx.AsyncClient:
-        return httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {keys[name]}"}, limits=limits, trust_env=False)
-
-    async with client("small") as small:
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {keys['small']}"}, trust_env=False) as small:
         await measure(small, 3)  # the first ones warm up
         print(f"{'flood':10}{'first token, s':>16}{'end, s':>10}{'ratio':>8}{'asked':>8}{'missing':>9}")
         found = {}
         for name in floods:
             alone = await measure(small, seconds)  # before each: whatever else the machine does, both have it
             show("none", alone, 1.0)
-            async with client("flood") as flood:
-                flooding = asyncio.create_task(FLOODS[name](flood))
+            with flooded(name, url, keys["flood"]):
                 await asyncio.sleep(HEAD_START_S)
                 figures = await measure(small, seconds)
-                if flooding.done():
-                    flooding.result()
-                flooding.cancel()
-                await asyncio.gather(flooding, return_exceptions=True)
             found[name] = {**asdict(figures), "alone": asdict(alone), "ratio": figures.times(alone)}
             show(name, figures, figures.times(alone))
             await quiet(small, alone)

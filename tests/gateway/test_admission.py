@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 
 from services.operator.redis_server import start_server
+from services.requests.tenants.api_keys import add_key
 from shared.wire.messages import Control, RequestError
 from shared.wire.streams import tombstone_key
 from tests.conftest import answers, running_redis
@@ -50,6 +51,29 @@ def test_tokens_are_bounded_too_and_an_answer_of_nobody_gives_its_place_back(dep
     assert own.held() == 1  # until whoever runs it ends it
     own.end(request)
     assert own.held() == 0
+
+
+def test_a_full_pipeline_is_full_for_those_who_fill_it(deployment: Deployment, own: Backstage, tmp_path: Path) -> None:
+    """Two tenants may have half of the places each: whoever has less is not refused."""
+    keys = {tenant: {"Authorization": f"Bearer {add_key(tmp_path / 'keys.json', tenant)}"} for tenant in ("many", "few")}
+    start_gateways(deployment, max_requests=4, keys_file=tmp_path / "keys.json")
+
+    def status(tenant: str, n: int) -> int:
+        """Ask in the background: the response stays in the pipeline until it ends."""
+        body = {"model": NAME, "input": "Water", "background": True, "max_output_tokens": 8}
+        codes = {deployment.post("/v1/responses", body, **keys[tenant]).status_code for _ in range(n)}
+        return max(codes)
+
+    assert status("many", 4) == 200 and status("many", 1) == 429
+    assert status("few", 2) == 200, "an even share"
+    assert status("few", 1) == 429 and status("many", 1) == 429
+    requests = own.take(6)
+    for request in requests:
+        own.end(request)
+    assert own.held() == 0 and not own.client.exists(f"shares:{NAME}")
+    assert status("few", 4) == 200, "all of it, while nobody else wants any"
+    for request in own.take(4):
+        own.end(request)
 
 
 def test_a_burst_waits_for_connections_to_redis(gateways: Deployment, backstage: Backstage) -> None:

@@ -8,6 +8,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.loop import run_step
 from services.compute.scheduling.scheduler import Scheduler
+from services.compute.scheduling.step_cost import StepCost
 from services.compute.sequence import Sequence
 from shared.model.sampling_params import SamplingParams
 
@@ -122,3 +123,72 @@ def test_a_strategy_that_never_preempts_does_not_do_so_for_a_tenant() -> None:
     server.ask("b", SMALL_TOKENS)
     server.run(400)
     assert server.scheduler.num_preemptions == 0
+
+
+COST = StepCost(fixed_s=0.002, per_token_s=0.0002, per_context_token_s=0.0)
+
+
+def costly(server: Server) -> Server:
+    """Its steps cost what COST says, and it knows that."""
+    server.scheduler.step_cost.cost = COST
+    return server
+
+
+def run_costly(server: Server, num_steps: int) -> list[float]:
+    """What each step costs, in seconds."""
+    seconds = []
+
+    def decide(_: object, sequences: list[Sequence]) -> list[int]:
+        return [7] * len(sequences)
+
+    for _ in range(num_steps):
+        before = {each.handle: each.num_computed_tokens for each in server.scheduler.running.values()}
+        run_step(server.scheduler, decide)
+        server.num_steps += 1
+        computed = sum(each.num_computed_tokens - before.get(each.handle, 0) for each in server.scheduler.running.values())
+        seconds.append(COST.seconds(computed, 0))
+    return seconds
+
+
+def test_a_step_costs_a_small_tenant_twice_what_it_costs_alone_and_nobody_starves() -> None:
+    server = costly(Server())
+    crowd = [server.ask("a", 5000) for _ in range(60)]
+    run_costly(server, 10)
+    small = server.ask("b", 400)
+    run_costly(server, 2)
+    before = [each.num_output_tokens for each in crowd]
+    seconds = run_costly(server, 300)
+    assert small.num_output_tokens == 302, "it is in every step"
+    assert max(seconds) <= 2 * COST.seconds(1, 0) + 1e-9
+    gained = [each.num_output_tokens - first for each, first in zip(crowd, before, strict=True)]
+    assert max(gained) - min(gained) <= 1, "the others take turns"
+    share = int(COST.seconds(1, 0) / COST.per_token_s + 1e-9)
+    assert sum(gained) >= 300 * share - len(gained), "and have all that the bound leaves"
+
+
+def test_tenants_who_want_the_same_bound_each_other_by_nothing() -> None:
+    server = costly(Server())
+    asked = [server.ask(tenant_id, 1000) for tenant_id in "abcd" for _ in range(16)]
+    run_costly(server, 20)
+    before = [each.num_output_tokens for each in asked]
+    run_costly(server, 50)
+    assert {each.num_output_tokens - first for each, first in zip(asked, before, strict=True)} == {50}
+
+
+def test_a_long_prompt_leaves_another_tenants_stream_half_of_the_time() -> None:
+    server = costly(Server())
+    stream = server.ask("b", 400)
+    run_costly(server, 3)
+    for _ in range(20):
+        server.ask("a", 4)
+    seconds = run_costly(server, 40)
+    assert stream.num_output_tokens == 43
+    assert max(seconds) <= 2 * COST.seconds(1, 0) + 16 * COST.per_token_s + 1e-9, "a prompt never stands still: it gets a block"
+
+
+def test_a_tenants_first_prompt_goes_before_the_prompts_of_a_crowd() -> None:
+    server = costly(Server())
+    for _ in range(30):
+        server.ask("a", 4)
+    run_costly(server, 2)
+    assert server.steps_to_first_token(server.ask("b", 4)) == 1

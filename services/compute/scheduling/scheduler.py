@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
+from services.compute.scheduling.shares import Shares
 from services.compute.scheduling.step_cost import StepCostFit
 from services.compute.scheduling.verdict import Begin, MakeRoom, Wait
 from services.compute.scheduling.waiting import WaitingQueue
@@ -80,6 +81,7 @@ class Scheduler:
         self.held: frozenset[int] = frozenset()
         self._is_apart = False  # the step in the making is theirs, or the last one was
         self.step_cost = StepCostFit()
+        self.shares = Shares()
         self.waiting = WaitingQueue()
         self.running: dict[int, Sequence] = {}  # by handle
         self._num_running: Counter[str] = Counter()  # by tenant
@@ -124,6 +126,9 @@ class Scheduler:
         budget = self._schedule_chunks(draft, behind, self._prompt_budget(draft))
         if self.num_preemptions == num_preemptions:
             self._admit(draft, budget)
+        if not draft.decodes and not draft.chunks:  # those for whom tokens were kept can't begin
+            self.shares.num_awaited_tokens = 0
+            self._schedule_chunks(draft, behind, budget)
         copies = self.block_manager.take_copies()
         if not draft.decodes and not draft.chunks:
             return None
@@ -217,14 +222,13 @@ class Scheduler:
     def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
         """Schedule all that are one token behind. Returns the others, which are further behind."""
         block_size = self.block_manager.block_size
-        behind = []
-        for sequence in list(self.running.values()):
-            if not self._can_run(sequence):
-                continue
+        able = [sequence for sequence in self.running.values() if self._can_run(sequence)]
+        behind = [sequence for sequence in able if sequence.num_uncomputed_tokens != 1]
+        if self.splits_prompts:
+            waiting = self.waiting.num_tokens if self._refused is None else {}
+            self.shares.begin_step(able, waiting, self.step_cost.cost, self.max_batched_tokens)
+        for sequence in self.shares.turns([sequence for sequence in able if sequence.num_uncomputed_tokens == 1]):
             num_computed = sequence.num_computed_tokens
-            if len(sequence.token_ids) - num_computed != 1:
-                behind.append(sequence)
-                continue
             has_block = num_computed < len(sequence.block_table) * block_size and not sequence.has_shared_tail
             if has_block or self._make_room(sequence, num_computed + 1, draft):
                 draft.decodes.append(sequence)
@@ -234,20 +238,22 @@ class Scheduler:
         """The tokens that prompts may add to the step: within the bound, and within the target for
         who is decoding."""
         budget = self.max_batched_tokens - len(draft.decodes)
-        if self.target_itl_s is None or not draft.decodes:
+        bounds = [self.shares.bound_s, self.target_itl_s if draft.decodes else None]
+        bound_s = min((each for each in bounds if each is not None), default=None)
+        if bound_s is None:
             return budget
         if self.step_cost.cost is None:
             return min(budget, FIRST_CHUNK)
         num_context_tokens = sum([len(sequence.token_ids) for sequence in draft.decodes])
-        within = self.step_cost.cost.tokens_within(self.target_itl_s, num_context_tokens) - len(draft.decodes)
+        within = self.step_cost.cost.tokens_within(bound_s, num_context_tokens) - len(draft.decodes)
         # a prompt never stands still
-        return min(budget, max(within, self.block_manager.block_size))
+        return min(budget, max(within, self.block_manager.block_size, self.shares.num_awaited_tokens))
 
     def _schedule_chunks(self, draft: Draft, behind: list[Sequence], budget: int) -> int:
         """The next chunk of each running sequence that is further behind, while the budget lasts.
         Returns what is left of it."""
-        for sequence in sorted(behind, key=_rank):
-            num_tokens = min(sequence.num_uncomputed_tokens, budget)
+        for sequence in sorted(behind, key=self.shares.order):
+            num_tokens = min(sequence.num_uncomputed_tokens, budget - self.shares.kept_from(sequence))
             if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, draft):
                 draft.chunks.append((sequence, num_tokens))
                 budget -= num_tokens

@@ -1,6 +1,7 @@
 """WaitingQueue: the sequences that have no place yet, and whose turn it is."""
 
 import heapq
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 from services.compute.sequence import Sequence
@@ -16,6 +17,8 @@ class WaitingQueue:
         self._heaps: dict[tuple[str, int], list[Entry]] = {}
         self._by_handle: dict[int, Sequence] = {}
         self._num_with_deadline = 0
+        self.num_tokens: Counter[str] = Counter()  # of all that waits, by tenant
+        self._num_tokens_of: dict[int, int] = {}  # by handle, when it was pushed: decisions may still come
 
     def __len__(self) -> int:
         return len(self._by_handle)
@@ -29,6 +32,8 @@ class WaitingQueue:
 
     def push(self, sequence: Sequence) -> None:
         self._by_handle[sequence.handle] = sequence
+        self._num_tokens_of[sequence.handle] = sequence.num_tokens
+        self.num_tokens[sequence.tenant_id] += sequence.num_tokens
         self._num_with_deadline += sequence.deadline is not None
         heapq.heappush(self._heaps.setdefault((sequence.tenant_id, sequence.priority), []), (sequence.rank, sequence.handle, sequence))
 
@@ -51,6 +56,9 @@ class WaitingQueue:
     def remove(self, sequence: Sequence) -> None:
         del self._by_handle[sequence.handle]
         self._num_with_deadline -= sequence.deadline is not None
+        self.num_tokens[sequence.tenant_id] -= self._num_tokens_of.pop(sequence.handle)
+        if not self.num_tokens[sequence.tenant_id]:
+            del self.num_tokens[sequence.tenant_id]
         heap = self._heaps[sequence.tenant_id, sequence.priority]
         if heap[0][2] is sequence:
             heapq.heappop(heap)

@@ -6,6 +6,9 @@ and their sum under "". The script here checks it, adds to it and hands the requ
 nothing; the scripts that write a request's end remove it (shared/wire/token_log.py). So a place is
 held by a sequence, not by a connection: it outlives its gateway, and comes back when the sequence
 ends, whoever still reads. What has been admitted is never refused later.
+
+A full pipeline is full for those who fill it. A tenant who has less than an even share of it is
+admitted all the same, so there are never more than twice as many requests as the bound says.
 """
 
 import asyncio
@@ -38,8 +41,10 @@ from shared.wire.streams import (
     open_key,
     requests,
     response_key,
+    shares_key,
     stored_key,
 )
+from shared.wire.token_log import TOKENS
 
 KEPT_BYTES = 1 << 20  # of a background response that is refused: its client hears of it by asking. Others have their answer
 
@@ -51,20 +56,20 @@ LONG_BYTES = 256 << 10
 
 # ARGV: inflight key, requests stream, response key, response record, stored key, what is stored
 # ('': nothing), their TTL in seconds, most requests, most tokens, tokens in all, gateway id, open
-# key, most bytes that stay stored if it is refused; what limits.py says of the tenant; the tenant's
+# key, most bytes that stay stored if it is refused, shares key; what limits.py says of the tenant; the tenant's
 # account, most bytes in it, bytes in all; then for each request its id, its tokens and its message.
 # Returns what is left to the tenant (nothing, if it has no limits), and, if they do not fit, why:
 # {'full', requests, tokens} with what is held, {'held', bytes, s to wait}, or {'requests' |
 # 'tokens' | 'concurrency', ms to wait}. A response that was submitted before is not again: a batch
 # that goes on after a death does not know how far it had come.
-LIMITS = 14
+LIMITS = 15
 ACCOUNT = LIMITS + NUM_ARGUMENTS
 FIRST = ACCOUNT + 3
 SUBMIT = (
     SCRIPT
     + HELD
     + f"""
-local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway, open, keeps = unpack(ARGV, 1, {LIMITS - 1})
+local inflight, stream, response, record, stored, content, ttl, max_requests, max_tokens, tokens, gateway, open, keeps, shares = unpack(ARGV, 1, {LIMITS - 1})
 if redis.call('HEXISTS', inflight, ARGV[{FIRST}]) == 1 or redis.call('EXISTS', '{log_key("")}' .. ARGV[{FIRST}]) == 1 then return {{{{}}}} end
 local quota, running, rpm, tpm, concurrency, charged_requests, charged_tokens = unpack(ARGV, {LIMITS}, {ACCOUNT - 1})
 rpm, tpm, concurrency = tonumber(rpm), tonumber(tpm), tonumber(concurrency)
@@ -79,7 +84,10 @@ local held = held_by(account, max_size - size)
 if held + size > max_size then return {{left, {{'held', held, wait_for_room(account)}}}} end
 local held_requests = math.max(redis.call('HLEN', inflight) - 1, 0)
 local held_tokens = tonumber(redis.call('HGET', inflight, '') or '0')
-if held_requests + num_sequences > tonumber(max_requests) or held_tokens + tokens > tonumber(max_tokens) then
+local own_requests, own_tokens = unpack(redis.call('HMGET', shares, account, account .. '{TOKENS}'))
+local num_tenants = redis.call('HLEN', shares) / 2 + (own_requests and 0 or 1)
+local function fits(held, own, more, most) return held + more <= most or (tonumber(own) or 0) + more <= most / num_tenants end
+if not (fits(held_requests, own_requests, num_sequences, tonumber(max_requests)) and fits(held_tokens, own_tokens, tokens, tonumber(max_tokens))) then
   return {{left, {{'full', held_requests, held_tokens}}}}
 end
 if quota ~= '' then charge(quota, rpm, tpm, left) end
@@ -94,6 +102,9 @@ for i = {FIRST}, #ARGV, 3 do
 end
 redis.call('HINCRBY', inflight, '', tokens)
 redis.call('EXPIRE', inflight, ttl)
+redis.call('HINCRBY', shares, account, num_sequences)
+redis.call('HINCRBY', shares, account .. '{TOKENS}', tokens)
+redis.call('EXPIRE', shares, ttl)
 if concurrency > 0 then
   for i = {FIRST}, #ARGV, 3 do redis.call('HSET', running, ARGV[i], inflight) end
   redis.call('EXPIRE', running, ttl)
@@ -167,7 +178,7 @@ class Admission:
                 await asyncio.sleep(0)  # n choices of a long prompt: others have their turn in between
         arguments: list[str | bytes | int] = [inflight_key(model), requests(model).key, response_key(response_id), record]
         arguments += [stored_key(response_id), stored, RUNNING_LOG_TTL_S, *limits, sum(tokens), self.stage.replica_id]
-        arguments += [open_key(response_id), keeps]
+        arguments += [open_key(response_id), keeps, shares_key(model)]
         arguments += [*caller.arguments(sum(tokens), sum(outputs), len(submitted)), held_key(caller.tenant.tenant_id), most, size]
         for request, count, message in zip(submitted, tokens, messages, strict=True):
             arguments += [request.request_id, count, message]
