@@ -79,7 +79,7 @@ class Liar:
 class All(Control):
     """Takes whatever is offered."""
 
-    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:
+    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]:  # noqa: ARG002
         return {handle: count for handle, (_, count) in offers.items()}
 
 
