@@ -15,7 +15,7 @@ from shared.process.errors import StartupError
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
-SPECULATORS = ("auto", "off", "lookup", "grammar")
+SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -193,7 +193,7 @@ class EngineSettings(StageSettings):
     run_ahead: int = Field(4, ge=0, le=8, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
-        "forces); auto: all that pay; off: nobody. No text depends on it: docs/understand/speculation.md"
+        "forces), prediction (what the client expects); auto: all that pay; off: nobody. No text depends on it: docs/understand/speculation.md"
     )  # fmt: skip
     num_speculative_tokens: int = Field(16, ge=1, le=63, description="tokens that may be guessed at once for a sequence")
     publish_interval_ms: float | None = Field(
