@@ -19,7 +19,7 @@ KINDS: Mapping[str, type[TokenizeBody | ContentBody]] = {"prompt": TokenizeBody,
 router = APIRouter()
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody, ContentBody))
 async def tokenize(request: Request) -> dict[str, Any]:
     """The tokens of a text or of a conversation, and how many they are."""
     context = context_of(request)

@@ -81,11 +81,11 @@ async def score(request: Request) -> Response:
     return await answer_scores(request, context, body, firsts, seconds, "score", describe)
 
 
-@router.post("/rerank", openapi_extra=takes(RerankBody))
-@router.post("/reranking", openapi_extra=takes(RerankBody))
-@router.post("/v1/rerank", openapi_extra=takes(RerankBody))
-@router.post("/v1/reranking", openapi_extra=takes(RerankBody))
-@router.post("/v2/rerank", openapi_extra=takes(RerankBody))
+@router.post("/rerank", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/reranking", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/v1/rerank", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/v1/reranking", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/v2/rerank", openapi_extra=takes(RerankBody, TextsBody))
 async def rerank(request: Request) -> Response:
     """The documents, the best first."""
     context = context_of(request)
