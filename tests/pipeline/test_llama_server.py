@@ -1,5 +1,6 @@
 """llama.cpp's server, by its documentation and by what its own tests check: a list of behaviours that its clients may count on."""
 
+import math
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ def is_error(found: Any, status: int, kind: str) -> bool:
 
 
 def length(vector: list[float]) -> float:
-    return sum(each * each for each in vector) ** 0.5
+    return math.hypot(*vector)
 
 
 def vectors(found: Any) -> list[list[float]]:

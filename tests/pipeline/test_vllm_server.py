@@ -29,7 +29,7 @@ MANY = 40
 def text(it: Any) -> str:
     """Of a completion, or of a chat."""
     choice = it["choices"][0]
-    return choice["text"] if "text" in choice else choice["message"]["content"]
+    return str(choice["text"] if "text" in choice else choice["message"]["content"])
 
 
 def joined(them: Any) -> str:
