@@ -355,7 +355,7 @@ def test_cached_prefixes_and_priorities_are_by_tenant(site: Site) -> None:
     ids = {each.name: each.tenant_id for each in read_keys(site.path)}
     salts = set()
     for name, priority in (("urgent", -5), ("patient", 7)):
-        for salt in ("", "mine", f"{ids['urgent']}\0", f"{ids['urgent']}\0mine"):
+        for salt in (None, "mine", f"{ids['urgent']}\0", f"{ids['urgent']}\0mine"):
             assert site.background(keys[name], cache_salt=salt, priority=1).status_code == 200
             [request] = site.backstage.take()
             site.backstage.end(request)
