@@ -47,8 +47,9 @@ def paths_of(app: FastAPI) -> str:
     for path, methods in app.openapi()["paths"].items():
         for method, said in methods.items():
             content = said.get("requestBody", {}).get("content", {}).get("application/json", {})
-            body = content.get("schema", {}).get("$ref", "").removeprefix(REF.format(model=""))
-            rows.append([code(f"{method.upper()} {path}"), f"[{body}](#{body.lower()})" if body else ""])
+            schema = content.get("schema", {})
+            bodies = [each["$ref"].removeprefix(REF.format(model="")) for each in schema.get("oneOf", [schema]) if "$ref" in each]
+            rows.append([code(f"{method.upper()} {path}"), " or ".join(f"[{body}](#{body.lower()})" for body in bodies)])
     return table(["endpoint", "body"], rows)
 
 

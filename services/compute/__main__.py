@@ -13,12 +13,14 @@ def main() -> None:
     # torch takes seconds to import: only now, so that a bad setting is told at once
     from services.compute.engine import build_engine
     from services.compute.service import ComputeService
+    from services.compute.weights.sizes import sizes_of
 
     engine = build_engine(settings, files)
     stage = Stage("compute", settings, model=files.name, aliases=files.aliases, max_model_len=engine.max_model_len, step_timeout_s=engine.step_timeout_s)
     stage.fingerprint = engine.fingerprint
     stage.is_encoder = engine.is_encoder
     stage.labels, stage.is_multi_label = files.labels, files.is_multi_label
+    stage.sizes = sizes_of(files)
     ComputeService(stage, settings, engine).run()
 
 

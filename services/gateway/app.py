@@ -22,6 +22,7 @@ from services.gateway.api.ollama.embed import router as ollama_embeddings
 from services.gateway.api.ollama.routes import router as ollama
 from services.gateway.api.openai.embeddings import router as embeddings
 from services.gateway.api.openai.invocations import router as invocations
+from services.gateway.api.openai.render import router as render
 from services.gateway.api.openai.routes import router
 from services.gateway.api.openai.tokens import router as tokens_router
 from services.gateway.api.pooling.routes import router as pooling
@@ -112,6 +113,7 @@ def build_app(context: Context, watch: Watch) -> FastAPI:
 def add_routes(app: FastAPI) -> None:
     """Add every endpoint."""
     app.include_router(router)
+    app.include_router(render)
     app.include_router(models)
     app.include_router(embeddings)
     app.include_router(invocations)
@@ -128,6 +130,7 @@ def add_routes(app: FastAPI) -> None:
     add_playground(app)
     app.include_router(tokens_router)
     app.add_api_route("/health", health)
+    app.add_api_route("/v1/health", health)
     app.add_api_route("/ready", ready)
     app.add_api_route("/ping", ready)
     app.add_api_route("/ping", ready, methods=["POST"])

@@ -13,8 +13,8 @@ import pickle
 from services.gateway.api.batches.schemas import BatchBody
 from services.gateway.api.llamacpp.schemas import InfillBody, LlamaCompletionBody, LlamaEmbeddingBody
 from services.gateway.api.ollama.schemas import OllamaChatBody, OllamaEmbedBody, OllamaEmbeddingsBody, OllamaGenerateBody, OllamaModelBody, OllamaPullBody
-from services.gateway.api.openai.tokenize import DetokenizeBody, TokenizeBody
-from services.gateway.api.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody
+from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
+from services.gateway.api.pooling.schemas import ClassificationBody, PoolingBody, RerankBody, ScoreBody, TextsBody
 from services.requests.anthropic.schemas import CountTokensBody, MessageBatchBody, MessagesBody
 from services.requests.bodies.body import Body
 from services.requests.bodies.parse import parse
@@ -27,11 +27,13 @@ BODIES: tuple[type[Body], ...] = (
     ChatCompletionBody,
     CompletionBody,
     TokenizeBody,
+    ContentBody,
     DetokenizeBody,
     EmbeddingBody,
     PoolingBody,
     ScoreBody,
     RerankBody,
+    TextsBody,
     ClassificationBody,
     LlamaCompletionBody,
     InfillBody,

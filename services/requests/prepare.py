@@ -81,7 +81,7 @@ async def prepare_chat(
     """
     # A wrong body and a missing model are refused first, at no charge; then what can't be compiled,
     # which is charged. Nothing is refused after that.
-    calling, params, model = body.calling(), body.params(), check(context, body)
+    calling, params, echoed, model = body.calling(), body.params(), body.echoed, check(context, body)
     params = with_model_defaults(context, body, params, model)
     tool_calls, reasoning = parsers_of(context, model)
     parsing = calling.parsing(tool_calls, reasoning, may_think=body.may_think)
@@ -94,7 +94,7 @@ async def prepare_chat(
         constraint = after_thought(constraint, parsing.reasoning)
     record = make_record(
         kind, name, model, has_usage=body.has_usage, num_prompt_logprobs=body.prompt_logprobs, parsing=parsing,
-        has_reasoning=body.include_reasoning, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
+        has_reasoning=body.include_reasoning, echoed=echoed, has_continuous_usage=body.has_continuous_usage, fingerprint=fingerprint_of(context, model),
         checks=checks_of(prepared), **(each_choice(body, has_logprobs=bool(body.logprobs)) | others),
     )  # fmt: skip
     if parsing.needs_special_tokens:

@@ -67,6 +67,7 @@ class ResponseRecord:
     tenant_id: str = ""  # whose it is
     traceparent: str = ""  # of its trace; empty: it has none
     resume_within_s: float = 0.0  # stream_options.resume_within_s: its client's leaving cancels it only then
+    echoed: str = ""  # what a chat's answer begins with: its last message, which it goes on with
     checks: Sequence[Sequence[str]] = ()  # as of schemas.prepare.Prepared: what the answer is held against at its end
 
     @property

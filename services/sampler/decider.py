@@ -13,10 +13,11 @@ from dataclasses import replace
 
 import numpy as np
 
-from services.sampler.detokenizer import TokenTable
+from services.sampler.detokenizer import spell
 from services.sampler.request_state import NO_TEXT, RequestState
 from services.sampler.rows import UNKNOWN, Decided
 from shared.model.decision import Draws, decide, pad, pick
+from shared.model.token_table import TokenTable
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import StepCandidates, TokenEvent
@@ -74,7 +75,7 @@ class StepDecider:
         handle, position = int(step.handles[row]), int(step.positions[row])
         state.touched_at = time.monotonic()
         try:
-            prompt = self.tokens.spell(state.intro.prompt_logprobs) if position == 1 and state.intro.prompt_logprobs is not None else None
+            prompt = spell(self.tokens, state.intro.prompt_logprobs) if position == 1 and state.intro.prompt_logprobs is not None else None
             if state.intro.params.max_tokens == 0:
                 return Decided(handle, position, state, end=state.end_after_prompt(prompt))
             entry = log_entry(state.append(token_id, self._logprob(step, row, state, token_id, logit), prompt))

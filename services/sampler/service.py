@@ -14,12 +14,12 @@ from redis.exceptions import RedisError
 from tokenizers import Tokenizer
 
 from services.sampler.decider import Logged, StepDecider
-from services.sampler.detokenizer import TokenTable
 from services.sampler.replay import Replay, is_last
 from services.sampler.request_state import LOST_LOG, RequestState, catch_up
 from services.sampler.rows import Decided, select, to_decide_again
 from services.sampler.spans import trace
 from services.sampler.writer import AFTER_REFUSED, StepWriter
+from shared.model.token_table import TokenTable
 from shared.process.errors import Lost, Recoverable
 from shared.process.settings import SamplerSettings
 from shared.process.telemetry import get_logger

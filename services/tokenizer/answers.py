@@ -16,13 +16,25 @@ class Answer:
     text: str
 
 
-def tokenized(token_ids: list[int], token_strs: list[str] | None, max_model_len: int, eos_token_ids: tuple[int, ...], opening: str) -> Answer:
-    """opening: what the prompt has said of the answer already."""
+def tokenized(
+    token_ids: list[int], max_model_len: int, eos_token_ids: tuple[int, ...], opening: str, *,
+    token_strs: list[str] | None, pieces: list[bytes] | None,
+) -> Answer:  # fmt: skip
+    """opening: what the prompt has said of the answer already; token_strs, pieces: each token as the
+    vocabulary has it, and its bytes."""
     said = {
         "count": len(token_ids), "max_model_len": max_model_len, "tokens": token_ids, "token_strs": token_strs, "eos_token_ids": list(eos_token_ids),
-        "opening": opening,
+        "opening": opening, "pieces": [piece_of(each) for each in pieces] if pieces is not None else None,
     }  # fmt: skip
     return Answer(json.dumps(said))
+
+
+def piece_of(raw: bytes) -> str | list[int]:
+    """A token's text; of a part of a character, its bytes."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return list(raw)
 
 
 def detokenized(text: str) -> Answer:

@@ -19,6 +19,7 @@ from shared.model.arrays import Array
 from shared.model.context_length import context_exceeded, context_far_exceeded
 from shared.model.files import ModelFiles
 from shared.model.sampling_params import MAX_PROMPT_LOGPROBS
+from shared.model.token_table import TokenTable
 from shared.process.errors import Invalid
 from shared.wire.messages import ChatMessage, ChatOptions, GenerateRequest, TokenizedRequest
 
@@ -274,8 +275,10 @@ class Encoder:
             return rendered_prompt((text or "").replace(MARK, ""))
         if request.task == "tokenize":
             kept = self._truncated(request, token_ids, max_model_len).tolist()
-            strs = self.tokenizer.convert_ids_to_tokens(kept) if request.encoding.return_token_strs else None
-            return tokenized(kept, strs, max_model_len, self.eos_token_ids, opening or "")
+            is_spelt = request.encoding.return_token_strs
+            strs = self.tokenizer.convert_ids_to_tokens(kept) if is_spelt else None
+            pieces = [self.token_table.bytes_of(each) for each in kept] if is_spelt else None
+            return tokenized(kept, max_model_len, self.eos_token_ids, opening or "", token_strs=strs, pieces=pieces)
         if request.task == "detokenize":
             self._check_ids(request, token_ids)
             return detokenized(self._decode(token_ids, skips_special=request.params.skip_special_tokens))
@@ -293,6 +296,10 @@ class Encoder:
             return token_ids[-most:]
         ending = self.ending if token_ids[len(token_ids) - len(self.ending) :].tolist() == self.ending.tolist() else self.ending[:0]
         return np.concatenate((token_ids[: max(0, most - len(ending))], ending[:most]))
+
+    @cached_property
+    def token_table(self) -> TokenTable:
+        return TokenTable(self.tokenizer.backend_tokenizer)
 
     @cached_property
     def ending(self) -> Array:

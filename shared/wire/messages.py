@@ -343,6 +343,7 @@ class Replica:
     # compute's: the labels of a classification head; empty: there is none
     labels: tuple[str, ...] = ()
     is_multi_label: bool = False  # several labels may be true of one text
+    sizes: dict[str, int] = field(default_factory=dict)  # compute's: of the model, by llama.cpp's names
 
 
 TAGS: dict[type, tuple[str, int]] = {

@@ -63,6 +63,7 @@ class Stage:
         self.is_encoder = False  # the same
         self.labels: tuple[str, ...] = ()  # the same
         self.is_multi_label = False  # the same
+        self.sizes: dict[str, int] = {}  # the same
         self._started_at = time.time()
         # when the loop came round last; the same, with no trouble with Redis
         self._alive_at = self._served_at = time.monotonic()
@@ -122,6 +123,7 @@ class Stage:
             sampling=self.sampling,
             labels=self.labels,
             is_multi_label=self.is_multi_label,
+            sizes=self.sizes,
         )
 
     def catch_signals(self) -> None:

@@ -68,7 +68,7 @@ def test_the_first_wrong_item_is_named_in_short_bodies_and_in_long_ones(gateways
         ("stream_options", {"include_usage": 1}, "stream_options.include_usage"),
     ]
     for field, value, param in cases:
-        body = {"model": NAME, "prompt": "x", "user": "x", field: value, "cache_salt": padding[:256]}
+        body = {"model": NAME, "prompt": "x", "user": "x", field: value, "cache_salt": padding[:256] or "x"}
         content = httpx.Request("POST", "http://x", json=body).content + b" " * len(padding)
         assert refused(post(gateways, content))[0] == param, value
     huge = b'{"model": "m", "prompt": [1, 1%s]%s}' % (b"0" * 30, b" " * len(padding))  # an integer, though no float of 64 bits would know

@@ -35,7 +35,7 @@ WARM_UP = 1000  # requests, after which memory is to be flat
 MAX_GROWTH_MB = 32
 CONCURRENCY = 8
 STAGES = ("sampler", "tokenizer", "compute", "gateway", "jobs")
-OPEN = ("/", "/health", "/ready", "/ping")
+OPEN = ("/", "/health", "/v1/health", "/ready", "/ping")
 
 
 def judge(case: Case, reply: httpx.Response) -> str:

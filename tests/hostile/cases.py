@@ -175,6 +175,7 @@ def make_cases(api: dict[str, Any], seed: int) -> Iterator[Case]:
 def properties_of(api: dict[str, Any], route: dict[str, Any]) -> list[str]:
     """The fields of the route's body."""
     schema = route.get("requestBody", {}).get("content", {}).get("application/json", {}).get("schema", {})
+    schema = schema.get("oneOf", [schema])[0]
     if "$ref" in schema:
         schema = api["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
     return sorted(schema.get("properties", {}))

@@ -14,8 +14,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.sampler.detokenizer import byte_of_character
 from shared.model.files import DEMO_MODEL
+from shared.model.token_table import byte_of_character
 from tests.conftest import running_redis
 from tests.deployment import MODEL, Deployment
 from tests.stages.test_deaths import start_fragile

@@ -238,9 +238,9 @@ CONTROL_BEFORE = "95a7636f6e74726f6c01a661747461636892a57265712d31a57265712d32a9
 CONTROL = Golden(Control("attach", ("req-1", "req-2"), "gateway-2", generation=3), CONTROL_NOW, CONTROL_BEFORE, {"generation": 0})
 
 REPLICA_NOW = (
-    "dc0013a77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e69"
+    "dc0014a77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e69"
     "6e67cb400000000000000091a5616c696173a74c4f4144494e4781aa746f6f6c5f63616c6c73a66865726d6573a26670c381ab74656d7065726174757265cb3fe00000000000"
-    "0091a54c4142454cc3"
+    "0091a54c4142454cc381a86e5f706172616d7307"
 )
 REPLICA_BEFORE = (
     "9da77265706c69636101a7636f6d70757465a9636f6d707574652d31a4686f73747bcb3ff8000000000000a56d6f64656ccd1000cb3fd000000000000081a772756e6e696e67"
@@ -265,10 +265,11 @@ REPLICA = Golden(
         sampling={"temperature": 0.5},
         labels=("LABEL",),
         is_multi_label=True,
+        sizes={"n_params": 7},
     ),
     REPLICA_NOW,
     REPLICA_BEFORE,
-    {"parsers": {}, "fingerprint": "", "is_encoder": False, "sampling": {}, "labels": (), "is_multi_label": False},
+    {"parsers": {}, "fingerprint": "", "is_encoder": False, "sampling": {}, "labels": (), "is_multi_label": False, "sizes": {}},
 )
 
 VIEW_NOW = (

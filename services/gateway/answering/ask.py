@@ -38,17 +38,20 @@ async def ask_all(context: Context, model: str, requests: list[GenerateRequest])
 async def ask_tokenizer(context: Context, model: str, task: Task, request: GenerateRequest) -> dict[str, Any]:
     """The tokenizer's answer, JSON. Raises as above; what is wrong with the request is
     RequestFailed, with status 400."""
-    [[event]] = await ask_all(context, model, [replace(request, task=task)])
-    found: dict[str, Any] = json.loads(event.text)
+    [found] = await ask_each(context, model, task, [request])
     return found
+
+
+async def ask_each(context: Context, model: str, task: Task, requests: list[GenerateRequest]) -> list[dict[str, Any]]:
+    """The tokenizer's answers to several requests at once. Raises as above."""
+    return [json.loads(event.text) for [event] in await ask_all(context, model, [replace(each, task=task) for each in requests])]
 
 
 async def token_ids_of(context: Context, model: str, texts: list[str], encodings: list[EncodingParams]) -> list[TokenIds]:
     """The tokens of each text, encoded as the one of the same number in `encodings` says. Raises as
     above."""
-    asked = [replace(question(context, model, encoding=encoding, prompt=text), task="tokenize") for text, encoding in zip(texts, encodings, strict=True)]
-    answers = await ask_all(context, model, asked)
-    return [np.array(json.loads(event.text)["tokens"], np.int32) for [event] in answers]
+    asked = [question(context, model, encoding=encoding, prompt=text) for text, encoding in zip(texts, encodings, strict=True)]
+    return [np.array(found["tokens"], np.int32) for found in await ask_each(context, model, "tokenize", asked)]
 
 
 def question(context: Context, model: str, params: SamplingParams | None = None, encoding: EncodingParams | None = None, **prompt: Any) -> GenerateRequest:

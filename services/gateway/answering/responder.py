@@ -10,6 +10,7 @@ import orjson
 from fastapi import Request, Response
 from starlette.types import Receive, Scope, Send
 
+from services.gateway.answering.timings import timings
 from services.gateway.http.disconnect import until_disconnect
 from services.gateway.reading.generation import Generation
 from services.gateway.reading.subscription import ResponseFailed
@@ -64,10 +65,11 @@ class Responder:
 
     media_type = "text/event-stream"  # of streams
 
-    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, *, has_positions: bool = False) -> None:
-        """has_positions: with each event of a stream goes the position to resume after."""
+    def __init__(self, generation: Generation, measured: Measured, ping_interval_s: float, *, has_positions: bool = False, has_timings: bool = False) -> None:
+        """has_positions: with each event of a stream goes the position to resume after;
+        has_timings: the answer and its chunks say how long they took."""
         self.generation = generation
-        self.has_positions = has_positions
+        self.has_positions, self.has_timings = has_positions, has_timings
         self.measured = measured
         timelines = [generation.subscription.timelines[request_id] for request_id in generation.request_ids]
         measured.begin(generation.record, generation.positions, timelines, generation.max_tokens)
@@ -113,7 +115,11 @@ class Responder:
         return EventStream(self._chunks(first), self.close, self.media_type)
 
     def _body(self) -> dict[str, Any]:
-        return whole_body(self.generation.record, self.choices)
+        return whole_body(self.generation.record, self.choices) | self._timings(0)
+
+    def _timings(self, index: int) -> dict[str, Any]:
+        """The field of an answer, where it is asked for, of one of its choices."""
+        return {"timings": timings(self.choices[index], self.measured.timelines[index])} if self.has_timings else {}
 
     @property
     def _is_over(self) -> bool:
@@ -159,16 +165,15 @@ class Responder:
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
         """The stream's bytes, beginning with a batch of events that was waited for already."""
         positions = list(self.generation.positions)
-        openings = [self.format.opening(index) for index, position in enumerate(positions) if position == 0]
-        opening = b"".join(encode_event(chunk) for chunk in openings if chunk is not None)
+        unopened = [index for index, position in enumerate(positions) if position == 0]
         ping = PING_AMONG_IDS if self.has_positions else PING
         failure: RequestError | None = None
         while True:
             await self._check_ends(batch)
             is_long = any(event.prompt_logprobs is not None for _, event in batch)
             encoded, failure = await aside(partial(self._encode, batch, positions), is_long=is_long) if batch else (ping, None)
-            if batch and opening:  # with the first tokens: clients take it for the first
-                encoded, opening = opening + encoded, b""
+            if batch and unopened:  # with the first tokens: clients take it for the first
+                encoded, unopened = self._openings(unopened, batch[0][1]) + encoded, []
             yield encoded
             if failure is not None or self._is_over:
                 break
@@ -182,6 +187,11 @@ class Responder:
         elif self.generation.record.has_usage:
             yield encode_event(self.format.usage_chunk(self.choices), self._id(positions))
         yield DONE
+
+    def _openings(self, indices: list[int], first: TokenEvent) -> bytes:
+        """The first chunks of choices. first: the first event of any, for all have one prompt."""
+        chunks = [self.format.opening(index, first) for index in indices]
+        return b"".join(encode_event(chunk) for chunk in chunks if chunk is not None)
 
     def _encode(self, batch: list[tuple[int, TokenEvent]], positions: list[int]) -> tuple[bytes, RequestError | None]:
         """A batch of events as bytes, up to the first that is an error. Raises `positions` as it
@@ -200,7 +210,7 @@ class Responder:
                 positions[index] = max(event.position, positions[index])
                 chunks = self.format.chunks(choice, event, delta)
             for chunk in chunks:
-                encoded += encode_event(chunk, self._id(positions))
+                encoded += encode_event(chunk | self._timings(index), self._id(positions))
         return bytes(encoded), None
 
     def _id(self, positions: list[int]) -> str | None:

@@ -22,6 +22,11 @@ from shared.wire.messages import Replica
 SAMPLING = {name: getattr(SamplingParams(), name) for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
 LIMITS = {"max_logprobs": MAX_LOGPROBS, "max_sequences": MAX_SEQUENCES, "max_stop_strings": MAX_STOP_STRINGS, "max_messages": MAX_MESSAGES}
 
+PERMISSION = {
+    "allow_create_engine": False, "allow_sampling": True, "allow_logprobs": True, "allow_search_indices": False, "allow_view": True,
+    "allow_fine_tuning": False, "organization": "*", "group": None, "is_blocking": False,
+}  # fmt: skip  # older clients of OpenAI's look for it
+
 router = APIRouter()
 
 
@@ -44,11 +49,13 @@ async def get_model(model: str, request: Request) -> dict[str, Any]:
 
 
 def card(context: RequestContext, name: str, replica: Replica) -> dict[str, Any]:
-    """A model in OpenAI's list; `root` is its own name, `sampling` what a request gets that says nothing."""
+    """A model in OpenAI's list; `root` is its own name, `sampling` what a request gets that says
+    nothing, `meta` llama.cpp's, and `permission` vLLM's."""
     return {
         "id": name, "object": "model", "created": int(replica.started_at), "owned_by": "penstock",
         "root": replica.model, "parent": None, "max_model_len": replica.max_model_len, "limits": LIMITS,
-        "sampling": SAMPLING | makers_sampling(context, replica.model or ""),
+        "sampling": SAMPLING | makers_sampling(context, replica.model or ""), "meta": replica.sizes or None,
+        "permission": [{"id": f"modelperm-{name}", "object": "model_permission", "created": int(replica.started_at)} | PERMISSION],
     }  # fmt: skip
 
 

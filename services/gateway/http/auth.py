@@ -24,7 +24,7 @@ from shared.process.telemetry import get_logger
 log = get_logger("penstock.gateway")
 
 # For everybody: what load balancers ask, and pages that say nothing of anybody's requests
-OPEN = frozenset({"/", "/health", "/ready", "/ping", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
+OPEN = frozenset({"/", "/health", "/v1/health", "/ready", "/ping", "/docs", "/docs/oauth2-redirect", "/redoc", "/openapi.json"})
 OPEN_FOLDERS = ("/static-offline-docs/", "/playground/")
 # For administrators: what shows the work of all tenants
 ADMIN = frozenset({"/metrics", "/live"})

@@ -3,7 +3,8 @@ ones in helper processes."""
 
 import asyncio
 import pickle
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from fastapi import Request
@@ -35,8 +36,19 @@ class BodyReader:
         self._held = 0
 
     async def read(self, request: Request, kind: type[B] | Mapping[str, type[B]]) -> B:
-        """The request's body, checked. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503) while others take all memory, and as
-        HelperPool does for a long one."""
+        """The request's body, checked. Raises as `receiving`, Invalid (400), and as HelperPool does for a long one."""
+        async with self.receiving(request) as data:
+            if len(data) <= INLINE_BYTES:
+                body = parse(kind, data)
+            else:
+                body = await unless_gone(request, self._parse_long(request.state.caller.tenant.tenant_id, kind, data))
+        pass_over(*body.passed_over)
+        return body
+
+    @asynccontextmanager
+    async def receiving(self, request: Request) -> AsyncIterator[bytes]:
+        """The request's body, plain, and counted as long as it is worked on. Raises Invalid (400, 408 for one that comes too slowly, 413, 415), Rejected (503)
+        while others take all memory."""
         decoder, data = decoder_for(request.headers.get("content-encoding", ""), self.max_body_bytes), bytearray()
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -48,16 +60,11 @@ class BodyReader:
                         raise Rejected("the gateway is busy with long bodies", status=503, retry_after_s=1)
             if decoder is not None:
                 decoder.finish()
-            if len(data) <= INLINE_BYTES:
-                body = parse(kind, bytes(data))
-            else:
-                body = await unless_gone(request, self._parse_long(request.state.caller.tenant.tenant_id, kind, bytes(data)))
+            yield bytes(data)
         except TimeoutError:
             raise Invalid(f"the body did not come within {self.timeout_s:g} s", code="body_timeout", status=408) from None
         finally:
             self._held -= len(data)
-        pass_over(*body.passed_over)
-        return body
 
     async def _parse_long(self, tenant_id: str, kind: type[B] | Mapping[str, type[B]], data: bytes) -> B:
         try:

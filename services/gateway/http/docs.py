@@ -12,9 +12,11 @@ from services.requests.bodies.body import Body
 REF = "#/components/schemas/{model}"
 
 
-def takes(kind: type[Body]) -> dict[str, Any]:
-    """A route's `openapi_extra`: its body."""
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": REF.format(model=kind.__name__)}}}}}
+def takes(*kinds: type[Body]) -> dict[str, Any]:
+    """A route's `openapi_extra`: its body, which is one of these."""
+    [schema, *others] = [{"$ref": REF.format(model=kind.__name__)} for kind in kinds]
+    either = {"oneOf": [schema, *others]} if others else schema
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": either}}}}
 
 
 def describe_bodies(app: FastAPI, bodies: Iterable[type[Body]]) -> None:

@@ -15,7 +15,7 @@ from starlette.types import Scope
 
 from services.gateway.http.encodings import TAKEN
 from services.requests.anthropic.errors import error_of
-from services.requests.errors import CLIENT_CLOSED, RequestFailed, error_body
+from services.requests.errors import CLIENT_CLOSED, TYPE_BY_STATUS, RequestFailed, context_sizes, error_body
 from shared.model.context_length import CODE as TOO_LONG
 from shared.process.errors import Invalid, Recoverable, Rejected
 from shared.process.telemetry import get_logger
@@ -24,18 +24,22 @@ from shared.wire.transport import is_temporary
 
 log = get_logger("penstock.gateway")
 
-LLAMA_PATHS = ("/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings", "/apply-template")
+LLAMA_PATHS = (
+    "/completion", "/completions", "/chat/completions", "/infill", "/embedding", "/embeddings", "/apply-template", "/props", "/slots", "/lora-adapters",
+)  # fmt: skip
+LLAMA_TYPES = TYPE_BY_STATUS | {404: "not_found_error", 501: "not_supported_error"}
 
 
 def llama_error(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
-    """The body for llama.cpp's endpoints: a prompt that is too long has llama.cpp's type and number, and all else is as everywhere."""
-    body = error_body(status, message, param, code)
-    return {"error": body["error"] | {"code": status, "type": "exceed_context_size_error"}} if code == TOO_LONG else body
+    """The body for llama.cpp's endpoints: `code` is the status, and a prompt that is too long has a
+    type of its own."""
+    kind = "exceed_context_size_error" if code == TOO_LONG else LLAMA_TYPES.get(status, "server_error")
+    return {"error": {"code": status, "message": message, "type": kind, "param": param} | context_sizes(message, code)}
 
 
 def speaks_llama(scope: Scope) -> bool:
     """Whether a request is to one of llama.cpp's own endpoints, which are at the root."""
-    return scope["path"] in LLAMA_PATHS
+    return scope["path"] in LLAMA_PATHS or scope["path"].startswith("/slots/")
 
 
 def speaks_anthropic(scope: Scope) -> bool:

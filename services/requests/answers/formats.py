@@ -18,8 +18,8 @@ from shared.wire.messages import TokenEvent
 class Format(Protocol):
     """How an endpoint writes its answer."""
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The first chunk of a choice, before any token."""
+    def opening(self, index: int, first: TokenEvent) -> dict[str, Any] | None:
+        """The first chunk of a choice, before any token. first: of any choice, the first event."""
         ...
 
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
@@ -113,15 +113,17 @@ class ChatFormat:
         self.record = record
         self._head = head_of(record, "chat.completion.chunk")
 
-    def opening(self, index: int) -> dict[str, Any]:
+    def opening(self, index: int, first: TokenEvent) -> dict[str, Any]:
         parsing = self.record.parsing
         begins_with_call = parsing is not None and parsing.tool_calls in FORCED and not parsing.reasoning
-        delta = {"role": "assistant", "content": None if begins_with_call else ""}
-        return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], None)
+        delta = {"role": "assistant", "content": self.record.echoed or (None if begins_with_call else "")}
+        unbegun = Choice(index, num_prompt_tokens=first.num_prompt_tokens, num_cached_tokens=first.num_cached_tokens)
+        chunk = self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], unbegun)
+        return chunk | self._prompt_ids(index, first.prompt_token_ids)
 
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:
         made = []
-        of_prompt = self._of_prompt(choice.index, event.prompt_logprobs) | self._prompt_ids(choice.index, event.prompt_token_ids)
+        of_prompt = self._of_prompt(choice.index, event.prompt_logprobs)
         ids = ids_field(self.record, [] if event.token_id is None else [event.token_id])
         fields = delta_fields(delta, is_legacy=choice.answer is not None and choice.answer.is_legacy)
         if fields or any(not each.is_end for each in delta.logprobs or ()) or of_prompt or ids.get("token_ids"):
@@ -148,7 +150,7 @@ class ChatFormat:
                     "message": {
                         "role": "assistant",
                         "refusal": None,
-                        **(message_fields(choice.answer) if choice.answer is not None else {"content": "".join(choice.text)}),
+                        **self._message(choice),
                     },
                     "logprobs": chat_logprobs(choice.logprobs, self.record) if choice.logprobs is not None else None,
                     "finish_reason": choice.finish_reason,
@@ -161,6 +163,11 @@ class ChatFormat:
             **self._prompt_ids(0, choices[0].prompt_token_ids),
             **errors_field(choices),
         }
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        """The message's fields, but for those that all have."""
+        fields = message_fields(choice.answer) if choice.answer is not None else {"content": "".join(choice.text)}
+        return fields | {"content": self.record.echoed + (fields["content"] or "")} if self.record.echoed else fields
 
     def _of_prompt(self, index: int, prompt: PromptLogprobs | None) -> dict[str, Any]:
         """The field of the answer, for all of its choices have one prompt: the first brings it."""
@@ -178,7 +185,7 @@ class CompletionFormat:
         self.record = record
         self._head = head_of(record, "text_completion")
 
-    def opening(self, index: int) -> None:
+    def opening(self, index: int, first: TokenEvent) -> None:
         """Return None: completions begin with their first token."""
 
     def chunks(self, choice: Choice, event: TokenEvent, delta: Delta) -> list[dict[str, Any]]:

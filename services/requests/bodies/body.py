@@ -28,9 +28,9 @@ REFUSED: tuple[Any, ...] = ()
 # Samplers, constraints and adapters of other servers
 OF_OTHER_SERVERS: Table = dict.fromkeys(
     (
-        "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "json_schema", "logits_processors", "lora", "lora_path",
-        "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex", "repetition_penalty_range", "samplers", "smoothing_factor", "structural_tag",
-        "tfs", "thinking_token_budget", "top_a",
+        "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "json_schema", "logits_processors", "logprob_token_ids", "lora",
+        "lora_path", "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex", "repetition_detection", "repetition_penalty_range", "samplers",
+        "smoothing_factor", "structural_tag", "tfs", "thinking_token_budget", "top_a",
     ),
     REFUSED,
 ) | {"custom_token_bans": REFUSED, "mirostat": (0,), "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "tfs_z": (1,)}  # fmt: skip
@@ -40,7 +40,7 @@ OF_REQUESTS: Table = OF_OTHER_SERVERS | {
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers
     "store": (True, False),
 }  # fmt: skip
-OF_CHATS: Table = {name: values for name, values in OF_REQUESTS.items() if name != "prediction"} | {"echo": (False,), "prompt": REFUSED, "suffix": REFUSED}
+OF_CHATS: Table = {name: values for name, values in OF_REQUESTS.items() if name != "prediction"} | {"prompt": REFUSED, "suffix": REFUSED}
 OF_COMPLETIONS: Table = OF_REQUESTS | {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "messages": REFUSED, "parallel_tool_calls": (True, False), "suffix": REFUSED,
     "tool_choice": ("none", "auto"), "tools": REFUSED, "verbosity": ("medium",),

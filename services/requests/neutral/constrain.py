@@ -112,7 +112,7 @@ def _of_structured_outputs(value: StructuredOutputs) -> list[Constraint | None]:
 
 
 def _of_guided(name: str, value: Any) -> Constraint:
-    return _of_vllm(name.removeprefix("guided_"), value, name, {})
+    return _of_vllm("json" if name == "json_schema" else name.removeprefix("guided_"), value, name, {})
 
 
 def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> Constraint:

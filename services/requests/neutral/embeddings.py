@@ -1,12 +1,12 @@
 """The body of a request for embeddings, of OpenAI's API and of those that are made into one."""
 
-from functools import partial
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, Body
-from services.requests.bodies.fields import MAX_INPUTS, PROMPT_SCHEMA, Prompt, read_prompt
+from services.requests.bodies.fields import MAX_INPUTS, PROMPT_SCHEMA, Prompt, at, at_most, join_parts, read_prompt, read_token_ids
+from services.requests.bodies.ignored import tell_others
 from services.requests.neutral.messages import MAX_NAME, Message
 from services.requests.neutral.schemas import (
     MAX_DEADLINE_S,
@@ -26,14 +26,35 @@ from shared.process.errors import Invalid
 from shared.wire.messages import EmbeddingParams, EncodingParams
 
 
+def read_input(value: Any) -> list[Prompt]:
+    """Texts and token ids, as prompts are read; in a list, both, and llama.cpp's objects with a
+    `prompt_string` or with the parts of a message's `content`."""
+    items = [value] if isinstance(value, dict) else value
+    kinds = {type(each) for each in items} if isinstance(items, list) else set()
+    if len(kinds) < 2 and dict not in kinds:
+        return read_prompt(items, MAX_INPUTS)
+    return [read_one(each, f"[{index}]" if items is value else "") for index, each in enumerate(at_most(MAX_INPUTS)(items))]
+
+
+def read_one(value: Any, path: str) -> Prompt:
+    """A text, token ids, or an object with a text."""
+    if isinstance(value, dict):
+        text = join_parts(value["content"]) if isinstance(value.get("content"), list) else value.get("prompt_string")
+        if not isinstance(text, str):
+            raise at(path, "expected an object with a prompt_string, or with the parts of a content")
+        tell_others(value, {"content", "prompt_string"}, f"input{path}")
+        return text
+    return value if isinstance(value, str) else read_token_ids(value, path)
+
+
 class EmbeddingBody(Body):
     """Texts, or one conversation, which the model's chat template makes a text."""
 
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"service_tier": ("auto", "default"), "metadata": ANYTHING, "safety_identifier": ANYTHING}
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    input: Annotated[list[Prompt] | None, PlainValidator(partial(read_prompt, most=MAX_INPUTS)), WithJsonSchema(PROMPT_SCHEMA)] = Field(
-        None, description="a text, token ids, or a list of either: a vector is made of each"
+    input: Annotated[list[Prompt] | None, PlainValidator(read_input), WithJsonSchema(PROMPT_SCHEMA)] = Field(
+        None, description="a text, token ids, or a list of these: a vector is made of each"
     )
     messages: Annotated[
         list[Message] | None,
@@ -51,7 +72,7 @@ class EmbeddingBody(Body):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep an input's first so many tokens; -1: as many as fit")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="smaller is sooner")
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
-    cache_salt: str = Field("", max_length=256, description=description_of("cache_salt"))
+    cache_salt: str = Field("", min_length=1, max_length=256, description=description_of("cache_salt"))
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log")
 
     @property

@@ -40,6 +40,7 @@ MAX_TEMPLATE_KWARGS = 64 << 10  # bytes of JSON
 OF_CONVERSATIONS = ("messages", "conversation", "conversations", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message",
                     "return_assistant_tokens_mask")  # fmt: skip  # what chat_template_kwargs can't set: fields of their own, and what renders them
 
+MAX_ECHO = 64 << 10  # characters
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
 MAX_RESUME_S = 60.0
@@ -86,6 +87,8 @@ class GenerateBody(Body):
     guided_regex: str | None = Field(None, description="vLLM's older name of structured_outputs.regex")
     guided_choice: list[str] | None = Field(None, description="vLLM's older name of structured_outputs.choice")
     guided_grammar: str | None = Field(None, description="vLLM's older name of structured_outputs.grammar")
+    grammar: str | None = Field(None, description="llama.cpp's name of structured_outputs.grammar")
+    json_schema: dict[str, Any] | None = Field(None, description="llama.cpp's name of structured_outputs.json")
     top_n_sigma: float | None = Field(None, description="keep logits within so many standard deviations of the largest; 0 or below: off")
     typical_p: float | None = Field(None, description="keep tokens whose surprise is nearest to the entropy, up to this share; 1: off")
     xtc_probability: float | None = Field(None, description="how often, of the tokens above xtc_threshold, only the least likely stays; 0: off")
@@ -115,7 +118,8 @@ class GenerateBody(Body):
     deadline_s: float | None = Field(
         None, gt=0, le=MAX_DEADLINE_S, description="seconds within which the request must begin; else it fails with deadline_exceeded"
     )
-    cache_salt: str = Field("", max_length=256, description="only requests with the same salt share cached prefixes")
+    timings_per_token: bool = Field(False, description="llama.cpp's: the answer and each chunk have timings; not of batches")
+    cache_salt: str = Field("", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes")
     prompt_cache_key: str = Field("", max_length=256, description="the same as cache_salt; with both, requests with the same pair share")
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, to help find abuse")
 
@@ -161,7 +165,8 @@ class GenerateBody(Body):
 
     def constraint(self) -> Constraint | None:
         """The constraint that the answer must match. Raises Invalid."""
-        guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar")}
+        guided = {name: getattr(self, name) for name in ("guided_json", "guided_regex", "guided_choice", "guided_grammar", "json_schema")}
+        guided["grammar"] = self.grammar or None
         return constraint_of(self.response_format, self.structured_outputs, guided)
 
     @property
@@ -265,6 +270,7 @@ class ChatCompletionBody(GenerateBody):
     neutral = OF_CHATS
 
     messages: Annotated[list[Message], FailFast(), Field(min_length=1, max_length=MAX_MESSAGES, description="the conversation; see Message")]
+    echo: bool = Field(False, description="the answer begins with the last message, if that is the assistant's, as with continue_final_message")
     max_completion_tokens: int | None = Field(None, description="max_tokens by its newer name")
     logprobs: bool | None = Field(None, description="the logprob of each token of the text")
     top_logprobs: int | None = Field(None, description="with logprobs: so many of the likeliest tokens at each position, too")
@@ -326,6 +332,15 @@ class ChatCompletionBody(GenerateBody):
             self.add_generation_prompt and not self.continue_final_message,
             self.continue_final_message,
         )
+
+    @property
+    def echoed(self) -> str:
+        """What the answer is to begin with. Raises Invalid for too much."""
+        last = self.messages[-1]
+        text = last.to_wire().content if self.echo and last.role == "assistant" else ""
+        if len(text) > MAX_ECHO:
+            raise Invalid(f"echo repeats at most {MAX_ECHO} characters, got {len(text)}", param="echo")
+        return text
 
     def params(self) -> SamplingParams:
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:

@@ -1,35 +1,38 @@
 """A completion's answer as llama.cpp's server writes it."""
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict
 from typing import Any
 
 from services.gateway.answering.responder import Responder
-from services.gateway.telemetry.timeline import Timeline
+from services.gateway.answering.timings import timings
+from services.gateway.api.llamacpp.schemas import LlamaBody
+from services.gateway.http.errors import llama_error
 from services.requests.answers.choice import Choice
 from services.requests.answers.prompt_logprobs import finite
 from services.requests.answers.sse import PING, encode_event
 from services.requests.bodies.fields import TokenIds
-from services.requests.errors import RequestFailed, check, error_body
-from shared.model.sampling_params import SamplingParams
+from services.requests.errors import RequestFailed, check
+from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
 from shared.wire.logprobs import TokenLogprob, TopLogprob
 from shared.wire.messages import TokenEvent
 
 Json = dict[str, Any]
+
+MISSING = object()
 
 
 class LlamaResponder(Responder):
     """Whole, or as server-sent events without a closing [DONE]: the last one of each choice says
     stop."""
 
-    def describe(self, *, settings: SamplingParams, prompts: Sequence[str | TokenIds], has_tokens: bool) -> None:
-        """Set the parts of the request that the answer repeats."""
-        self.settings = settings
+    def describe(self, body: LlamaBody, params: SamplingParams, prompts: Sequence[str | TokenIds]) -> None:
+        """Set the parts of the request that the answer depends on."""
+        self.body = body
+        self.settings = generation_settings(params, body)
         self.prompts = prompts
-        self.has_tokens = has_tokens
 
     def _body(self) -> Any:
-        answers = [self._answer(choice, "".join(choice.text), choice.token_ids if self.has_tokens else []) for choice in self.choices]
+        answers = [self._answer(choice, "".join(choice.text), choice.token_ids if self.body.return_tokens else [], choice.logprobs) for choice in self.choices]
         return answers[0] if len(answers) == 1 else answers
 
     async def _chunks(self, batch: list[tuple[int, TokenEvent]]) -> AsyncIterator[bytes]:
@@ -43,7 +46,7 @@ class LlamaResponder(Responder):
                     check(event)
             except RequestFailed as failed:
                 error = failed.error
-                yield encode_event(error_body(error.status, error.message, error.param, error.code))
+                yield encode_event(llama_error(error.status, error.message, error.param, error.code))
                 return
 
     def _event(self, index: int, event: TokenEvent) -> bytes:
@@ -51,19 +54,19 @@ class LlamaResponder(Responder):
         choice.add(event)
         token_ids = [] if event.token_id is None else [event.token_id]
         if event.finish_reason is not None:
-            return encode_event(self._answer(choice, event.text, token_ids if event.text else []))
+            return encode_event(self._answer(choice, event.text, token_ids if event.text else [], event.logprobs))
         chunk: Json = {
             "index": index, "content": event.text, "tokens": token_ids, "stop": False, "id_slot": -1,
             "tokens_predicted": choice.num_output_tokens, "tokens_evaluated": choice.num_prompt_tokens,
         }  # fmt: skip
-        return encode_event(chunk | probabilities(event.logprobs))
+        return encode_event(chunk | self._timings(index) | probabilities(event.logprobs))
 
-    def _answer(self, choice: Choice, content: str, token_ids: list[int]) -> Json:
+    def _answer(self, choice: Choice, content: str, token_ids: list[int], logprobs: Sequence[TokenLogprob] | None) -> Json:
         record = self.generation.record
         prompt = self.prompts[choice.index // record.n]
         has_stopped = choice.finish_reason == "stop"
         word = choice.stop_reason if isinstance(choice.stop_reason, str) else ""
-        return {
+        answer = {
             "index": choice.index,
             "content": content,
             "tokens": token_ids,
@@ -73,15 +76,16 @@ class LlamaResponder(Responder):
             "tokens_predicted": choice.num_output_tokens,
             "tokens_evaluated": choice.num_prompt_tokens,
             "tokens_cached": choice.num_cached_tokens,
-            "generation_settings": {name: value for name, value in asdict(self.settings).items() if name not in ("bad_words_token_ids", "logit_bias")},
+            "generation_settings": self.settings,
             "prompt": prompt if isinstance(prompt, str) else "",
             "has_new_line": "\n" in "".join(choice.text),
             "truncated": False,
             "stop_type": ("word" if word else "eos") if has_stopped else "limit",
             "stopping_word": word,
             "timings": timings(choice, self.measured.timelines[choice.index]),
-            **probabilities(choice.logprobs),
+            **probabilities(logprobs),
         }
+        return picked(answer, self.body.response_fields) if self.body.response_fields else answer
 
 
 def probabilities(logprobs: Sequence[TokenLogprob] | None) -> Json:
@@ -95,16 +99,32 @@ def probabilities(logprobs: Sequence[TokenLogprob] | None) -> Json:
     return {"completion_probabilities": [described(entry) | {"top_logprobs": [described(top) for top in entry.top]} for entry in logprobs if not entry.is_end]}
 
 
-def timings(choice: Choice, timeline: Timeline) -> Json:
-    """How long prompt and answer took, ms, and tokens/s of either."""
-    num_prompt = choice.num_prompt_tokens - choice.num_cached_tokens
-    said: Json = {"cache_n": choice.num_cached_tokens}
-    for name, count, seconds in (("prompt", num_prompt, timeline.prefill_s), ("predicted", choice.num_output_tokens, timeline.decode_s)):
-        elapsed = seconds or 0.0
-        said |= {
-            f"{name}_n": count,
-            f"{name}_ms": elapsed * 1e3,
-            f"{name}_per_token_ms": elapsed * 1e3 / count if count else 0.0,
-            f"{name}_per_second": count / elapsed if elapsed else 0.0,
-        }
-    return said
+def picked(answer: Json, paths: Sequence[str]) -> Json:
+    """The answer's fields by their paths: a/b is the field b of a, and stands under that whole name.
+    What is not there is left out."""
+    found: Json = {}
+    for path in paths:
+        value: Any = answer
+        for name in path.split("/"):
+            value = value.get(name, MISSING) if isinstance(value, dict) else MISSING
+        if value is not MISSING:
+            found[path] = value
+    return found
+
+
+def generation_settings(params: SamplingParams, body: LlamaBody) -> Json:
+    """What a request is answered with, by llama.cpp's names."""
+    dry, chain = params.dry or DryParams(0.0), params.chain or ChainParams()
+    limit = -1 if body.limit is None else body.limit
+    return {
+        "n_predict": limit, "max_tokens": limit, "seed": params.seed, "temperature": params.temperature,
+        "dynatemp_range": chain.dynatemp_range, "dynatemp_exponent": chain.dynatemp_exponent,
+        "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p, "top_n_sigma": chain.top_n_sigma or -1.0, "typical_p": chain.typical_p,
+        "xtc_probability": chain.xtc_probability, "xtc_threshold": chain.xtc_threshold,
+        "repeat_last_n": -1, "repeat_penalty": params.repetition_penalty, "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty, "dry_multiplier": dry.multiplier, "dry_base": dry.base,
+        "dry_allowed_length": dry.allowed_length, "dry_penalty_last_n": dry.penalty_last_n, "dry_sequence_breakers": dry.sequence_breakers,
+        "mirostat": 0, "stop": params.stop, "ignore_eos": params.ignore_eos, "n_keep": 0, "min_keep": 0, "n_probs": params.logprobs or 0,
+        "logit_bias": [{"token": token, "bias": bias} for token, bias in params.logit_bias.items()], "stream": body.stream,
+        "grammar": body.grammar or "", "post_sampling_probs": False, "timings_per_token": body.timings_per_token, "lora": [],
+    }  # fmt: skip

@@ -10,20 +10,22 @@ from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.ask import ask_tokenizer, question, token_ids_of
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
-from services.gateway.api.llamacpp.answers import LlamaResponder
+from services.gateway.api.llamacpp.answers import LlamaResponder, generation_settings
 from services.gateway.api.llamacpp.infill import find_marks, infill_prompt
-from services.gateway.api.llamacpp.schemas import DEFAULTS, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
+from services.gateway.api.llamacpp.schemas import DEFAULTS, RANDOM_SEED, Biases, InfillBody, LlamaBody, LlamaCompletionBody, LlamaEmbeddingBody, Pieces
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.gateway.telemetry.measured import Measured
 from services.requests.bodies import parse
 from services.requests.bodies.fields import TokenIds
+from services.requests.errors import RequestFailed
 from services.requests.neutral.embeddings import EmbeddingBody
 from services.requests.neutral.schemas import ChatCompletionBody, CompletionBody
 from services.requests.neutral.translate import name_of, own_terms
 from services.requests.prepare import prepare_chat, prepare_completion
-from shared.process.errors import Rejected
-from shared.wire.messages import EncodingParams
+from shared.model.sampling_params import SamplingParams
+from shared.process.errors import Invalid, Rejected
+from shared.wire.messages import EncodingParams, RequestError
 
 Json = dict[str, Any]
 
@@ -31,6 +33,8 @@ NAMES = {
     "max_tokens": "n_predict", "logprobs": "n_probs", "n": "n_cmpl", "repetition_penalty": "repeat_penalty", "structured_outputs.grammar": "grammar",
     "structured_outputs.json": "json_schema", "structured_outputs": "grammar",
 }  # fmt: skip  # what a completion calls otherwise
+
+SILENT = SamplingParams(seed=RANDOM_SEED, **DEFAULTS)  # of a request that says nothing
 
 router = APIRouter()
 
@@ -63,12 +67,12 @@ async def answer(context: Context, request: Request, body: LlamaBody, model: str
     measured = Measured(context.metrics)
     with own_terms(NAMES):
         record, requests = await prepare_completion(context, asked, context.stage.replica_id, kind="llama")
-    if body.limit is None:
-        requests = [replace(each, params=replace(each.params, max_tokens=None)) for each in requests]
+    if not body.limit:
+        requests = [replace(each, params=replace(each.params, max_tokens=body.limit)) for each in requests]
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
-    responder = LlamaResponder(generation, measured, context.settings.ping_interval_s)
-    responder.describe(settings=requests[0].params, prompts=prompts, has_tokens=bool(body.return_tokens))
+    responder = LlamaResponder(generation, measured, context.settings.ping_interval_s, has_timings=body.timings_per_token)
+    responder.describe(body, requests[0].params, prompts)
     return await (responder.stream() if body.stream else responder.whole(request))
 
 
@@ -119,7 +123,8 @@ async def embedding(request: Request) -> Response:
     """A vector of each text."""
     context = context_of(request)
     body = await context.read(request, LlamaEmbeddingBody)
-    asked = EmbeddingBody.model_construct(model=context.resolve(body.model), input=[*body.content])
+    model = context.resolve(body.model)
+    asked = EmbeddingBody.model_construct(model=model, input=await one_piece_each(context, model, body.inputs), normalize=body.embd_normalize == 2)
     return await (await submit_embeddings(context, asked, request, LlamaEmbeddings)).whole(request)
 
 
@@ -139,6 +144,27 @@ async def slots(request: Request, model: str | None = None, fail_on_no_slot: boo
     return found
 
 
+@router.post("/slots/{slot}")
+async def change_slot() -> None:
+    """Refused: a slot's cache can't be saved, restored or erased."""
+    raise RequestFailed(RequestError("a slot has no cache of its own here: prefixes are cached for all requests alike", 501, "action", "not_supported"))
+
+
+@router.get("/lora-adapters")
+async def lora_adapters() -> list[Json]:
+    """The LoRA adapters: there are none."""
+    return []
+
+
+@router.post("/lora-adapters")
+async def set_lora_adapters(request: Request) -> Json:
+    """Take an empty list, and refuse any other."""
+    async with context_of(request).bodies.receiving(request) as data:
+        if data.strip().replace(b" ", b"") != b"[]":
+            raise Invalid("there are no LoRA adapters here: the only list to set is the empty one", param="lora")
+    return {"success": True}
+
+
 @router.get("/props")
 async def props(request: Request, model: str | None = None) -> Json:
     """The model, and what a request gets that says nothing."""
@@ -147,7 +173,7 @@ async def props(request: Request, model: str | None = None) -> Json:
     described = await ask_tokenizer(context, name, "describe", question(context, name))
     replicas = context.stage.registry.of("compute", name)
     return {
-        "default_generation_settings": {"n_ctx": described["max_model_len"], "params": DEFAULTS | {"n_predict": -1}},
+        "default_generation_settings": {"n_ctx": described["max_model_len"], "params": generation_settings(SILENT, LlamaBody())},
         "total_slots": int(sum(replica.load.max_num_seqs or 0 for replica in replicas)),
         "model_alias": name,
         "model_path": name,
@@ -155,5 +181,6 @@ async def props(request: Request, model: str | None = None) -> Json:
         "bos_token": described.get("bos_token") or "",
         "eos_token": described.get("eos_token") or "",
         "modalities": {"vision": False, "audio": False},
+        "is_sleeping": False,
         "build_info": f"penstock {version('penstock')}",
     }

@@ -1,11 +1,11 @@
 """The bodies of llama.cpp's server, as those of a completion here."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, PlainValidator, WithJsonSchema
+from pydantic import BeforeValidator, Field, PlainValidator, WithJsonSchema
 
 from services.requests.bodies.body import ANYTHING, REFUSED, Body, Table
-from services.requests.bodies.fields import MAX_SEQUENCES, Texts, TokenIds, at, kind_of, read_token_ids
+from services.requests.bodies.fields import MAX_INPUTS, MAX_SEQUENCES, TokenIds, at, at_most, kind_of, read_token_ids
 from services.requests.neutral.messages import MAX_NAME
 from services.requests.neutral.schemas import MAX_USER, description_of
 from shared.model.sampling_params import MAX_LOGIT_BIAS
@@ -16,6 +16,8 @@ Pieces = list[str | TokenIds]  # of one prompt, in their order
 Biases = list[tuple[int | str, float]]
 
 DEFAULTS: Json = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}  # llama.cpp's own
+RANDOM_SEED = (1 << 32) - 1  # -1 to llama.cpp, whose seeds have 32 bits
+MAX_FIELDS = 64  # response_fields
 NEVER = -100.0  # the least bias that a token can have
 MAX_PIECES = 4096  # of a prompt that mixes texts and token ids
 MAX_EXTRA = 1024  # files that an infill is told of
@@ -28,14 +30,22 @@ SAME = (
 )  # fmt: skip
 
 
-def read_prompts(value: Any) -> list[Pieces]:
+def read_prompts(value: Any, most: int = MAX_SEQUENCES) -> list[Pieces]:
     """One prompt or several, each a text, token ids, or both mixed. A list with a list or an object
-    in it holds several."""
+    in it holds several. most: of them."""
     if isinstance(value, list) and any(isinstance(each, list | dict) for each in value):
-        return [read_pieces(each, f"[{index}]") for index, each in enumerate(_bounded(value, MAX_SEQUENCES))]
+        return [read_pieces(each, f"[{index}]") for index, each in enumerate(_bounded(value, most))]
     if isinstance(value, list) and value and all(isinstance(each, str) for each in value):
-        return [[each] for each in _bounded(value, MAX_SEQUENCES)]
+        return [[each] for each in _bounded(value, most)]
     return [read_pieces(value, "")]
+
+
+def read_inputs(value: Any) -> list[Pieces]:
+    """What vectors are made of, as prompts are read."""
+    return read_prompts(value, MAX_INPUTS)
+
+
+Inputs = Annotated[list[Pieces] | None, PlainValidator(read_inputs), WithJsonSchema({})]
 
 
 def _bounded(value: list[Any], most: int) -> list[Any]:
@@ -102,12 +112,12 @@ class LlamaBody(Body):
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
     stream: bool = Field(False, description="send the answer as it comes; the last event says stop: true")
-    n_predict: int | None = Field(None, ge=-2, description="most tokens of the answer; -1, -2 or left out: as many as fit")
+    n_predict: int | None = Field(None, ge=-2, description="most tokens of the answer; 0: none, the prompt is cached; -1, -2 or left out: as many as fit")
     max_tokens: int | None = Field(None, ge=-2, description="n_predict by another name")
     n_cmpl: int | None = Field(None, ge=1, le=MAX_SEQUENCES, description=description_of("n"))
     n_probs: int | None = Field(None, ge=0, description="logprobs of so many of the likeliest tokens at each position")
     return_tokens: bool | None = Field(None, description="the answer has its token ids, as tokens")
-    seed: int | None = Field(None, description="-1: at random")
+    seed: int | None = Field(None, description="-1, or 2^32 - 1: at random")
     stop: str | list[str] | None = Field(None, description=description_of("stop"))
     temperature: float | None = Field(None, description=description_of("temperature"))
     top_k: int | None = Field(None, description=description_of("top_k"))
@@ -133,6 +143,10 @@ class LlamaBody(Body):
     logit_bias: Annotated[Biases | None, PlainValidator(read_biases), WithJsonSchema({"anyOf": [{"type": "array"}, {"type": "object"}]})] = Field(
         None, description="pairs of a token id or a text and a bias for each of its tokens; false: -100"
     )
+    response_fields: Annotated[list[str] | None, BeforeValidator(at_most(MAX_FIELDS))] = Field(
+        None, description="of the answer only these; a/b is the field b of a, and stands under that whole name"
+    )
+    timings_per_token: bool = Field(False, description="each event of a stream has timings")
     user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
 
     @property
@@ -146,9 +160,9 @@ class LlamaBody(Body):
         if self.grammar and self.json_schema is not None:
             raise Invalid("give grammar or json_schema, not both", param="grammar")
         given = {name: getattr(self, name) for name in SAME} | {ours: getattr(self, name) for name, ours in RENAMED.items()}
-        given["max_tokens"] = self.limit
+        given["max_tokens"] = self.limit or None  # 0 is set later: to a completion it is a mistake
         given["logprobs"] = self.n_probs or None
-        given["seed"] = None if self.seed is not None and self.seed < 0 else self.seed
+        given["seed"] = None if self.seed is not None and (self.seed < 0 or self.seed == RANDOM_SEED) else self.seed
         given["top_k"] = None if self.top_k is not None and self.top_k <= 0 else self.top_k
         outputs = {"grammar": self.grammar} if self.grammar else {"json": self.json_schema} if self.json_schema is not None else None
         own = {"model": model, "prompt": prompts, "logit_bias": biases or None, "structured_outputs": outputs}
@@ -163,7 +177,7 @@ class Extra(Body):
     """Another file of the same project."""
 
     filename: str = Field("", max_length=4096, description="stands in the prompt before the text")
-    text: str = Field("", description="what is in it")
+    text: str = Field(description="what is in it")
 
 
 class InfillBody(LlamaBody):
@@ -176,7 +190,17 @@ class InfillBody(LlamaBody):
 
 
 class LlamaEmbeddingBody(Body):
-    neutral: ClassVar[Table] = {"embd_normalize": (2,), "encoding_format": ("float",)}
+    neutral: ClassVar[Table] = {"encoding_format": ("float",)}
 
     model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
-    content: Texts = Field(description="one text or several: a vector is made of each")
+    content: Inputs = Field(None, description="a text, token ids, both mixed, or a list of these: a vector is made of each")
+    input: Inputs = Field(None, description="content by another name")
+    embd_normalize: Literal[-1, 2] = Field(2, description="2: scale each vector to length 1; -1: leave it as it is")
+
+    @property
+    def inputs(self) -> list[Pieces]:
+        """Raises Invalid."""
+        found = self.content if self.content is not None else self.input
+        if found is None:
+            raise Invalid("missing required parameter: content", param="content", code="missing_required_parameter")
+        return found

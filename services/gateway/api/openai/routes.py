@@ -6,6 +6,7 @@ import orjson
 from fastapi import APIRouter, Header, Request, Response
 
 from services.gateway.answering.responder import Responder
+from services.gateway.answering.token_count import count_tokens
 from services.gateway.api.openai.beams import check_beams, search_prompt
 from services.gateway.context import Context, context_of
 from services.gateway.http.disconnect import unless_gone
@@ -38,6 +39,14 @@ async def answer_chat(context: Context, body: ChatCompletionBody, request: Reque
     return await respond(context, body, record, requests, request)
 
 
+@router.post("/v1/chat/completions/input_tokens", openapi_extra=takes(ChatCompletionBody))
+async def input_tokens(request: Request) -> Response:
+    """How many tokens the model would be given, by its own template and tokenizer: as llama.cpp has it."""
+    context = context_of(request)
+    body = await context.read(request, ChatCompletionBody)
+    return await count_tokens(context, request, body, "chat.completion", {}, lambda number: {"object": "response.input_tokens", "input_tokens": number})
+
+
 @router.post("/v1/completions", openapi_extra=takes(CompletionBody))
 async def completions(request: Request) -> Response:
     """Continue one prompt or several, given as text or as token ids."""
@@ -67,7 +76,7 @@ async def respond(context: Context, body: GenerateBody, record: ResponseRecord, 
     measured = Measured(context.metrics)
     generation = await context.pipeline.submit(context.caller, record, requests)
     context.log_submitted(record, body.user, request.state.request_id)
-    responder = Responder(generation, measured, context.settings.ping_interval_s, has_positions=body.has_positions)
+    responder = Responder(generation, measured, context.settings.ping_interval_s, has_positions=body.has_positions, has_timings=body.timings_per_token)
     return await (responder.stream() if body.stream else responder.whole(request))
 
 

@@ -1,4 +1,4 @@
-"""The bodies of /tokenize and /detokenize, as vLLM has them."""
+"""The bodies of /tokenize, as vLLM and as llama.cpp have it, and of /detokenize."""
 
 from typing import Annotated, Any
 
@@ -57,6 +57,19 @@ class TokenizeBody(Body):
 
     def encoding(self) -> EncodingParams:
         return EncodingParams(self.add_special_tokens, self.parse_special_tokens, self.truncate_prompt_tokens, self.return_token_strs)
+
+
+class ContentBody(Body):
+    """A text, as llama.cpp's server takes it."""
+
+    model: str = Field("", max_length=MAX_NAME, description="a served name; may be left out if only one is served")
+    content: str = Field(description="the text")
+    add_special: bool = Field(False, description="add a BOS and the like")
+    parse_special: bool = Field(True, description="read special tokens that are spelt in the text as tokens")
+    with_pieces: bool = Field(False, description="of each token its id and its piece: its text, or the bytes of a part of a character")
+
+    def encoding(self) -> EncodingParams:
+        return EncodingParams(self.add_special, self.parse_special, return_token_strs=self.with_pieces)
 
 
 class DetokenizeBody(Body):

@@ -1,6 +1,7 @@
 """The endpoints beside generation: texts to tokens and back, what the tokenizer is, and what load
 balancers ask."""
 
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -8,19 +9,23 @@ import numpy as np
 from fastapi import APIRouter, Request
 
 from services.gateway.answering.ask import ask_tokenizer, question
-from services.gateway.api.openai.tokenize import DetokenizeBody, TokenizeBody
-from services.gateway.context import context_of
+from services.gateway.api.openai.tokenize import ContentBody, DetokenizeBody, TokenizeBody
+from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from shared.model.sampling_params import SamplingParams
+
+KINDS: Mapping[str, type[TokenizeBody | ContentBody]] = {"prompt": TokenizeBody, "messages": TokenizeBody, "content": ContentBody}
 
 router = APIRouter()
 
 
-@router.post("/tokenize", openapi_extra=takes(TokenizeBody))
+@router.post("/tokenize", openapi_extra=takes(TokenizeBody, ContentBody))
 async def tokenize(request: Request) -> dict[str, Any]:
     """The tokens of a text or of a conversation, and how many they are."""
     context = context_of(request)
-    body = await context.read(request, TokenizeBody)
+    body = await context.read(request, KINDS)
+    if isinstance(body, ContentBody):
+        return await tokenize_content(context, body)
     body.check()
     chat = body.as_chat()
     options = chat.chat_options(chat.calling(), may_bring_template=context.settings.trust_request_chat_template)
@@ -29,6 +34,15 @@ async def tokenize(request: Request) -> dict[str, Any]:
     asked = question(context, model, encoding=body.encoding(), messages=messages, prompt=body.prompt, chat=options)
     found = await ask_tokenizer(context, model, "tokenize", asked)
     return {name: found[name] for name in ("count", "max_model_len", "tokens", "token_strs")}
+
+
+async def tokenize_content(context: Context, body: ContentBody) -> dict[str, Any]:
+    """The answer as llama.cpp has it."""
+    model = context.resolve(body.model)
+    found = await ask_tokenizer(context, model, "tokenize", question(context, model, encoding=body.encoding(), prompt=body.content))
+    if not body.with_pieces:
+        return {"tokens": found["tokens"]}
+    return {"tokens": [{"id": token, "piece": piece} for token, piece in zip(found["tokens"], found["pieces"], strict=True)]}
 
 
 @router.post("/detokenize", openapi_extra=takes(DetokenizeBody))

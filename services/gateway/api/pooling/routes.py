@@ -4,7 +4,7 @@ A model with a classification head scores a pair of texts by reading both at onc
 makes a vector of each text, and the score of a pair is the cosine of their angle.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any
@@ -13,7 +13,7 @@ import numpy as np
 from fastapi import APIRouter, Request, Response
 
 from services.gateway.answering.embeddings import EmbeddingResponder, submit_embeddings
-from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody
+from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, PoolingBody, RerankBody, ScoreBody, TextsBody
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.requests.answers.choice import Choice
@@ -25,17 +25,19 @@ from shared.wire.messages import Replica
 router = APIRouter()
 
 Json = dict[str, Any]
+RERANKED: Mapping[str, type[RerankBody | TextsBody]] = {"documents": RerankBody, "texts": TextsBody}
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
 class VectorsResponder(EmbeddingResponder):
     """A generation's vectors, as `describe` answers them."""
 
-    describe: Callable[[ResponseRecord, list[Array]], Json]
+    describe: Callable[[ResponseRecord, list[Array]], Json | list[Json]]
 
-    def _body(self) -> Json:
+    def _body(self) -> Any:
         vectors = [np.asarray(choice.embedding, np.float64) for choice in self.choices]
-        return self.describe(self.generation.record, vectors) | {"usage": usage_of(self.choices)}
+        made = self.describe(self.generation.record, vectors)
+        return made | {"usage": usage_of(self.choices)} if isinstance(made, dict) else made
 
 
 def usage_of(choices: list[Choice]) -> Json:
@@ -47,7 +49,7 @@ def listed(record: ResponseRecord, data: list[Json]) -> Json:
     return {"id": record.response_id, "object": "list", "created": record.created, "model": record.model, "data": data}
 
 
-async def answer(request: Request, body: EmbeddingBody, kind: str, describe: Callable[[ResponseRecord, list[Array]], Json]) -> Response:
+async def answer(request: Request, body: EmbeddingBody, kind: str, describe: Callable[[ResponseRecord, list[Array]], Json | list[Json]]) -> Response:
     responder = await submit_embeddings(context_of(request), body, request, VectorsResponder, kind)
     responder.describe = describe
     return await responder.whole(request)
@@ -79,19 +81,21 @@ async def score(request: Request) -> Response:
     return await answer_scores(request, context, body, firsts, seconds, "score", describe)
 
 
-@router.post("/rerank", openapi_extra=takes(RerankBody))
-@router.post("/reranking", openapi_extra=takes(RerankBody))
-@router.post("/v1/rerank", openapi_extra=takes(RerankBody))
-@router.post("/v1/reranking", openapi_extra=takes(RerankBody))
-@router.post("/v2/rerank", openapi_extra=takes(RerankBody))
+@router.post("/rerank", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/reranking", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/v1/rerank", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/v1/reranking", openapi_extra=takes(RerankBody, TextsBody))
+@router.post("/v2/rerank", openapi_extra=takes(RerankBody, TextsBody))
 async def rerank(request: Request) -> Response:
     """The documents, the best first."""
     context = context_of(request)
-    body = await context.read(request, RerankBody)
+    body = await context.read(request, RERANKED)
+    if isinstance(body, TextsBody):
+        return await rerank_texts(request, context, body)
     shows_text = body.return_documents if body.return_text is None else body.return_text
 
     def describe(record: ResponseRecord, scores: Sequence[float]) -> Json:
-        order = sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: body.top_n or None]
+        order = best_first(scores, body.top_n)
         results = [
             {"index": index, "relevance_score": scores[index]} | ({"document": {"text": body.documents[index]}} if shows_text else {}) for index in order
         ]
@@ -100,9 +104,26 @@ async def rerank(request: Request) -> Response:
     return await answer_scores(request, context, body, [body.query], body.documents, "rerank", describe)
 
 
+async def rerank_texts(request: Request, context: Context, body: TextsBody) -> Response:
+    """The answer is a list of scores, the best first."""
+
+    def describe(_: ResponseRecord, scores: Sequence[float]) -> list[Json]:
+        order = best_first(scores, body.top_n)
+        return [{"index": index, "score": scores[index]} | ({"text": body.texts[index]} if body.return_text else {}) for index in order]
+
+    if body.truncate and body.truncate_prompt_tokens is None:
+        body = body.model_copy(update={"truncate_prompt_tokens": -1})
+    return await answer_scores(request, context, body, [body.query], body.texts, "rerank", describe)
+
+
+def best_first(scores: Sequence[float], most: int | None) -> list[int]:
+    """The places of the scores, that of the highest first."""
+    return sorted(range(len(scores)), key=lambda index: (-scores[index], index))[: most or None]
+
+
 async def answer_scores(
     request: Request, context: Context, body: PairsBody, firsts: list[str], seconds: list[str], kind: str,
-    describe: Callable[[ResponseRecord, Sequence[float]], Json],
+    describe: Callable[[ResponseRecord, Sequence[float]], Json | list[Json]],
 ) -> Response:  # fmt: skip
     """firsts: one text, or as many as `seconds`."""
     replica = context.served(body.model)

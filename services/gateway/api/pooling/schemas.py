@@ -37,7 +37,7 @@ class PairsBody(Body):
     truncate_prompt_tokens: int | None = Field(None, ge=-1, le=MAX_TOKENS, description="keep a text's first so many tokens; -1: as many as fit")
     priority: int = Field(0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description=description_of("priority"))
     deadline_s: float | None = Field(None, gt=0, le=MAX_DEADLINE_S, description=description_of("deadline_s"))
-    cache_salt: str = Field("", max_length=256, description=description_of("cache_salt"))
+    cache_salt: str = Field("", min_length=1, max_length=256, description=description_of("cache_salt"))
     user: str | None = Field(None, max_length=MAX_USER, description=description_of("user"))
 
     def vectors_of(self, texts: list[str]) -> EmbeddingBody:
@@ -79,6 +79,18 @@ class RerankBody(PairsBody):
     top_n: int | None = Field(None, ge=0, description="only the best so many; 0 or left out: all")
     return_documents: bool = Field(True, description="false: the results have index and score alone")
     return_text: bool | None = Field(None, description="return_documents by another name")
+
+
+class TextsBody(PairsBody):
+    """The same, as text-embeddings-inference (TEI) takes it."""
+
+    neutral: ClassVar[Table] = PairsBody.neutral | {"raw_scores": (False,), "truncation_direction": ("right", "Right")}
+
+    query: Annotated[str, BeforeValidator(read_text)] = Field(description="the text that each of texts is scored with")
+    texts: Texts = Field(description="the texts to sort")
+    top_n: int | None = Field(None, ge=0, description="only the best so many; 0 or left out: all")
+    return_text: bool = Field(False, description="true: the results have the texts")
+    truncate: bool = Field(False, description="true: cut what is too long; truncate_prompt_tokens by another name")
 
 
 class ClassificationBody(Body):
