@@ -72,14 +72,13 @@ def test_each_keyword_takes_what_the_metaschema_takes(keyword: str) -> None:
             is_valid = isinstance(value, bool) or metaschema.is_valid(value)
         if keyword == "dependencies":  # of draft 3, too: a text
             is_valid = isinstance(value, dict) and value != {"a": 1}
-        schema = {keyword: value}
+        is_older = json.dumps([keyword, value]) in map(json.dumps, OF_OLDER_DRAFTS)  # as texts: 1 is True
         try:
-            normalize(schema, null_is_absent=False)
+            normalize({keyword: value}, null_is_absent=False)
         except NoSchema:
-            assert not is_valid, value
-            assert (keyword, value) not in OF_OLDER_DRAFTS
+            assert not is_valid and not is_older, value
         else:
-            assert is_valid or (keyword, value) in OF_OLDER_DRAFTS, value
+            assert is_valid or is_older, value
 
 
 def test_a_draft_3_s_required_property_is_required() -> None:

@@ -9,7 +9,7 @@ hold, and keywords that change no answer (`title: 5`).
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import unquote
 
@@ -24,8 +24,6 @@ SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 TABLES = ("properties", "patternProperties", "dependentSchemas", "dependencies", "dependentRequired", "$defs", "definitions")
 TEXTS = ("pattern", "format", "$ref", "$dynamicRef", "$recursiveRef", "$schema", "$id", "$anchor", "$dynamicAnchor")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minContains", "maxContains", "minProperties", "maxProperties")
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-KEYWORDS = {*A_SCHEMA, *SCHEMAS, *TABLES, *TEXTS, *COUNTS, *BOUNDS, "items", "type", "enum", "required", "uniqueItems"}
 MAX_SHOWN = 40  # characters of a value or a name, in an error
 MAX_PATH = 200
 NUMBER = re.compile(r"[0-9]{1,9}")
@@ -79,28 +77,12 @@ def require(node: Json) -> None:
 def problem_of(key: str, value: Any) -> str | None:
     """What is wrong with the value of a keyword, not looking at the schemas in it; None:
     nothing."""
-    expected = ""
-    if key in TEXTS:
-        expected = "" if isinstance(value, str) else "a text"
-    elif key in COUNTS:
-        expected = "" if is_count(value) else "an integer that is not negative"
-    elif key in BOUNDS:
-        expected = "" if is_bound(key, value) else "a number above 0" if key == "multipleOf" else "a number"
-    elif key in TABLES:
-        expected = "" if isinstance(value, dict) else "an object"
-    elif key in SCHEMAS:
-        expected = "" if isinstance(value, list) else "a list of schemas"
-    elif key == "enum":
-        expected = "" if isinstance(value, list) else "a list of values"
-    elif key == "required":
-        expected = "" if isinstance(value, bool) or is_texts(value) else "a list of names of properties"
-    elif key == "uniqueItems":
-        expected = "" if isinstance(value, bool) else "a boolean"
-    elif key == "type":
+    if key == "type":
         return problem_of_type(value)
-    if not expected and value == [] and key in ("enum", "anyOf", "oneOf"):
-        return "it is empty: no answer can match it"
-    return f"expected {expected}, got {kind(value)}" if expected else None
+    is_right, expected = FORMS.get(key, (is_anything, ""))
+    if not is_right(value):
+        return f"expected {expected}, got {kind(value)}"
+    return "it is empty: no answer can match it" if value == [] and key in ("enum", "anyOf", "oneOf") else None
 
 
 def problem_of_type(value: Any) -> str | None:
@@ -147,23 +129,65 @@ def pointed(schema: Any, reference: str) -> Any:
     return schema
 
 
+def is_anything(_: Any) -> bool:
+    return True
+
+
+def is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def is_texts(value: Any) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+def is_boolean(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def is_table(value: Any) -> bool:
+    return isinstance(value, dict)
 
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+def is_bound(value: Any) -> bool:
+    """Draft 4's exclusiveMinimum says whether minimum is exclusive."""
+    return is_number(value) or isinstance(value, bool)
+
+
+def is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
 def is_count(value: Any) -> bool:
     return is_number(value) and value >= 0 and (isinstance(value, int) or value.is_integer())
 
 
-def is_bound(key: str, value: Any) -> bool:
-    """Draft 4's exclusiveMinimum says whether minimum is exclusive."""
-    if key == "multipleOf":
-        return is_number(value) and value > 0
-    return is_number(value) or (key.startswith("exclusive") and isinstance(value, bool))
+def are_required(value: Any) -> bool:
+    """Draft 3's required is of a property itself."""
+    return isinstance(value, bool) or is_texts(value)
+
+
+FORMS: dict[str, tuple[Callable[[Any], bool], str]] = (
+    dict.fromkeys(TEXTS, (is_text, "a text"))
+    | dict.fromkeys(COUNTS, (is_count, "an integer that is not negative"))
+    | dict.fromkeys(("minimum", "maximum"), (is_number, "a number"))
+    | dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), (is_bound, "a number"))
+    | dict.fromkeys(TABLES, (is_table, "an object"))
+    | dict.fromkeys(SCHEMAS, (is_list, "a list of schemas"))
+    | {
+        "multipleOf": (is_positive, "a number above 0"), "enum": (is_list, "a list of values"), "uniqueItems": (is_boolean, "a boolean"),
+        "required": (are_required, "a list of names of properties"),
+    }
+)  # fmt: skip
+KEYWORDS = {*A_SCHEMA, *FORMS, "items", "type"}
 
 
 def kind(value: Any) -> str:
