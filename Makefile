@@ -10,7 +10,7 @@ help:  ## lists the targets, and the suites of verify
 
 # --no-compile: Python compiles modules when it first imports them, which saves seconds of an installation.
 $(BIN)/penstock: pyproject.toml
-	@echo "Installing Penstock and torch into $(VENV): some minutes, and on Linux gigabytes, unless the CPU build of torch is there"
+	@echo "Installing Penstock into $(VENV): this takes minutes, and some 3 GB if torch's CPU build is not there"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[all]"
 	touch $@

@@ -44,19 +44,14 @@ def normalize(schema: Any, *, null_is_absent: bool) -> None:
     seen: dict[int, Json] = {}
     while ahead:
         path, node = ahead.pop()
-        if isinstance(node, bool):
-            continue
-        if not isinstance(node, dict):
+        if not isinstance(node, bool | dict):
             raise NoSchema(shown(path) + f"a JSON schema is an object, true or false, got {kind(node)}")
-        if id(node) in seen:
+        if isinstance(node, bool) or id(node) in seen:
             continue
         seen[id(node)] = node
         if null_is_absent:
-            for key in [key for key, value in node.items() if value is None and key in KEYWORDS]:
-                del node[key]
-        for key, value in node.items():
-            if key in KEYWORDS and (problem := problem_of(key, value)) is not None:
-                raise NoSchema(shown(joined(path, f".{key}")) + problem)
+            drop_nulls(node)
+        check_keywords(path, node)
         ahead += below(path, node)
         require(node)
         if isinstance(reference := node.get("$ref"), str) and (target := pointed(schema, reference)) is not None:
@@ -64,6 +59,18 @@ def normalize(schema: Any, *, null_is_absent: bool) -> None:
     for node in seen.values():
         if isinstance(node.get("required"), bool):
             del node["required"]
+
+
+def drop_nulls(node: Json) -> None:
+    for key in [key for key, value in node.items() if value is None and key in KEYWORDS]:
+        del node[key]
+
+
+def check_keywords(path: str, node: Json) -> None:
+    """Raises NoSchema."""
+    for key, value in node.items():
+        if key in KEYWORDS and (problem := problem_of(key, value)) is not None:
+            raise NoSchema(shown(joined(path, f".{key}")) + problem)
 
 
 def require(node: Json) -> None:
