@@ -10,8 +10,9 @@ help:  ## lists the targets, and the suites of verify
 
 # --no-compile: Python compiles modules when it first imports them, which saves seconds of an installation.
 $(BIN)/penstock: pyproject.toml
+	@echo "Installing Penstock into $(VENV): this takes minutes, and some 3 GB if torch's CPU build is not there"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --editable ".[all]"
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile --editable ".[all]"
 	touch $@
 
 $(VENV)/dev: pyproject.toml

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import threading
 import time
 import warnings
@@ -14,8 +15,9 @@ from typing import Any
 import redis
 from celery import Celery, signals
 from celery.beat import EmbeddedService, ScheduleEntry, Scheduler
-from celery.platforms import SecurityWarning
+from celery.platforms import EX_OK, SecurityWarning
 from celery.schedules import schedule
+from celery.worker import state
 from kombu.exceptions import OperationalError
 
 from services.jobs.run import BatchRun
@@ -109,11 +111,16 @@ def work(runtime: JobsRuntime) -> None:
     add_tasks(queue, runtime)
     beat = EmbeddedService(queue, thread=True, scheduler_cls=partial(Beat, runtime))
 
-    def stop(**_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         runtime.ask_to_stop()
         timer = threading.Timer(STOP_TIMEOUT_S, give_up)
         timer.daemon = True
         timer.start()
+
+    def terminate(*_: Any) -> None:
+        """In the place of Celery's own handler, which prints a line on standard output."""
+        stop()
+        state.should_stop = EX_OK
 
     # about root, for tasks may be pickles: ours are JSON
     warnings.simplefilter("ignore", SecurityWarning)
@@ -122,6 +129,7 @@ def work(runtime: JobsRuntime) -> None:
     logging.getLogger("celery.worker").addFilter(be_brief)
     signals.setup_logging.connect(ignore, weak=False)  # Celery would set up its own otherwise
     signals.worker_shutting_down.connect(stop, weak=False)
+    signals.worker_ready.connect(lambda **_: signal.signal(signal.SIGTERM, terminate), weak=False)
     signals.worker_ready.connect(lambda **_: runtime.stage.join(), weak=False)
     worker = queue.Worker(pool="threads", concurrency=CONCURRENCY, quiet=True, without_gossip=True, without_mingle=True, without_heartbeat=True)
     runtime.deaths.enter()

@@ -25,6 +25,7 @@ TYPE_BY_STATUS = {
 }
 
 
+CODE_BY_STATUS = {400: "invalid_value", 413: "body_too_large"}  # of errors that have no code of their own
 CLIENT_CLOSED = 499  # nginx's status for a client that went away; nobody reads it
 
 
@@ -37,7 +38,7 @@ class RequestFailed(Exception):
 
 
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    code = code or ("invalid_value" if status == 400 else None)
+    code = code or CODE_BY_STATUS.get(status)
     return {"error": {"message": message, "type": TYPE_BY_STATUS.get(status, "server_error"), "param": param, "code": code} | context_sizes(message, code)}
 
 

@@ -96,6 +96,16 @@ class ChainParams:
         return self.top_n_sigma > 0.0 or self.typical_p < 1.0 or has_xtc or self.dynatemp_range > 0.0
 
 
+def check_stop(stop: tuple[str, ...]) -> None:
+    """Raises Invalid for too many strings, and for one that is empty or too long."""
+    if len(stop) > MAX_STOP_STRINGS:
+        raise Invalid(f"stop takes at most {MAX_STOP_STRINGS} strings, got {len(stop)}", param="stop")
+    for text in stop:
+        if not 0 < len(text) <= MAX_STOP_LENGTH:
+            got = f"one of {len(text)} characters" if text else "an empty one"
+            raise Invalid(f"stop takes strings of 1 to {MAX_STOP_LENGTH} characters, got {got}", param="stop")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one sequence is sampled. A temperature below MIN_TEMPERATURE is greedy decoding."""
@@ -137,8 +147,7 @@ class SamplingParams:
             _check(name, getattr(self, name))
         if self.max_tokens is not None:
             _between("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if len(self.stop) > MAX_STOP_STRINGS or any(not 0 < len(text) <= MAX_STOP_LENGTH for text in self.stop):
-            raise Invalid(f"stop takes at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_LENGTH} characters", param="stop")
+        check_stop(self.stop)
         if len(self.stop_token_ids) > MAX_LOGIT_BIAS or any(not 0 <= token < 1 << 31 for token in self.stop_token_ids):
             raise Invalid(f"stop_token_ids takes at most {MAX_LOGIT_BIAS} token ids from 0 to 2^31 - 1", param="stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

@@ -43,6 +43,7 @@ def test_who_sends_too_much_is_told_so_and_not_cut_off(gateways: Deployment) -> 
 
     for reply in asyncio.run(send()):
         assert reply.status_code == 413 and "longer than" in reply.json()["error"]["message"]
+        assert reply.json()["error"]["code"] == "body_too_large"
 
 
 @pytest.mark.parametrize("padding", ["", LONG])

@@ -129,6 +129,13 @@ def test_a_request_has_one_host(impatient: tuple[Deployment, Backstage], head: b
     assert status == 200 or json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_host"
 
 
+@pytest.mark.parametrize("request_bytes", [b"nonsense\r\n\r\n", b"GET / HTTP/1.1\r\nHost localhost\r\n\r\n"])
+def test_what_is_no_http_is_an_error_in_the_usual_shape(impatient: tuple[Deployment, Backstage], request_bytes: bytes) -> None:
+    head, _, body = answer(impatient[0], request_bytes).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"application/json" in head
+    assert json.loads(body)["error"] == {"message": "this is no HTTP/1.1 request", "type": "invalid_request_error", "param": None, "code": "invalid_http"}
+
+
 @pytest.mark.parametrize("head", [GET[:-2], b"GET /", b"GET / HTTP/1.1\r\nX: ", b""], ids=["many headers", "path", "header", "nothing"])
 def test_headers_have_a_bound_on_their_bytes(impatient: tuple[Deployment, Backstage], head: bytes) -> None:
     reply = answer_to_a_flood(impatient[0], head, b"X: x\r\n" if head == GET[:-2] else b"x" if head else b"\r\n")

@@ -49,3 +49,40 @@ def test_null_is_no_value() -> None:
             read(ChatCompletionBody if body is CHAT else CompletionBody, body | {field: None})
     with pytest.raises(Invalid, match=r"messages\[0\].content"):
         read(ChatCompletionBody, CHAT | {"messages": [MESSAGE | {"content": None}]})
+
+
+OF_OTHER_NAMES: list[tuple[str, Any, str, Any]] = [
+    ("repeat_penalty", 1.3, "repetition_penalty", 1.3), ("n_predict", 7, "max_tokens", 7), ("n_predict", -1, "max_tokens", None), ("seed", -1, "seed", None),
+    ("seed", -2, "seed", -2), ("seed", (1 << 63) - 1, "seed", (1 << 63) - 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value", "here", "meant"), OF_OTHER_NAMES)
+@pytest.mark.parametrize(("kind", "body"), [(ChatCompletionBody, CHAT), (CompletionBody, COMPLETION)])
+def test_what_other_servers_call_otherwise_has_its_meaning(kind: type[Body], body: Any, name: str, value: Any, here: str, meant: Any) -> None:
+    asked = parse(kind, orjson.dumps(body | {name: value}))
+    assert getattr(asked, here) == meant and asked.passed_over == []
+    assert isinstance(asked, ChatCompletionBody | CompletionBody)
+    assert asked.params() == parse(kind, orjson.dumps(body | {here: meant})).params()  # type: ignore[attr-defined]
+
+
+WRONG: list[tuple[dict[str, Any], str, str]] = [
+    ({"repeat_penalty": 1.3, "repetition_penalty": 1.2}, "repeat_penalty", "repeat_penalty: it differs from repetition_penalty: give one"),
+    ({"n_predict": 3, "max_tokens": 4}, "n_predict", "n_predict: it differs from max_tokens: give one"),
+    ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty: "),
+    ({"seed": 1 << 63}, "seed", "seed: "),
+    ({"truncation_side": "right"}, "truncation_side", "unknown or unsupported field: truncation_side"),
+    ({"stop": ""}, "stop", "stop takes strings of 1 to 256 characters, got an empty one"),
+    ({"stop": ["a", ""]}, "stop", "stop takes strings of 1 to 256 characters, got an empty one"),
+    ({"stop": [5]}, "stop[0]", "stop[0]: expected a text, got an integer"),
+    ({"stop": 5}, "stop", "stop: expected a text or a list of texts, got an integer"),
+    ({"stop": ["a"] * 17}, "stop", "stop: takes at most 16 items, got 17"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), WRONG)
+@pytest.mark.parametrize(("kind", "body"), [(ChatCompletionBody, CHAT), (CompletionBody, COMPLETION)])
+def test_what_is_wrong_is_said_in_one_sentence(kind: type[Body], body: Any, fields: dict[str, Any], param: str, message: str) -> None:
+    with pytest.raises(Invalid) as refused:
+        parse(kind, orjson.dumps(body | fields)).params()  # type: ignore[attr-defined]
+    assert refused.value.param == param and str(refused.value).startswith(message) and str(refused.value).count(";") == 0

@@ -28,7 +28,7 @@ class Shares:
         self._num_turns = 0
 
     def begin_step(self, running: list[Sequence], waiting: Mapping[str, int], cost: StepCost | None, most_tokens: int) -> None:
-        """running: the sequences that may run. waiting: tokens of those who may begin, by tenant. cost: None
+        """waiting: tokens of those who may begin, by tenant. cost: None
         if it is not known yet. most_tokens: of any step."""
         num_tokens, num_context_tokens = Counter(waiting), Counter(waiting)
         for sequence in running:

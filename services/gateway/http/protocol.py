@@ -35,6 +35,9 @@ TOO_MANY = last_reply(HTTPStatus.SERVICE_UNAVAILABLE, "the gateway has too many 
 TOO_LONG = last_reply(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the request's headers are longer than {MAX_HEAD_BYTES} bytes", "headers_too_long")
 
 
+NO_HTTP = last_reply(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request", "invalid_http")
+
+
 class PatientProtocol(HttpToolsProtocol):
     """uvicorn's protocol with four bounds: on the time for headers and on their bytes, on the time
     without reading, and on connections.
@@ -67,6 +70,11 @@ class PatientProtocol(HttpToolsProtocol):
         self._header_timer.disarm()
         self._write_timer.disarm()
         super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:  # noqa: ARG002
+        """Answer what the parser does not read, as errors are everywhere."""
+        self.transport.write(NO_HTTP)
+        self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         if self._is_one_too_many and not self.transport.is_closing():

@@ -28,12 +28,18 @@ REFUSED: tuple[Any, ...] = ()
 # Samplers, constraints and adapters of other servers
 OF_OTHER_SERVERS: Table = dict.fromkeys(
     (
-        "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "json_schema", "logits_processors", "logprob_token_ids", "lora",
-        "lora_path", "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex", "repetition_detection", "repetition_penalty_range", "samplers",
-        "smoothing_factor", "structural_tag", "tfs", "thinking_token_budget", "top_a",
+        "dry_range", "ebnf", "epsilon_cutoff", "eta_cutoff", "grammar", "guidance_scale", "guided_whitespace_pattern", "json_schema", "kv_transfer_params",
+        "logits_processors", "logprob_token_ids", "lora", "lora_path", "lora_request", "negative_prompt", "no_repeat_ngram_size", "regex",
+        "repetition_detection", "repetition_penalty_range", "samplers", "smoothing_factor", "structural_tag", "tfs", "thinking_token_budget", "top_a",
+        "vllm_xargs",
     ),
     REFUSED,
-) | {"custom_token_bans": REFUSED, "mirostat": (0,), "mirostat_eta": ANYTHING, "mirostat_tau": ANYTHING, "tfs_z": (1,)}  # fmt: skip
+) | {
+    "adaptive_target": (-1,), "custom_token_bans": REFUSED, "grammar_lazy": (False,), "min_keep": (0,), "mirostat": (0,), "mirostat_eta": ANYTHING,
+    "mirostat_tau": ANYTHING, "n_indent": (0,), "n_probs": (0,), "parse_tool_calls": (True,), "post_sampling_probs": (False,),
+    "reasoning_budget_tokens": (-1,), "reasoning_format": ("auto", "deepseek"), "repeat_last_n": (-1,), "t_max_predict_ms": (-1, 0), "tfs_z": (1,),
+    "thinking_budget_tokens": (-1,), "thinking_forced_open": (False,), "truncation_side": ("left",),  # truncate_prompt_tokens keeps the end
+}  # fmt: skip
 OF_REQUESTS: Table = OF_OTHER_SERVERS | {
     "audio": REFUSED, "detokenize": (True,), "guided_decoding_backend": ANYTHING, "images": REFUSED, "metadata": ANYTHING, "modalities": (["text"],),
     "prediction": ANYTHING, "prompt_embeds": REFUSED, "safety_identifier": ANYTHING, "service_tier": ANYTHING,

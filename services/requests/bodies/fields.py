@@ -141,6 +141,20 @@ def at_most(count: int) -> Callable[[Any], Any]:
     return check
 
 
+def read_stop(most: int) -> Callable[[Any], Any]:
+    """Read one text or no more than so many."""
+
+    def read(value: Any) -> Any:
+        for index, each in enumerate(at_most(most)(value) if isinstance(value, list) else ()):
+            if not isinstance(each, str):
+                raise at(f"[{index}]", f"expected a text, got {kind_of(each)}")
+        if not isinstance(value, str | list | None):
+            raise at("", f"expected a text or a list of texts, got {kind_of(value)}")
+        return value
+
+    return read
+
+
 def kind_of(value: Any) -> str:
     """The JSON name of a value's type."""
     if value is None:

@@ -83,10 +83,19 @@ class GrammarChecker:
         return verdict
 
     async def _ask(self, constraint: Constraint, tenant_id: str) -> Prepared | Invalid:
-        """The verdict, to be remembered. Raises Invalid for what could not be found out: another
-        time it may be, on a machine that is less busy."""
+        """The verdict, to be remembered. A schema that is not strict gets a second, shorter check.
+        Raises Invalid for what could not be found out: another time it may be, on a machine that is
+        less busy."""
         try:
-            answer = await self.helpers.ask(tenant_id, pickle.dumps(constraint), timeout_s=CHECK_TIMEOUT_S)
+            return await self._ask_once(constraint, tenant_id, is_shallow=False)
+        except Invalid:
+            if not constraint.is_lenient:
+                raise
+        return await self._ask_once(constraint, tenant_id, is_shallow=True)
+
+    async def _ask_once(self, constraint: Constraint, tenant_id: str, *, is_shallow: bool) -> Prepared | Invalid:
+        try:
+            answer = await self.helpers.ask(tenant_id, pickle.dumps((constraint, is_shallow)), timeout_s=CHECK_TIMEOUT_S)
         except TimeoutError:
             raise _too_much(constraint, f"it takes more than {CHECK_TIMEOUT_S:g} s") from None
         except HelperFailed:

@@ -5,7 +5,8 @@ It compiles it, too, to see whether it is.
 
 A grammar comes from whoever sends a request. The library counts its work and its memory; where that
 should not hold, this process is killed, or its memory ends, and nothing else with it. A question is
-a pickled Constraint, the answer Prepared or Invalid.
+a pickled pair: a Constraint, and whether no more than the first level of its schemas is wanted. The
+answer is Prepared or Invalid.
 """
 
 import pickle
@@ -16,7 +17,8 @@ from services.requests.schemas.prepare import Prepared, prepare
 
 
 def answer(question: bytes) -> Prepared:
-    return prepare(pickle.loads(question))
+    constraint, is_shallow = pickle.loads(question)
+    return prepare(constraint, is_shallow=is_shallow)
 
 
 if __name__ == "__main__":

@@ -83,9 +83,9 @@ def _of_json_schema(value: Any) -> Constraint:
     for name, kinds in (("name", (str,)), ("description", (str, type(None))), ("strict", (bool, type(None)))):
         if name in value and not isinstance(value[name], kinds):
             raise Invalid(f"{param}.{name} can't be {kind_of(value[name])}", param=f"{param}.{name}")
-    schema = value.get("schema")
-    if schema is None:
+    if "schema" not in value:
         return Constraint("json_object", "", param)
+    schema = value["schema"]
     return Constraint("json_schema", to_json(schema, f"{param}.schema"), f"{param}.schema", is_lenient=value.get("strict") is not True)
 
 
@@ -123,7 +123,8 @@ def _of_vllm(name: str, value: Any, param: str, whitespace: dict[str, Any]) -> C
             schema = {} if schema is True else schema
             if not isinstance(schema, dict):
                 raise Invalid(f"{param}: a JSON schema is an object", param=param)
-            schema = {**schema, "x-guidance": {**schema.get("x-guidance", {}), **whitespace}}
+            own = schema.get("x-guidance")
+            schema = {**schema, "x-guidance": {**(own if isinstance(own, dict) else {}), **whitespace}}
         return Constraint("json_schema", to_json(schema, param), param, is_lenient=True)
     if name == "choice":
         return Constraint("choice", to_json(value, param), param)

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema
+from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainValidator, WithJsonSchema, model_validator
 
 from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
-from services.requests.bodies.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt
+from services.requests.bodies.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt, read_stop
 from services.requests.neutral.constrain import StructuredOutputs, constraint_of
 from services.requests.neutral.messages import MAX_NAME, Message, Prediction
 from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
@@ -22,8 +22,10 @@ from shared.model.sampling_params import (
     MAX_BAD_WORDS,
     MAX_BREAKERS,
     MAX_LOGIT_BIAS,
+    MAX_PENALTY,
     MAX_STOP_STRINGS,
     MAX_TOKENS,
+    MIN_PENALTY,
     ChainParams,
     DryParams,
     SamplingParams,
@@ -64,18 +66,22 @@ class GenerateBody(Body):
     stream: bool = Field(False, description="send the answer as it comes, as server-sent events")
     stream_options: StreamOptions | None = Field(None, description="for streams; see StreamOptions")
     max_tokens: int | None = Field(None, description="longest answer; cut to what the prompt leaves of the model's length")
+    n_predict: int | None = Field(None, ge=-2, description="llama.cpp's name of max_tokens; -1 or -2: as many as fit")
     min_tokens: int | None = Field(None, description="no end token before so many tokens")
     temperature: float | None = Field(None, description="below 0.001 the likeliest token is taken")
     top_p: float | None = Field(None, description="keep the likeliest tokens whose share reaches it")
     top_k: int | None = Field(None, description="keep so many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="keep tokens at least so likely, relative to the likeliest")
-    seed: int | None = Field(None, ge=-(1 << 63), lt=1 << 64, description="the same request with the same seed gets the same answer; by default drawn")
-    stop: Annotated[str | list[str] | None, BeforeValidator(at_most(MAX_STOP_STRINGS))] = Field(None, description="texts that end the answer")
+    seed: int | None = Field(
+        None, ge=-(1 << 63), lt=1 << 63, description="the same request with the same seed gets the same answer; left out or -1: a random one is drawn"
+    )
+    stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(None, description="texts that end the answer")
     stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description="tokens that end the answer")
     ignore_eos: bool = Field(False, description="the model's end tokens do not end the answer")
     frequency_penalty: float | None = Field(None, description="subtracted from a token's logit for each time that the output has it")
     presence_penalty: float | None = Field(None, description="subtracted from a token's logit once the output has it")
     repetition_penalty: float | None = Field(None, description="divides logits of tokens that prompt or output have")
+    repeat_penalty: float | None = Field(None, ge=MIN_PENALTY, le=MAX_PENALTY, description="llama.cpp's name of repetition_penalty")
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(
         None, description=f"added to the logits of up to {MAX_LOGIT_BIAS} tokens, by id"
     )
@@ -122,6 +128,22 @@ class GenerateBody(Body):
     cache_salt: str = Field("", min_length=1, max_length=256, description="only requests with the same salt share cached prefixes")
     prompt_cache_key: str = Field("", max_length=256, description="the same as cache_salt; with both, requests with the same pair share")
     user: str | None = Field(None, max_length=MAX_USER, description="goes into the log, to help find abuse")
+
+    @model_validator(mode="after")
+    def _by_one_name(self) -> "GenerateBody":
+        """Set what other servers call otherwise by the name that it has here, and -1 as they mean
+        it."""
+        if self.seed == -1:
+            self.seed = None
+        if self.n_predict is not None and self.n_predict < 0:
+            self.n_predict = None
+        for other, name in (("n_predict", "max_tokens"), ("repeat_penalty", "repetition_penalty")):
+            given = getattr(self, other)
+            if given is not None and getattr(self, name) not in (None, given):
+                raise at(f".{other}", f"it differs from {name}: give one")
+            if given is not None:
+                setattr(self, name, given)
+        return self
 
     def sampling_params(self, *, max_tokens: int | None, logprobs: int | None, prompt_logprobs: int | None) -> SamplingParams:
         """The parameters, checked. Fields left out or null take their defaults. The seed is set for

@@ -1,6 +1,7 @@
 """What schemas say of an object's properties as a whole, in the words of `properties`, `required`
 and `anyOf`."""
 
+import json
 import re
 from collections.abc import Iterable
 from itertools import combinations
@@ -40,6 +41,23 @@ def dependents_required(names: list[str], others: list[str], required: list[str]
     if set(names) & set(required):
         return [{"required": others}]
     return [{"anyOf": [absent(names), {"type": "object", "required": others}]}]
+
+
+def bundled(node: Json, most: int, most_patterns: int) -> Json | None:
+    """The node with no more optional properties than `most`: of more, those with the same schema
+    become one pattern that lists their names. They may then come in any order. None: there would be
+    more than `most_patterns` patterns."""
+    properties, required = table(node.get("properties")), set(node.get("required", ()))
+    optional = {name: each for name, each in properties.items() if name not in required and each is not False}
+    if len(optional) <= most:
+        return node
+    names_by_schema: dict[str, list[str]] = {}
+    for name, each in optional.items():
+        names_by_schema.setdefault(json.dumps(each), []).append(name)
+    patterns = {f"^(?:{'|'.join(map(re.escape, names))})$": json.loads(each) for each, names in names_by_schema.items()}
+    made = {**node, "properties": {name: each for name, each in properties.items() if name not in optional}}
+    made["patternProperties"] = table(node.get("patternProperties")) | patterns
+    return made if len(patterns) <= most_patterns else None
 
 
 def groups_of_dependents(required_by: dict[str, list[str]]) -> list[tuple[list[str], list[str]]]:

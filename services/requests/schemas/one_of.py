@@ -1,5 +1,6 @@
 """oneOf as anyOf: of options of which no two can hold at once, or each without the others."""
 
+import json
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -8,6 +9,7 @@ from services.requests.schemas.negate import Json, Walker, either, negated
 from services.requests.schemas.objects import table, texts
 from services.requests.schemas.patterns import are_apart, formatted, takes
 
+MAX_COMPARED = 256  # options, each with each other
 MAX_OPTIONS = 12  # to be made exclusive
 MAX_EACH = 6  # alternatives in which another option does not hold
 MAX_PRODUCT = 128
@@ -17,6 +19,10 @@ def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: A
     """Options, rewritten, of which exactly one holds where any does; None: it can't be said.
     beside: the schema that the oneOf is a part of."""
     views = [view_of(walker, {"allOf": [beside, each]}, resolver) for each in options]
+    if are_different_values(views):
+        return walked
+    if len(options) > MAX_COMPARED:
+        return None
     overlapping = {pair for pair in combinations(range(len(options)), 2) if not are_disjoint(walker, views[pair[0]], views[pair[1]], resolver)}
     if not overlapping:
         return walked
@@ -35,6 +41,15 @@ def exclusive(walker: Walker, options: list[Any], walked: list[Any], resolver: A
         if all(fitting):
             made.append({"allOf": [each, *map(either, fitting)]} if fitting else each)
     return made or None
+
+
+def are_different_values(views: list[Json]) -> bool:
+    """Whether each option lists values, and no value is listed twice. As JSON they may differ and
+    be equal (1 and 1.0): then they are compared one by one."""
+    if any(not view or view["values"] is None or any(isinstance(each, float | dict | list) for each in view["values"]) for view in views):
+        return False
+    texts = [json.dumps(each) for view in views for each in view["values"]]
+    return len(set(texts)) == len(texts)
 
 
 def discriminator(walker: Walker, views: list[Json], overlapping: set[tuple[int, int]], resolver: Any) -> str | None:

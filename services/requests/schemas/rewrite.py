@@ -7,14 +7,13 @@ less.
 """
 
 import json
+import time
 from typing import Any, Literal
 
-import referencing
 import referencing.exceptions
-from jsonschema_specifications import REGISTRY
-from referencing.jsonschema import DRAFT202012, specification_with
 
 from services.requests.schemas import objects
+from services.requests.schemas.drafts import ignores_siblings, resolver_of, specification_of
 from services.requests.schemas.negate import Json, either, negated
 from services.requests.schemas.objects import table, texts
 from services.requests.schemas.one_of import exclusive
@@ -26,59 +25,49 @@ TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 COUNTS = ("minLength", "maxLength", "minItems", "maxItems")
 SCALARS = {"type", "minLength", "maxLength", "pattern", *NUMBERS}  # keywords that a listed value keeps to or not
-SIBLINGS_COUNT = ("2019-09", "2020-12")  # drafts in which the siblings of $ref say something
 MAX_PLACES = 6  # of a list in which `contains` is looked for
 OneOf = Literal["exclusive", "kept", "any"]
 HELD = "#/$defs/"
 MAX_UNIQUE = 4  # values of which all lists without a double are listed
+MAX_OPTIONAL = 900  # properties of an object that the library takes; further ones are patterns
+MAX_PATTERNS = 32  # that these become
 NOT_LISTS = [each for each in TYPES if each not in ("array", "integer")]
 COMPOSING = {"allOf", "anyOf", "oneOf", "$ref", "if", "not", "dependentSchemas", "$dynamicRef"}
-
-
-def uri_of(schema: Any) -> str:
-    value = schema.get("$schema") if isinstance(schema, dict) else None
-    return value if isinstance(value, str) else ""
-
-
-def specification_of(schema: Any) -> Any:
-    """The specification of the draft that the schema names; by default the newest."""
-    uri = uri_of(schema)
-    return specification_with(uri if uri.endswith(("#", "schema#")) or "20" in uri else f"{uri}#", default=DRAFT202012)
 
 
 class Malformed(Invalid):
     """The schema is none at all, strict or not."""
 
 
+class TooLarge(Invalid):
+    """The schema asks for more work than it gets."""
+
+
 class Rewriter:
     """One schema's. passed_over: the names of what is not enforced, with whether an answer can be
     checked for it."""
 
-    def __init__(self, schema: Any, *, is_thorough: bool = True, one_of: OneOf = "exclusive") -> None:
+    def __init__(self, schema: Any, *, is_thorough: bool = True, one_of: OneOf = "exclusive", deadline: float = float("inf")) -> None:
         """is_thorough: rewrite also what multiplies alternatives.
 
         one_of: what becomes of options that are not plainly disjoint: each without the others, left
         to the library, or an anyOf.
+        deadline: by this process's time, in seconds; then the methods raise TooLarge.
         """
         self.schema = schema
+        self.deadline = deadline
         self.is_thorough = is_thorough
         self.one_of = one_of
         self.passed_over: dict[str, bool] = {}
         self.specification = specification_of(schema)
-        self.ignores_siblings = bool(uri_of(schema)) and not any(each in uri_of(schema) for each in SIBLINGS_COUNT)
+        self.ignores_siblings = ignores_siblings(schema)
         self._names: dict[int, str] = {}  # of what is referred to, by identity
         self._open: list[tuple[str, Any, Any]] = []
         self.held: dict[str, Any] = {}
 
     def rewritten(self) -> Any:
-        """Raises Invalid for what is no schema."""
-        resource = self.specification.create_resource(self.schema)
-        registry = REGISTRY.with_resource("", resource)
-        try:
-            resolver = registry.resolver_with_root(resource)
-        except Exception:
-            resolver = registry.resolver()
-        made = self.walk(self.schema, resolver)
+        """Raises Malformed for what is no schema, TooLarge."""
+        made = self.walk(self.schema, resolver_of(self.schema))
         while self._open:
             name, node, resolver = self._open.pop()
             self.held[name] = self.walk(node, resolver)
@@ -97,8 +86,13 @@ class Rewriter:
             seen.add(name)
             name = node["$ref"].removeprefix(HELD)
 
+    def check_time(self) -> None:
+        if time.process_time() > self.deadline:
+            raise TooLarge("it is too large")
+
     def walk(self, node: Any, resolver: Any) -> Any:
         """A node, rewritten."""
+        self.check_time()
         if isinstance(node, bool):
             return {} if node else False
         if not isinstance(node, dict):
@@ -111,7 +105,9 @@ class Rewriter:
         more: list[Any] = []
         for write in (self._values, self._numbers, self._text, self._list, self._properties, self._references, self._composed):
             write(node, out, more, resolver)
-        return self._joined(out, more)
+        if (bundled := objects.bundled(out, MAX_OPTIONAL, MAX_PATTERNS)) is None:
+            raise TooLarge(f"an object has more than {MAX_OPTIONAL} optional properties, with more than {MAX_PATTERNS} different schemas")
+        return self._joined(bundled, more)
 
     def _joined(self, out: Json, more: list[Any]) -> Any:
         more = [each for each in more if each != {}]
@@ -244,6 +240,7 @@ class Rewriter:
     def _pattern_properties(self, node: Json, out: Json, resolver: Any) -> None:
         made: Json = {}
         for pattern, each in table(node.get("patternProperties")).items():
+            self.check_time()
             if takes({"type": "object", "patternProperties": dict.fromkeys([*made, pattern], {})}):
                 made[pattern] = self.walk(each, resolver)
             else:

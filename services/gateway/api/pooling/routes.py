@@ -17,7 +17,9 @@ from services.gateway.api.pooling.schemas import ClassificationBody, PairsBody, 
 from services.gateway.context import Context, context_of
 from services.gateway.http.docs import takes
 from services.requests.answers.choice import Choice
+from services.requests.errors import RequestFailed
 from services.requests.neutral.embeddings import EmbeddingBody
+from services.requests.neutral.translate import in_own_terms, own_terms
 from services.requests.record import ResponseRecord
 from shared.process.errors import Invalid
 from shared.wire.messages import Replica
@@ -26,6 +28,7 @@ router = APIRouter()
 
 Json = dict[str, Any]
 RERANKED: Mapping[str, type[RerankBody | TextsBody]] = {"documents": RerankBody, "texts": TextsBody}
+NAMES: dict[str, dict[str, str]] = {"rerank": {"input": "documents"}, "score": {"input": "text_2"}}  # by kind, what others call otherwise
 Array = np.ndarray[Any, np.dtype[np.float64]]
 
 
@@ -50,9 +53,14 @@ def listed(record: ResponseRecord, data: list[Json]) -> Json:
 
 
 async def answer(request: Request, body: EmbeddingBody, kind: str, describe: Callable[[ResponseRecord, list[Array]], Json | list[Json]]) -> Response:
-    responder = await submit_embeddings(context_of(request), body, request, VectorsResponder, kind)
+    names = NAMES.get(kind, {})
+    with own_terms(names):
+        responder = await submit_embeddings(context_of(request), body, request, VectorsResponder, kind)
     responder.describe = describe
-    return await responder.whole(request)
+    try:
+        return await responder.whole(request)
+    except RequestFailed as failed:
+        raise RequestFailed(in_own_terms(failed.error, names)) from None
 
 
 @router.post("/pooling", openapi_extra=takes(PoolingBody))
