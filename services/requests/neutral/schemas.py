@@ -15,6 +15,7 @@ from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
 from services.requests.bodies.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt, read_stop
 from services.requests.neutral.constrain import StructuredOutputs, constraint_of
 from services.requests.neutral.messages import MAX_NAME, Message, Prediction
+from services.requests.neutral.stream_options import StreamOptions
 from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import (
@@ -45,17 +46,6 @@ OF_CONVERSATIONS = ("messages", "conversation", "conversations", "tools", "docum
 MAX_ECHO = 64 << 10  # characters
 MAX_PRIORITY = 100
 MAX_DEADLINE_S = 86_400.0
-MAX_RESUME_S = 60.0
-
-
-class StreamOptions(Body):
-    include_usage: bool = Field(False, description="a last chunk with usage; the others say null")
-    continuous_usage_stats: bool = Field(False, description="usage so far, in each chunk")
-    include_position: bool = Field(False, description="an `id:` line with each event, the position to resume after")
-    include_obfuscation: bool = Field(True, description="taken, and nothing is added either way")
-    resume_within_s: float = Field(
-        0.0, ge=0, le=MAX_RESUME_S, description="seconds that the response goes on after its client disconnects; then, unless resumed, it is cancelled"
-    )
 
 
 class GenerateBody(Body):
