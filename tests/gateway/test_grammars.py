@@ -204,9 +204,9 @@ def test_a_check_that_ends_its_process_is_its_own_request_s_error() -> None:
 
 
 def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
-    grammar_worker.answer(pickle.dumps(GOOD))
+    grammar_worker.answer(pickle.dumps((GOOD, False)))
     with pytest.raises(Invalid):
-        grammar_worker.answer(pickle.dumps(BAD))
+        grammar_worker.answer(pickle.dumps((BAD, False)))
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_the_worker_passes_what_compiles_and_refuses_what_does_not() -> None:
 )
 def test_whatever_is_wrong_in_a_grammar_is_its_own_error_and_ends_no_helper(kind: Kind, text: str, words: str) -> None:
     with pytest.raises(Invalid, match=words) as raised:
-        grammar_worker.answer(pickle.dumps(Constraint(kind, text, "guided_grammar")))
+        grammar_worker.answer(pickle.dumps((Constraint(kind, text, "guided_grammar"), False)))
     assert raised.value.param == "guided_grammar"
 
 

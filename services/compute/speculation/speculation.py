@@ -80,7 +80,8 @@ class Speculation:
                     best[handle] = kind, token_ids
         counts = self.control.choose({handle: (kind, len(token_ids)) for handle, (kind, token_ids) in best.items()}, num_decodes)
         self.offered = {handle: (best[handle][0], count) for handle, count in counts.items()}
-        self._pause = self._pause_left = 0 if counts else min(max(1, 2 * self._pause), LONGEST_PAUSE)
+        if counts:
+            self._pause = self._pause_left = 0
         return {handle: best[handle][1][:count] for handle, count in counts.items()}
 
     def waits_for(self, batch: ScheduledBatch) -> bool:
@@ -89,7 +90,10 @@ class Speculation:
         if not self.proposers:
             return False
         self._pause_left -= 1
-        return self._pause_left < 0 or batch.num_drafts > 0 or any(each.needs_hidden for each in self.proposers)
+        is_due = self._pause_left < 0
+        if is_due:
+            self._pause = self._pause_left = min(max(1, 2 * self._pause), LONGEST_PAUSE)
+        return is_due or batch.num_drafts > 0 or any(each.needs_hidden for each in self.proposers)
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
         """A step was collected. decided: by handle, how many tokens stand."""
