@@ -84,7 +84,7 @@ def test_a_verdict_is_asked_for_once_and_few_are_kept(monkeypatch: pytest.Monkey
         ask = checker.helpers.ask
 
         async def counted(tenant_id: str, *question: bytes, timeout_s: float) -> object:
-            asked.extend(pickle.loads(each).text for each in question)
+            asked.extend(pickle.loads(each)[0].text for each in question)
             return await ask(tenant_id, *question, timeout_s=timeout_s)
 
         monkeypatch.setattr(checker.helpers, "ask", counted)

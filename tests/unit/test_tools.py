@@ -185,9 +185,9 @@ def test_what_can_not_be_is_refused_by_name(body: dict[str, Any], param: str, wo
 
 def test_all_that_is_wrong_is_named() -> None:
     with pytest.raises(Invalid) as error:
-        read(temperature="hot", n=0, mirostat=1, grammar="2", messages=[{"role": "user"}])
+        read(temperature="hot", n=0, mirostat=1, ebnf="2", messages=[{"role": "user"}])
     assert error.value.code == "unknown_parameter" and error.value.param == "mirostat"
-    for words in ("field: mirostat", "field: grammar", "temperature: ", "n: ", "missing required parameter: messages[0].content"):
+    for words in ("field: mirostat", "field: ebnf", "temperature: ", "n: ", "missing required parameter: messages[0].content"):
         assert words in str(error.value)
     with pytest.raises(Invalid) as missing:
         parse(ChatCompletionBody, b'{"model": "m"}')

@@ -40,7 +40,7 @@ OF_OTHER_SERVERS: Table = dict.fromkeys(
     "reasoning_budget_tokens": (-1,), "reasoning_format": ("auto", "deepseek"), "repeat_last_n": (-1,), "t_max_predict_ms": (-1, 0), "tfs_z": (1,),
     "thinking_budget_tokens": (-1,), "thinking_forced_open": (False,), "truncation_side": ("left",),  # truncate_prompt_tokens keeps the end
 }  # fmt: skip
-OF_REQUESTS: Table = OF_OTHER_SERVERS | {
+OF_REQUESTS: Table = {name: values for name, values in OF_OTHER_SERVERS.items() if name not in ("grammar", "json_schema")} | {
     "audio": REFUSED, "detokenize": (True,), "guided_decoding_backend": ANYTHING, "images": REFUSED, "metadata": ANYTHING, "modalities": (["text"],),
     "prediction": ANYTHING, "prompt_embeds": REFUSED, "safety_identifier": ANYTHING, "service_tier": ANYTHING,
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers
