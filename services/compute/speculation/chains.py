@@ -103,7 +103,9 @@ class ChainProposer:
         """What the model has not read yet of each sequence, while the budget lasts: mostly its last
         token, or two. One that it can't catch up with in a step has drafts in a later one."""
         rows, budget = [], self.max_batched_tokens
-        for known, chain in sorted([(self.kv.num_known(chain.sequence), chain) for chain in chains], key=lambda each: each[0] - each[1].num_tokens, reverse=True):
+        for known, chain in sorted(
+            [(self.kv.num_known(chain.sequence), chain) for chain in chains], key=lambda each: each[0] - each[1].num_tokens, reverse=True
+        ):
             last = min(chain.num_tokens, known + budget)
             if known < last and max(chain.sequence.token_ids[known:last]) < self.runner.vocab_size:
                 rows.append(chain.row(known, last))
