@@ -208,7 +208,6 @@ class EngineSettings(StageSettings):
         description="the tokens of steps shorter than this go out together, first and last ones at once; by default 50 where the model has all cores",
     )
 
-
     @field_validator("speculate")
     @classmethod
     def check_speculators(cls, value: str) -> str:

@@ -15,11 +15,11 @@ from services.compute.candidates.reduction import begin_reduction
 from services.compute.model_runner import ModelRunner
 from services.compute.sequence import Sequence
 from services.compute.speculation.draft_kv import DraftKV
-from services.compute.speculation.margins import NUM_LEVELS, Margins, margins_of
-from services.compute.speculation.proposer import MAX_GRADE, Drafts, Wanted
+from services.compute.speculation.margins import Margins, margins_of
+from services.compute.speculation.proposer import Drafts, Wanted
 
 # that all of a chain stands, below which no more is drafted behind it
-LEAST_CHANCE = 0.6
+LEAST_CHANCE = 0.7
 
 
 @dataclass(slots=True)
@@ -56,6 +56,7 @@ class ChainProposer:
 
     needs_hidden = False
     runs_model = True
+    stops_itself = True
 
     def __init__(self, name: str, runner: ModelRunner, kv: DraftKV, *, max_batched_tokens: int, max_model_len: int, vocab_size: int) -> None:
         """runner: of the model that drafts; max_batched_tokens: that a step of it may have;
@@ -82,7 +83,7 @@ class ChainProposer:
                 ]
             found = {handle: chain for handle, chain in chains.items() if chain.levels}
             self._levels.update({handle: chain.levels for handle, chain in found.items()})
-            return {handle: Drafts(chain.drafts, grade_of(chain)) for handle, chain in found.items()}
+            return {handle: Drafts(chain.drafts) for handle, chain in found.items()}
         finally:
             for chain in chains.values():
                 chain.withdraw()
@@ -137,8 +138,3 @@ class ChainProposer:
                 chain.chance *= self.margins.chance(level)
                 going.append(handle)
         return going
-
-
-def grade_of(chain: Chain) -> int:
-    """Of a chain by how sure its least sure draft is."""
-    return min(chain.levels) * (MAX_GRADE + 1) // NUM_LEVELS

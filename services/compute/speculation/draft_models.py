@@ -13,7 +13,7 @@ from services.compute.model_runner import Model, ModelRunner
 from services.compute.models.config import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.speculation.chains import ChainProposer
-from services.compute.speculation.draft_kv import OwnKV, TargetKV
+from services.compute.speculation.draft_kv import DraftKV, OwnKV, TargetKV
 from services.compute.weights.loader import check_quantizable, load_weights, open_source
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
@@ -93,13 +93,13 @@ def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
 def make_chain_proposer(draft: DraftModel, target: ModelRunner, settings: ComputeSettings, max_model_len: int) -> ChainProposer:
     """The proposer of a draft model. target: the runner of the model that it drafts for;
     max_model_len: of a sequence there."""
-    shared, backend = target.kv_cache, draft.model.backend
+    cache = target.kv_cache
+    kv: DraftKV = TargetKV()
     if draft.has_own_kv:
-        config = draft.model.config
-        own = KVCache(config, backend, num_blocks=shared.num_blocks, block_size=shared.block_size, group=choose_group(settings, config))
-        runner, kv = ModelRunner(draft.model, own, target.row_search), OwnKV(shared.num_blocks, shared.block_size)
-    else:
-        runner, kv = ModelRunner(draft.model, shared, target.row_search), TargetKV()
+        num_blocks, block_size, config = cache.num_blocks, cache.block_size, draft.model.config
+        cache = KVCache(config, draft.model.backend, num_blocks=num_blocks, block_size=block_size, group=choose_group(settings, config))
+        kv = OwnKV(num_blocks, block_size)
+    runner = ModelRunner(draft.model, cache, target.row_search)
     return ChainProposer(
         draft.name, runner, kv, max_batched_tokens=settings.max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
         vocab_size=target.vocab_size,

@@ -10,7 +10,7 @@ from services.compute.speculation.proposer import Proposer
 AUTO = ("grammar", "lookup")
 
 
-def make_proposers(names: tuple[str, ...], constraints: Constraints, draft_models: Sequence[Proposer]) -> list[Proposer]:
+def make_proposers(names: tuple[str, ...], constraints: Constraints, draft_models: Sequence[Proposer] = ()) -> list[Proposer]:
     """One of each name, those that run no model first. auto: all that need no weights of their own;
     draft_models: those that have them, loaded."""
     wanted = {each for name in names for each in (AUTO if name == "auto" else (name,))}

@@ -5,7 +5,8 @@ them stand.
 """
 
 import time
-from collections.abc import Mapping, Sequence as Ordered
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
 from services.compute.scheduling.drafts import Drafting
 from services.compute.sequence import Sequence
-from services.compute.speculation.control import Kind
+from services.compute.speculation.control import Control, Kind
 from services.compute.speculation.proposer import MAX_GRADE, Proposer, Wanted
 
 LONGEST_PAUSE = 64  # steps, on a device that draws, until somebody without drafts is asked again
@@ -57,10 +58,10 @@ class Pause:
 class Speculation:
     """The methods belong to the loop."""
 
-    def __init__(self, proposers: Ordered[Proposer], control: Chooser, constraints: Constraints, vocab_size: int) -> None:
+    def __init__(self, proposers: Ordered[Proposer], constraints: Constraints, vocab_size: int, control: Chooser | None = None) -> None:
         """proposers: those that run no model first."""
         self.proposers = proposers
-        self.control = control
+        self.control: Chooser = control or Control()
         self.constraints = constraints
         self.vocab_size = vocab_size
         self.total = Tally()
@@ -68,7 +69,7 @@ class Speculation:
         self.tallies: dict[int, Tally] = {}  # by handle
         self.offered: dict[int, tuple[Kind, int]] = {}  # by handle: of the step that was scheduled last
         self._pauses: dict[int, Pause] = {}  # by handle
-        self._place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
+        self.place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
         self._model_s = 0.0  # that proposers took for the step that was scheduled last
 
     def drafting(self, max_drafts: int, max_sampled: int) -> Drafting | None:
@@ -114,6 +115,16 @@ class Speculation:
         """How long the step took that was collected last."""
         self.control.timed(batch, seconds - (self._model_s if batch.num_drafts else 0.0))
 
+    def figures(self) -> dict[str, Any]:
+        """For the registry, as Load has them."""
+        if not self.proposers:
+            return {}
+        return {
+            "spec_decode_drafts": self.total.num_drafts, "spec_decode_draft_tokens": self.total.num_draft_tokens,
+            "spec_decode_accepted_tokens": self.total.num_accepted_tokens,
+            "accepted_by_place": {str(place): float(count) for place, count in enumerate(list(self.accepted_by_place))},
+        }  # fmt: skip
+
     def forget(self, handle: int) -> Tally:
         """The sequence is gone. Returns its tally."""
         self._pauses.pop(handle, None)
@@ -129,7 +140,8 @@ class Speculation:
         if proposer.runs_model:
             asked = {handle: each for handle, each in asked.items() if handle not in best}
             most = max((each.most for each in asked.values()), default=0)
-            most = self.control.best_length(proposer.name, list(asked), num_decodes, most, self._place_s.get(proposer.name, 0.0))
+            best = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
+            most = most if best and proposer.stops_itself else best
             asked = {handle: Wanted(each.sequence, min(most, each.most)) for handle, each in asked.items()} if most else {}
         if not asked:
             return {}
@@ -155,8 +167,8 @@ class Speculation:
     def _learn_time(self, name: str, seconds: float, num_places: int) -> None:
         self._model_s += seconds
         if num_places:
-            known = self._place_s.get(name, seconds / num_places)
-            self._place_s[name] = SMOOTH * known + (1 - SMOOTH) * seconds / num_places
+            known = self.place_s.get(name, seconds / num_places)
+            self.place_s[name] = SMOOTH * known + (1 - SMOOTH) * seconds / num_places
 
     def _pause(self, handle: int, *, had_drafts: bool) -> None:
         pause = self._pauses.setdefault(handle, Pause())
