@@ -99,8 +99,14 @@ class Loop:
 
     def __init__(self, files: ModelFiles, options: argparse.Namespace) -> None:
         settings = ComputeSettings(
-            model=str(files.folder), kv_cache_memory="1GiB", quantization=options.quantization, prefix_caching=False, num_threads=options.threads,
-            speculate=options.speculate, self_draft=options.self_draft, draft_model=options.draft_model,
+            model=str(files.folder),
+            kv_cache_memory="1GiB",
+            quantization=options.quantization,
+            prefix_caching=False,
+            num_threads=options.threads,
+            speculate=options.speculate,
+            self_draft=options.self_draft,
+            draft_model=options.draft_model,
         )
         self.engine: Engine = build_engine(settings, files)
         self.scheduler, self.runner = self.engine.scheduler, self.engine.runner
@@ -183,9 +189,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options: argparse.Namespace) -> dict[str, object]:
     """One cell of the table."""
     prompt = encode(tokenizer, kind.prompt)
-    asked = [
-        (prompt, replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)
-    ]
+    asked = [(prompt, replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)]
     ratios, tally, rates = [], Tally(), []
     for number in range(options.rounds + 1):
         modes = (True, False) if number % 2 else (False, True)
