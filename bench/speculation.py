@@ -99,23 +99,14 @@ class Loop:
 
     def __init__(self, files: ModelFiles, options: argparse.Namespace) -> None:
         settings = ComputeSettings(
-            model=str(files.folder),
-            kv_cache_memory="1GiB",
-            quantization=options.quantization,
-            prefix_caching=False,
-            num_threads=options.threads,
-            speculate=options.speculate,
-            self_draft=options.self_draft,
-            draft_model=options.draft_model,
-        )
+            model=str(files.folder), kv_cache_memory="1GiB", quantization=options.quantization, prefix_caching=False, num_threads=options.threads,
+            speculate=options.speculate, self_draft=options.self_draft, draft_model=options.draft_model,
+        )  # fmt: skip
         self.engine: Engine = build_engine(settings, files)
         self.scheduler, self.runner = self.engine.scheduler, self.engine.runner
         self.constraints = Constraints(self.engine.load_vocabulary, self.runner.vocab_size)
-        names = tuple(options.speculate.split(","))
-        self.by_mode = {
-            True: Speculation(make_proposers(names, self.constraints, self.engine.draft_models), self.constraints, self.runner.vocab_size),
-            False: Speculation([], self.constraints, self.runner.vocab_size),
-        }
+        self.names = tuple(options.speculate.split(","))
+        self.by_mode = {is_on: Speculation([], self.constraints, self.runner.vocab_size) for is_on in (True, False)}
         self.most = options.num_speculative_tokens
         self.eos_token_ids = files.eos_token_ids
         self.num_sequences = 0
@@ -123,6 +114,8 @@ class Loop:
     def run(self, asked: list[tuple[list[int], SamplingParams, Constraint | None]], *, is_on: bool) -> Outcome:
         """Answer these requests together."""
         speculation = self.by_mode[is_on]
+        if is_on:  # what is learned of costs and chances stays; answers that were given before do not
+            speculation.proposers = make_proposers(self.names, self.constraints, self.engine.draft_models)
         self.scheduler.drafting = speculation.drafting(self.most, self.engine.max_sampled)
         before = replace(speculation.total)
         sequences = []
@@ -220,7 +213,8 @@ def mixed(tokenizer: Tokenizer, count: int, longest: int) -> Iterator[tuple[list
         more: dict[str, object] = rng.choice(
             [
                 {}, {"temperature": 0.0}, {"temperature": 1.2, "top_p": 0.9}, {"top_k": 20, "logprobs": 3}, {"min_p": 0.05}, {"repetition_penalty": 1.2},
-                {"frequency_penalty": 0.8, "presence_penalty": 0.3}, {"dry": DryParams(0.8, allowed_length=2)}, {"min_tokens": 8, "stop_token_ids": (5, 11, 13)},
+                {"frequency_penalty": 0.8, "presence_penalty": 0.3}, {"dry": DryParams(0.8, allowed_length=2)},
+                {"min_tokens": 8, "stop_token_ids": (5, 11, 13)},
             ]
         )  # fmt: skip
         yield encode(tokenizer, kind.prompt), replace(kind.params, seed=number, max_tokens=rng.randrange(1, longest), **more), kind.constraint  # type: ignore[arg-type]

@@ -193,6 +193,7 @@ class Admitter:
             cache_salt=scheduling.cache_salt,
             tenant_id=scheduling.tenant_id,
             dry_breakers=unpack_breakers(request.dry_breakers),
+            prediction=request.prediction_token_ids.tolist(),
             embedding=request.embedding and replace(request.embedding, pooling=request.embedding.pooling or self.engine.pooling),
         )
 

@@ -184,6 +184,7 @@ class Sequence:
     scored: list[ScoredTokens] = field(default_factory=list)  # their logprobs, step by step
     # over which no repetition reaches that DRY penalizes
     dry_breakers: Breakers = field(default_factory=dict)
+    prediction: list[int] = field(default_factory=list)  # its output, as the client expects it
     # [hidden] float64, the sum of the hidden states that were pooled so far
     pooled: Array | None = None
     has_begun: bool = False

@@ -106,6 +106,7 @@ async def prepare_chat(
         GenerateRequest(
             request_id, gateway_id, model, own,
             messages=messages, created_at=now, scheduling=scheduling, constraint=constraint, chat=options, encoding=body.encoding(),
+            prediction=body.prediction.content if body.prediction is not None else "",
         )
         for request_id, own in zip(record.request_ids, each_params(body, params, 1), strict=True)
     ]  # fmt: skip

@@ -15,6 +15,7 @@ from services.sampler.detokenizer import Detokenizer
 from services.sampler.logprobs import LogprobHolder
 from services.sampler.stop import StopMatcher
 from shared.model.decision import DRAW
+from shared.model.prediction import PredictionFollower
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
 from shared.wire.logprobs import PromptLogprobs, TokenLogprob
@@ -45,6 +46,7 @@ class RequestState:
     num_released: int = 0  # of those, released to the client
     logprobs: LogprobHolder = field(default_factory=LogprobHolder)
     fingerprint: str = ""  # of the compute replica that made the last token
+    prediction: PredictionFollower | None = None  # of the answer, if the client has one
     last_event: TokenEvent | None = None
     begun_at: float = field(default_factory=time.time)  # wall clock, s
     num_replayed_tokens: int = 0  # decided before this replica had it
@@ -52,7 +54,9 @@ class RequestState:
     @classmethod
     def begin(cls, intro: SequenceIntro, tokenizer: Tokenizer, now: float) -> "RequestState":
         detokenizer = Detokenizer(tokenizer, intro.prompt_tail.tolist(), skip_special_tokens=intro.params.skip_special_tokens)
-        return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now, logprobs=LogprobHolder(len(intro.echo_text or "")))
+        prediction = PredictionFollower(intro.prediction_token_ids.tolist()) if len(intro.prediction_token_ids) else None
+        logprobs = LogprobHolder(len(intro.echo_text or ""))
+        return cls(intro, detokenizer, StopMatcher(intro.params.stop), intro.gateway_id, now, logprobs=logprobs, prediction=prediction)
 
     @property
     def is_finished(self) -> bool:
@@ -63,6 +67,8 @@ class RequestState:
         one's, with what was asked of the prompt."""
         self.position += 1
         self.last_token_id = token_id
+        if self.prediction is not None:
+            self.prediction.take(token_id)
         params = self.intro.params
         end = self._end_of_token(token_id)
         if end is not None and not params.include_stop_str_in_output:
@@ -95,6 +101,8 @@ class RequestState:
             prompt_token_ids=self.intro.prompt_token_ids if self.position == 1 else None,
             draw=DRAW if self.position == 1 else None,
             fingerprint=self.intro.fingerprint if self.intro.fingerprint != self.fingerprint else "",
+            num_accepted_prediction_tokens=self.prediction.num_accepted if self.prediction is not None and end is not None else None,
+            num_rejected_prediction_tokens=self.prediction.num_rejected if self.prediction is not None and end is not None else None,
         )
         self.fingerprint = self.intro.fingerprint
         self.last_event = event

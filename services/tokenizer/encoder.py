@@ -240,7 +240,15 @@ class Encoder:
             dry_breakers=self.breakers.pack(params.dry.sequence_breakers) if params.dry is not None else np.zeros(0, np.int32),
             embedding=request.embedding,
             traceparent=request.traceparent,
+            prediction_token_ids=self._prediction(request, max_model_len),
         )
+
+    def _prediction(self, request: GenerateRequest, max_model_len: int) -> Array:
+        """The expected answer's tokens, as far as an answer can be long. Raises Invalid."""
+        if not request.prediction:
+            return np.zeros(0, np.int32)
+        [token_ids] = self._encode_batch([request.prediction[: LONG_TEXT * max_model_len]], "prediction", add_special_tokens=False)
+        return token_ids[:max_model_len]
 
     def _spell_bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
         """The tokens of each word as it stands at a beginning, and after a space."""

@@ -15,7 +15,7 @@ from shared.process.errors import StartupError
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
-SPECULATORS = ("auto", "off", "lookup", "grammar", "self", "draft")
+SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "self", "draft")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -190,11 +190,11 @@ class EngineSettings(StageSettings):
         None, gt=0, description="a step that takes longer has hung: compute ends, and another replica goes on; by default 300 on a GPU, 3600 on a CPU"
     )
     num_threads: int = Field(0, ge=0, description="threads of the model; 0: all cores")
-    run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed on before the log holds them; 0: wait for each")
+    run_ahead: int = Field(4, ge=0, le=8, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
-        "forces), self (the model itself in four bits), draft (--draft-model); auto: lookup and grammar, where they pay; off: nobody. "
-        "No text depends on it: docs/understand/speculation.md"
+        "forces), prediction (what the client expects), self (the model itself in four bits), draft (--draft-model); auto: lookup, grammar and "
+        "prediction, where they pay; off: nobody. No text depends on it: docs/understand/speculation.md"
     )  # fmt: skip
     self_draft: str = Field(
         "", description="for --speculate self, the same model as penstock quantize wrote it, calibrated: it guesses better than weights rounded at load"

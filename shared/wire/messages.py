@@ -131,6 +131,7 @@ class GenerateRequest:
     traceparent: str = ""  # W3C: the trace that the request's spans join; empty: none
     # for an embedding: a second text after the prompt; the model's tokenizer joins the two
     pair: str | None = None
+    prediction: str = ""  # the answer, as the client expects it
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +155,8 @@ class TokenizedRequest:
     embedding: EmbeddingParams | None = None
     traceparent: str = ""
     tokenized_at: float = 0.0  # wall clock, s
+    # the answer, as the client expects it; empty: it expects nothing
+    prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))
 
     def __post_init__(self) -> None:
         if not len(self.prompt_token_ids) or int(self.prompt_token_ids.min()) < 0 or self.params.max_tokens is None:
@@ -183,6 +186,7 @@ class SequenceIntro:
     tokenized_at: float = 0.0  # wall clock, s
     scheduled_at: float = 0.0  # the same, by the compute replica that introduces it
     fingerprint: str = ""  # of that replica
+    prediction_token_ids: Int32Array = field(default_factory=lambda: np.zeros(0, np.int32))  # as TokenizedRequest has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +278,10 @@ class TokenEvent:
     draw: str | None = None  # with the first token, the name of the rule that drew it
     # of the compute replica that made it, where it is another than the event's before
     fingerprint: str = ""
+    # with the last event, if the request had a prediction: how many of its tokens came, and how
+    # many did not
+    num_accepted_prediction_tokens: int | None = None
+    num_rejected_prediction_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Who proposes drafts, and how many are taken: no text depends on it, only time."""
 
 import random
-from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,9 @@ from services.compute.sequence import Sequence
 from services.compute.speculation.control import MARGIN, Control, Kind, StepTime
 from services.compute.speculation.lookup import MAX_POOLS, POOL_GRADES, Lookup
 from services.compute.speculation.ngrams import LONGEST, NO_TOKEN, SHORTEST, NgramIndex
+from services.compute.speculation.prediction import PredictionProposer
 from services.compute.speculation.proposer import MAX_GRADE, Drafts, Wanted
+from shared.model.prediction import PredictionFollower
 from tests.examples import examples
 from tests.unit.sequences import make_sequence
 
@@ -86,7 +88,7 @@ def test_what_is_foreseen_is_matched_and_what_came_otherwise_is_not_remembered()
     assert proposed(lookup, sequence, 2) == Drafts([1, 2], 0)
 
 
-def end(lookup: Lookup, handle: int, answer: list[int], **fields: str) -> None:
+def end(lookup: Lookup, handle: int, answer: list[int], **fields: Any) -> None:
     """A request that was answered so."""
     sequence = make_sequence(handle, [50, 51], 99, **fields)
     proposed(lookup, sequence)
@@ -95,12 +97,14 @@ def end(lookup: Lookup, handle: int, answer: list[int], **fields: str) -> None:
 
 
 @pytest.mark.parametrize("other", [{"tenant_id": "b"}, {"tenant_id": "a", "cache_salt": "s"}])
-def test_a_pool_is_one_tenant_s_and_one_salt_s(other: Mapping[str, str]) -> None:
+def test_a_pool_is_one_tenant_s_and_one_salt_s(other: dict[str, Any]) -> None:
     lookup = Lookup()
     end(lookup, 1, [1, 2, 3, 4, 5], tenant_id="a")
     assert proposed(lookup, make_sequence(2, [9, 1, 2], 99, tenant_id="a"), 9) == Drafts([3, 4, 5], POOL_GRADES)
     assert proposed(lookup, make_sequence(3, [9, 1, 2], 99, **other)) is None
-    lookup.forget(2), lookup.forget(3), lookup.forget(77)
+    for handle in (2, 3, 77):
+        lookup.forget(handle)
+    assert len(lookup._pools) == 1
 
 
 def test_pools_and_grades_are_bounded() -> None:
@@ -111,6 +115,45 @@ def test_pools_and_grades_are_bounded() -> None:
     end(lookup, 1, list(range(40)), tenant_id="x")
     found = proposed(lookup, make_sequence(2, list(range(LONGEST + 5)), 99, tenant_id="x"))
     assert found is not None and found.grade == MAX_GRADE
+
+
+# --- prediction
+
+
+def follow(prediction: list[int], answer: list[int]) -> PredictionFollower:
+    follower = PredictionFollower(prediction)
+    for token_id in answer:
+        follower.take(token_id)
+    return follower
+
+
+def test_an_answer_is_followed_along_its_prediction() -> None:
+    text = list(range(100, 130))
+    assert follow(text, []).expected(3) == [100, 101, 102]
+    assert follow(text, text[:9]).expected(2) == [109, 110] and follow(text, text[:9]).num_accepted == 9
+    changed = follow(text, [*text[:5], 1, 2, *text[5:9]])
+    assert changed.expected(2) == [109, 110] and changed.num_accepted == 9, "something was inserted"
+    left_out = follow(text, [*text[:5], *text[11:14]])
+    assert left_out.expected(2) == [114, 115] and (left_out.num_accepted, left_out.num_rejected) == (8, 22), "something was left out"
+    assert follow(text, [*text[:5], 1, 2, 3, *text[6:9]]).expected(1) == [109], "something was changed"
+    assert follow(text, [*text, 7, 7, 7]).expected(9) == []
+
+
+@given(prediction=st.lists(st.integers(0, 4), max_size=60), answer=st.lists(st.integers(0, 4), max_size=60), most=st.integers(1, 9))
+def test_no_token_of_a_prediction_counts_twice(prediction: list[int], answer: list[int], most: int) -> None:
+    follower = follow(prediction, answer)
+    assert 0 <= follower.num_accepted <= min(len(prediction), len(answer) + len(answer)) and follower.num_rejected >= 0
+    sequence = make_sequence(1, [9, 9], 99, prediction=prediction)
+    proposer, decided = PredictionProposer(), len(answer) // 2
+    sequence.token_ids += answer[:decided]
+    proposer.propose({1: Wanted(sequence, most)})
+    sequence.token_ids += answer[decided:]
+    sequence.num_undecided_tokens = len(answer) - decided
+    found = proposer.propose({1: Wanted(sequence, most)})
+    assert found.get(1, Drafts([])).token_ids == follower.expected(most), "foreseen tokens are followed, and can be taken back"
+    sequence.drop_tokens(2 + decided)
+    again = proposer.propose({1: Wanted(sequence, most)})
+    assert again.get(1, Drafts([])).token_ids == follow(prediction, answer[:decided]).expected(most)
 
 
 # --- how many drafts pay

@@ -92,4 +92,5 @@ def introduction(active: ActiveRequest, fingerprint: str) -> SequenceIntro:
         tokenized_at=request.tokenized_at,
         scheduled_at=active.scheduled_at,
         fingerprint=fingerprint,
+        prediction_token_ids=request.prediction_token_ids,
     )

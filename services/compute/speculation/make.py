@@ -5,14 +5,15 @@ from collections.abc import Sequence
 from services.compute.candidates.constraints import Constraints
 from services.compute.speculation.grammar import GrammarProposer
 from services.compute.speculation.lookup import Lookup
+from services.compute.speculation.prediction import PredictionProposer
 from services.compute.speculation.proposer import Proposer
 
-AUTO = ("grammar", "lookup")
+AUTO = ("grammar", "prediction", "lookup")
 
 
 def make_proposers(names: tuple[str, ...], constraints: Constraints, draft_models: Sequence[Proposer] = ()) -> list[Proposer]:
     """One of each name, those that run no model first. auto: all that need no weights of their own;
     draft_models: those that have them, loaded."""
     wanted = {each for name in names for each in (AUTO if name == "auto" else (name,))}
-    made: dict[str, Proposer] = {"grammar": GrammarProposer(constraints), "lookup": Lookup()}
+    made: dict[str, Proposer] = {"grammar": GrammarProposer(constraints), "prediction": PredictionProposer(), "lookup": Lookup()}
     return [*(proposer for name, proposer in made.items() if name in wanted), *draft_models]

@@ -42,13 +42,17 @@ class Format(Protocol):
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
     """OpenAI's object."""
-    thinking = usage.num_reasoning_tokens
+    details = {
+        "reasoning_tokens": usage.num_reasoning_tokens, "accepted_prediction_tokens": usage.num_accepted_prediction_tokens,
+        "rejected_prediction_tokens": usage.num_rejected_prediction_tokens,
+    }  # fmt: skip
+    known = {name: count for name, count in details.items() if count is not None}
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "completion_tokens": usage.num_output_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
-        **({"completion_tokens_details": {"reasoning_tokens": thinking}} if thinking is not None else {}),
+        **({"completion_tokens_details": known} if known else {}),
     }
 
 

@@ -40,7 +40,7 @@ OF_REQUESTS: Table = OF_OTHER_SERVERS | {
     "spaces_between_special_tokens": (True, False),  # of slow tokenizers
     "store": (True, False),
 }  # fmt: skip
-OF_CHATS: Table = OF_REQUESTS | {"echo": (False,), "prompt": REFUSED, "suffix": REFUSED}
+OF_CHATS: Table = {name: values for name, values in OF_REQUESTS.items() if name != "prediction"} | {"echo": (False,), "prompt": REFUSED, "suffix": REFUSED}
 OF_COMPLETIONS: Table = OF_REQUESTS | {
     "add_generation_prompt": (True,), "continue_final_message": (False,), "messages": REFUSED, "parallel_tool_calls": (True, False), "suffix": REFUSED,
     "tool_choice": ("none", "auto"), "tools": REFUSED, "verbosity": ("medium",),

@@ -61,6 +61,11 @@ class ToolCallBody(Body):
         return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
+class Prediction(Body):
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(join_parts), WithJsonSchema(CONTENT_SCHEMA)] = Field(description="a text, or parts of type text")
+
+
 class Message(Body):
     neutral = OF_MESSAGES
 

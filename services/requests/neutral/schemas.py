@@ -14,7 +14,7 @@ from pydantic import AfterValidator, BeforeValidator, FailFast, Field, PlainVali
 from services.requests.bodies.body import OF_CHATS, OF_COMPLETIONS, Body
 from services.requests.bodies.fields import MAX_SEQUENCES, PROMPT_SCHEMA, Prompt, at, at_most, read_prompt
 from services.requests.neutral.constrain import StructuredOutputs, constraint_of
-from services.requests.neutral.messages import MAX_NAME, Message
+from services.requests.neutral.messages import MAX_NAME, Message, Prediction
 from services.requests.neutral.tools import MAX_TOOLS, Calling, Function, FunctionName, NamedTool, Tool, ToolChoice, Tools, check_depth, resolve_calling
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import (
@@ -273,6 +273,7 @@ class ChatCompletionBody(GenerateBody):
     parallel_tool_calls: bool | None = Field(None, description="false: at most one call")
     functions: Annotated[list[Function] | None, BeforeValidator(at_most(MAX_TOOLS))] = Field(None, description="the older name of tools")
     function_call: Annotated[Any, AfterValidator(read_function_call)] = Field(None, description="the older name of tool_choice")
+    prediction: Prediction | None = Field(None, description="the answer as it is expected, such as a file with changes: what holds of it comes faster")
     include_reasoning: bool = Field(True, description="false: the answer leaves out the model's thoughts")
     reasoning_effort: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template; none also sets enable_thinking to false")
     verbosity: str | None = Field(None, pattern=r"^[a-z]{1,16}$", description="a variable of the template")
