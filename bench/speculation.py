@@ -217,7 +217,7 @@ def mixed(tokenizer: Tokenizer, count: int, longest: int) -> Iterator[tuple[list
                 {"min_tokens": 8, "stop_token_ids": (5, 11, 13)},
             ]
         )  # fmt: skip
-        yield encode(tokenizer, kind.prompt), replace(kind.params, seed=number, max_tokens=rng.randrange(1, longest), **more), kind.constraint  # type: ignore[arg-type]
+        yield encode(tokenizer, kind.prompt), replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more), kind.constraint  # type: ignore[arg-type]
 
 
 def invariance(loop: Loop, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, object]:

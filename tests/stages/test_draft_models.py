@@ -92,13 +92,15 @@ def test_a_draft_model_that_is_the_target_is_right(line: LineOfStages, expected:
     assert speculation.total.num_accepted_tokens == speculation.total.num_draft_tokens > 50
 
 
-def test_what_is_written_into_the_targets_cache_is_written_again(line: LineOfStages, expected: dict[str, Any], models: dict[str, DraftModel]) -> None:
+def test_what_is_written_into_the_targets_cache_is_written_again(
+    line: LineOfStages, expected: dict[str, Any], models: dict[str, DraftModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A model that drafts nonsense leaves the keys and values of nonsense in every slot that it may."""
     drafting = models["self"].model
     weights = replace(drafting.weights, embedding=drafting.weights.embedding.flip(0).contiguous())
     runner = ModelRunner(Decoder(drafting.config, weights, drafting.backend), line.compute.executor.kv_cache)
     proposer = ChainProposer("self", runner, TargetKV(), max_batched_tokens=64, max_model_len=1024, vocab_size=runner.vocab_size)
-    proposer.margins.chance = lambda level: 1.0  # type: ignore[method-assign]
+    monkeypatch.setattr(proposer.margins, "chance", lambda _: 1.0)
     speculation = speculate(line, proposer)
     assert answers(line, *REQUESTS) == expected
     assert speculation.total.num_draft_tokens > 300 > 10 * speculation.total.num_accepted_tokens

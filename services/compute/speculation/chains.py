@@ -88,7 +88,7 @@ class ChainProposer:
             for chain in chains.values():
                 chain.withdraw()
 
-    def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
+    def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:  # noqa: ARG002
         for row in batch.rows:
             levels = self._levels.pop(row.handle, None)
             if levels is not None and row.handle in decided:

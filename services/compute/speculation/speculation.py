@@ -140,8 +140,8 @@ class Speculation:
         if proposer.runs_model:
             asked = {handle: each for handle, each in asked.items() if handle not in best}
             most = max((each.most for each in asked.values()), default=0)
-            best = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
-            most = most if best and proposer.stops_itself else best
+            paying = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
+            most = most if paying and proposer.stops_itself else paying
             asked = {handle: Wanted(each.sequence, min(most, each.most)) for handle, each in asked.items()} if most else {}
         if not asked:
             return {}
