@@ -49,7 +49,7 @@ def cpu_of_a_view() -> tuple[float, int]:
     seconds, packed = [], b""
     for _ in range(REPEATS):
         started_at = time.process_time()
-        packed = encode(make_view("compute-0123456789ab", active, range(MAX_SEQUENCES_SHOWN), blocks))
+        packed = encode(make_view("compute-0123456789ab", active, range(MAX_SEQUENCES_SHOWN), blocks, {}))
         seconds.append(time.process_time() - started_at)
     return min(seconds), len(packed)
 

@@ -26,7 +26,7 @@ class Steps:
         collected = self.collect()
         rows = rows_still_valid(batch, self.scheduler)
         logits = self.runner.logits(batch, hidden, rows)
-        self.flight = launch(batch, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
+        self.flight = launch(batch, hidden, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
         return collected if self.is_ahead else self.collect()
 
     def collect(self) -> Collected | None:

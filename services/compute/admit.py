@@ -64,7 +64,11 @@ class Admitter:
         """The request has ended."""
         self.quarantine.forget(active.sequence)
         self.constraints.forget(active.sequence.handle)
-        self.speculation.forget(active.sequence.handle)
+        if (tally := self.speculation.forget(active.sequence.handle)).num_drafts:
+            log.info(
+                "drafts of a request", request_id=active.request.request_id, num_drafts=tally.num_drafts, num_draft_tokens=tally.num_draft_tokens,
+                num_accepted_tokens=tally.num_accepted_tokens,
+            )  # fmt: skip
         del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
 
     def claim(self, num_wanted: int) -> None:

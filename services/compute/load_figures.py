@@ -1,6 +1,7 @@
 """What this replica announces of its work."""
 
 from dataclasses import replace
+from typing import Any
 
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.speculation.speculation import Speculation
@@ -8,8 +9,8 @@ from services.compute.step_meter import StepMeter
 from shared.wire.load import Load
 
 
-def load_figures(meter: StepMeter, scheduler: Scheduler, speculation: Speculation, *, num_active: int, **totals: float) -> Load:
-    """The figures of a replica with so many active requests; totals: those that its loop counts."""
+def load_figures(meter: StepMeter, scheduler: Scheduler, speculation: Speculation, *, num_active: int, **totals: Any) -> Load:
+    """The figures of a replica with so many active requests; totals: numbers that its loop counts."""
     blocks, peaks, cost = scheduler.block_manager, scheduler.admission.calibration, scheduler.step_cost.cost
     return replace(
         meter.load(),

@@ -381,7 +381,7 @@ class ComputeService:
         self.exchange.prompts.renew(pipe, [active.entry_id for active in list(self.active.values())])
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         if self.stage.registry.is_watched:
-            show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks))
+            show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks, self.speculation.tallies))
         self.stage.load = load_figures(
             self.meter, scheduler, self.speculation, num_active=len(self.active), prompt_tokens=self.num_prompt_tokens,
             output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed,

@@ -1,29 +1,30 @@
 """The view of this replica, for those who watch it. Read from the heartbeat's thread beside the
 running loop, which never waits for it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from services.compute.cache.block_manager import BlockManager
 from services.compute.exchange.active import ActiveRequest
 from services.compute.sequence import Sequence
+from services.compute.speculation.speculation import Tally
 from shared.wire.views import MAX_BLOCKS_SHOWN, MAX_SEQUENCES_SHOWN, ComputeView, SequenceView
 
 
-def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterable[int], blocks: BlockManager) -> ComputeView:
-    """Make the view of this replica; `running` has handles. Each argument is a copy of its own
+def make_view(replica_id: str, active: Iterable[ActiveRequest], running: Iterable[int], blocks: BlockManager, tallies: Mapping[int, Tally]) -> ComputeView:
+    """Make the view of this replica; `running` and `tallies` have handles. Each argument is a copy of its own
     moment: a sequence may be gone from one, and still be in the other."""
     handles = set(running)
     everything = list(active)
     shown = sorted(everything, key=lambda each: (each.sequence.handle not in handles, each.sequence.rank))[:MAX_SEQUENCES_SHOWN]
     return ComputeView(
         replica_id, blocks.block_size, blocks.num_blocks, blocks.num_used_blocks, len(blocks.evictable), len(everything),
-        tuple(view_of(each, is_running=each.sequence.handle in handles) for each in shown),
+        tuple(view_of(each, tallies.get(each.sequence.handle, Tally()), is_running=each.sequence.handle in handles) for each in shown),
     )  # fmt: skip
 
 
-def view_of(active: ActiveRequest, *, is_running: bool) -> SequenceView:
+def view_of(active: ActiveRequest, tally: Tally, *, is_running: bool) -> SequenceView:
     sequence: Sequence = active.sequence
     block_ids = list(sequence.block_table)
     return SequenceView(
@@ -43,6 +44,7 @@ def view_of(active: ActiveRequest, *, is_running: bool) -> SequenceView:
         tokenized_at=active.request.tokenized_at,
         taken_at=active.taken_at,
         scheduled_at=active.scheduled_at,
+        num_accepted_tokens=tally.num_accepted_tokens,
     )
 
 

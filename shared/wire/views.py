@@ -27,6 +27,7 @@ class SequenceView:
     tokenized_at: float  # the same, as its tokenizer has it
     taken_at: float  # it came to this replica
     scheduled_at: float  # its first step here began; 0: not yet
+    num_accepted_tokens: int = 0  # of its output, that were drafted
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,9 +99,9 @@ def test_rows_that_sit_out_get_the_same_bytes(
     held: list[int] = []
     hold_back, sitting_out = line.compute.hold_back, line.compute.constraints.sitting_out
 
-    def counted(late: list[Prefix]) -> None:
-        held.extend(each.sequence.handle for each in late)
-        hold_back(late)
+    def counted(late: list[Prefix], handles: set[int]) -> None:
+        held.extend(handles)
+        hold_back(late, handles)
 
     def sat_out() -> frozenset[int]:
         found = sitting_out()

@@ -34,6 +34,7 @@ PAIR = replace(ask("pair.0", "A river and a mountain", max_tokens=16, seed=5), s
 REQUESTS = (
     *OF_ALL_KINDS,
     PAIR, replace(PAIR, request_id="pair.1", params=replace(PAIR.params, seed=6)),
+    replace(ask("predicted.0", "A river", max_tokens=24, seed=3), prediction=" and a mountain of trees, the end of it"),
     replace(ask("schema.0", "Say it", max_tokens=80, seed=2), constraint=Constraint("json_schema", SCHEMA)),
     ask("repeats.0", "one two three four one two three four one two three", max_tokens=40, temperature=0.0, ignore_eos=True),
 )  # fmt: skip
@@ -135,13 +136,32 @@ def test_logs_are_the_same_with_drafts(
     assert speculation.total.num_accepted_tokens < speculation.total.num_draft_tokens or not share_wrong
     if not share_wrong and not is_in_flight:
         assert line.compute.meter.num_steps - num_steps < max(map(len, answers.values())), "fewer steps than the longest answer has tokens"
-    assert not speculation.tallies and not speculation._pauses, "who has ended is forgotten"
+    assert not speculation.tallies, "who has ended is forgotten"
 
 
 def test_logs_are_the_same_with_the_proposers_of_auto(line: LineOfStages, expected: dict[str, Any]) -> None:
     speculation = speculate(line, *make_proposers(("auto",), line.compute.constraints))
     assert answer(line) == expected
     assert speculation.total.num_accepted_tokens > 20
+
+
+def test_an_answer_that_was_predicted_is_drafted_and_counted(line: LineOfStages, expected: dict[str, Any]) -> None:
+    """The usage is a matter of the texts, and the same without drafts."""
+    first = ask("first.0", "A river", max_tokens=24, seed=9)
+    speculate(line)
+    events = parse_log(line.answer(first)["first.0"])
+    text = "".join(event.text for event in events)
+    again = replace(first, request_id="first.0", prediction=text)
+    line.forget_logs()
+    plain = line.answer(again)
+    speculation = speculate(line, *make_proposers(("prediction",), line.compute.constraints))
+    assert line.answer(again) == plain
+    assert [event.token_id for event in parse_log(plain["first.0"])] == [event.token_id for event in events]
+    last = parse_log(plain["first.0"])[-1]
+    assert last.num_accepted_prediction_tokens is not None and last.num_rejected_prediction_tokens is not None
+    assert last.num_accepted_prediction_tokens > 8 and speculation.total.num_accepted_tokens > 8
+    other = parse_log(expected["predicted.0"])[-1]
+    assert other.num_accepted_prediction_tokens is not None and other.num_accepted_prediction_tokens < (other.num_rejected_prediction_tokens or 0)
 
 
 def test_what_a_schema_forces_is_drafted(line: LineOfStages, expected: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ from services.compute.sequence import Sequence
 from services.compute.speculation.control import Control, Kind
 from services.compute.speculation.proposer import MAX_GRADE, Proposer, Wanted
 
-LONGEST_PAUSE = 64  # steps, on a device that draws, until somebody without drafts is asked again
+LONGEST_PAUSE = 32  # steps, on a device that draws, until those who had no drafts are asked again
 SMOOTH = 0.9  # weight of what a place of a model's drafts took before
 
 
@@ -46,15 +46,6 @@ class Tally:
         self.num_accepted_tokens += stood
 
 
-@dataclass(slots=True)
-class Pause:
-    """On a device that draws: a sequence is asked for drafts when no step of it is in flight, and
-    that costs time. Who had none is left alone for longer and longer."""
-
-    length: int = 0  # steps
-    left: int = 0
-
-
 class Speculation:
     """The methods belong to the loop."""
 
@@ -68,7 +59,9 @@ class Speculation:
         self.accepted_by_place: list[int] = []  # how often the first, the second, … draft stood
         self.tallies: dict[int, Tally] = {}  # by handle
         self.offered: dict[int, tuple[Kind, int]] = {}  # by handle: of the step that was scheduled last
-        self._pauses: dict[int, Pause] = {}  # by handle
+        # On a device that draws, drafts are asked for when no step is in flight, and that costs time:
+        # while nobody has some, for longer and longer nobody is asked
+        self._pause = self._pause_left = 0  # steps
         self.place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
         self._model_s = 0.0  # that proposers took for the step that was scheduled last
 
@@ -87,8 +80,8 @@ class Speculation:
                     best[handle] = kind, token_ids
         counts = self.control.choose({handle: (kind, len(token_ids)) for handle, (kind, token_ids) in best.items()}, num_decodes)
         self.offered = {handle: (best[handle][0], count) for handle, count in counts.items()}
-        for handle in asked:
-            self._pause(handle, had_drafts=handle in counts)
+        if counts:
+            self._pause = self._pause_left = 0
         return {handle: best[handle][1][:count] for handle, count in counts.items()}
 
     def waits_for(self, batch: ScheduledBatch) -> bool:
@@ -96,11 +89,10 @@ class Speculation:
         depends on drafts, or what follows may be drafted."""
         if not self.proposers:
             return False
-        is_due = False
-        for row in batch.rows[: batch.num_decodes]:
-            if (pause := self._pauses.get(row.handle)) is not None:
-                pause.left -= 1
-            is_due |= pause is None or pause.left < 0
+        self._pause_left -= 1
+        is_due = self._pause_left < 0
+        if is_due:
+            self._pause = self._pause_left = min(max(1, 2 * self._pause), LONGEST_PAUSE)
         return is_due or batch.num_drafts > 0 or any(each.needs_hidden for each in self.proposers)
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
@@ -127,7 +119,6 @@ class Speculation:
 
     def forget(self, handle: int) -> Tally:
         """The sequence is gone. Returns its tally."""
-        self._pauses.pop(handle, None)
         self.control.forget(handle)
         for proposer in self.proposers:
             proposer.forget(handle)
@@ -169,11 +160,6 @@ class Speculation:
         if num_places:
             known = self.place_s.get(name, seconds / num_places)
             self.place_s[name] = SMOOTH * known + (1 - SMOOTH) * seconds / num_places
-
-    def _pause(self, handle: int, *, had_drafts: bool) -> None:
-        pause = self._pauses.setdefault(handle, Pause())
-        pause.length = 0 if had_drafts else min(max(1, 2 * pause.length), LONGEST_PAUSE)
-        pause.left = pause.length
 
     def _count(self, handle: int, kind: Kind, offered: int, stood: int) -> None:
         self.control.learn(handle, kind, offered, stood)

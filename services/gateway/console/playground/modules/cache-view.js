@@ -43,6 +43,7 @@ function rowOf(sequence, holders, size) {
   const told = [`${count(sequence.num_prompt_tokens)} + ${count(sequence.num_output_tokens)} tokens`];
   if (numShared) told.push(`${count(numShared)} shared`);
   else if (fromCache) told.push(`${count(fromCache)} cached`);
+  if (sequence.num_accepted_tokens) told.push(`${count(sequence.num_accepted_tokens)} drafted`);
   return h("li", {class: `row hue-${hueOf(sequence.request_id)}`},
     h("p", {class: "row-name", title: sequence.request_id}, h("code", {}, shortRequest(sequence.request_id)), h("span", {}, told.join(", "))),
     h("div", {class: "cells", role: "img", "aria-label": `${sequence.num_blocks} blocks, ${numShared} of them shared`}, cells, more > 0 && h("span", {class: "more"}, `+ ${count(more)}`)));
