@@ -4,8 +4,10 @@ tokens a drafted step gives.
 Method: the compute loop in one process (scheduler, proposers, runner, reduction, decisions taken at once), the same requests with --speculate and with
 off, in turns; the median of the rounds' ratios counts. The first round is not counted: it is there that kernels, and what drafts cost, are learned. Every
 answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a sequence gets of a step, were drafts free.
+Draft_ms: what each place of the drafts of a model takes, all streams together.
 
     python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json] [--speculate lookup] [--rounds 5]
+    python -m bench.speculation --model smollm2-135m --speculate self [--self-draft smollm2-135m-w4] --streams 1
     python -m bench.speculation --model smollm2-135m --invariance 1000
 
 --invariance: so many requests of mixed parameters, with drafts and without, and how many texts differ.
@@ -97,8 +99,9 @@ class Loop:
 
     def __init__(self, files: ModelFiles, options: argparse.Namespace) -> None:
         settings = ComputeSettings(
-            model=str(files.folder), kv_cache_memory="1GiB", quantization=options.quantization, prefix_caching=False, num_threads=options.threads
-        )
+            model=str(files.folder), kv_cache_memory="1GiB", quantization=options.quantization, prefix_caching=False, num_threads=options.threads,
+            speculate=options.speculate, self_draft=options.self_draft, draft_model=options.draft_model,
+        )  # fmt: skip
         self.engine: Engine = build_engine(settings, files)
         self.scheduler, self.runner = self.engine.scheduler, self.engine.runner
         self.constraints = Constraints(self.engine.load_vocabulary, self.runner.vocab_size)
@@ -112,7 +115,7 @@ class Loop:
         """Answer these requests together."""
         speculation = self.by_mode[is_on]
         if is_on:  # what is learned of costs and chances stays; answers that were given before do not
-            speculation.proposers = make_proposers(self.names, self.constraints)
+            speculation.proposers = make_proposers(self.names, self.constraints, self.engine.draft_models)
         self.scheduler.drafting = speculation.drafting(self.most, self.engine.max_sampled)
         before = replace(speculation.total)
         sequences = []
@@ -197,6 +200,7 @@ def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options:
     return {
         "kind": kind.name, "streams": streams, "ratio": round(statistics.median(ratios), 3), "plain_tokens_per_s": round(statistics.median(rates), 1),
         "share_accepted": round(share, 3), "mean_length": round(length, 2), "share_of_steps_drafted": round(num_drafted, 3),
+        "draft_ms": {name: round(1000 * seconds, 2) for name, seconds in loop.by_mode[True].place_s.items()},
         "ceiling": round(found[True].num_tokens / max(1, found[True].num_tokens - tally.num_accepted_tokens), 2),
     }  # fmt: skip
 
@@ -213,7 +217,7 @@ def mixed(tokenizer: Tokenizer, count: int, longest: int) -> Iterator[tuple[list
                 {"min_tokens": 8, "stop_token_ids": (5, 11, 13)},
             ]
         )  # fmt: skip
-        yield encode(tokenizer, kind.prompt), replace(kind.params, seed=number, max_tokens=rng.randrange(1, longest), **more), kind.constraint  # type: ignore[arg-type]
+        yield encode(tokenizer, kind.prompt), replace(kind.params, seed=number, max_tokens=rng.randrange(8, longest), **more), kind.constraint  # type: ignore[arg-type]
 
 
 def invariance(loop: Loop, tokenizer: Tokenizer, options: argparse.Namespace) -> dict[str, object]:
@@ -236,6 +240,8 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--speculate", default="auto", help="as compute takes it (default: %(default)s)")
+    parser.add_argument("--self-draft", default="", help="as compute takes it")
+    parser.add_argument("--draft-model", default="", help="as compute takes it")
     parser.add_argument("--num-speculative-tokens", type=int, default=16)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--kinds", nargs="+", help="some of the kinds, by the first word of their names (default: all)")

@@ -1,7 +1,7 @@
 """Engine: a model, its cache and its scheduler, as settings and a checkpoint make them."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal, overload
@@ -13,13 +13,15 @@ from services.compute.backends.backend import Backend
 from services.compute.backends.choose import choose_backend, choose_device
 from services.compute.backends.torch.backend import TorchBackend
 from services.compute.cache.block_manager import BlockManager
-from services.compute.cache.kv_cache import KVCache, choose_group, choose_num_blocks
+from services.compute.cache.kv_cache import CacheShape, KVCache, choose_group, choose_num_blocks
 from services.compute.fingerprint import fingerprint
 from services.compute.model_runner import PROMPT_ROWS, Model, ModelRunner
 from services.compute.models.config import ARCHITECTURES, architecture_of, read_config
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
+from services.compute.speculation.chains import ChainProposer
+from services.compute.speculation.draft_models import load_draft_models, make_chain_proposer
 from services.compute.warm_up import check_numbers, first_kernels, warm_up
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
@@ -48,6 +50,7 @@ class Engine:
     fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
     speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
+    draft_models: tuple[ChainProposer, ...]  # those of them that run a model
     max_sampled: int  # rows of logits of a step
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
@@ -136,11 +139,15 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     warn_of_length(settings, files)
     with logging_redirect_tqdm():  # lines of log go above the bar
         model = load_model(settings, files, backend, limit)
+        speculators = choose_speculators(settings, model)
+        drafting = load_draft_models(speculators, settings, files, model, limit)
+    models = [model, *(each.model for each in drafting)]
     with first_kernels(device):
         max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
-        workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max_sampled, limit or settings.max_batched_tokens)
+        workspace_bytes = sum(each.workspace_bytes(settings.max_batched_tokens, max_sampled, limit or settings.max_batched_tokens) for each in models)
     is_encoder = not model.splits_prompts
-    size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, model, limit, workspace_bytes)
+    caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv)]
+    size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = ModelRunner(model, kv_cache, backend.row_search)
     found = fingerprint(settings, files, model.backend)
@@ -157,7 +164,8 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         make_scheduler(settings, size, found.kv, is_encoder=is_encoder), runner,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
-        speculators=choose_speculators(settings, model), max_sampled=max_sampled,
+        speculators=speculators, draft_models=tuple(make_chain_proposer(each, runner, settings, size.max_model_len) for each in drafting),
+        max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
 
@@ -187,10 +195,10 @@ class CacheSize:
     max_model_len: int  # tokens, prompt and output
 
 
-def size_cache(settings: ComputeSettings, model: Model, limit: int | None, workspace_bytes: int) -> CacheSize:
-    """The cache that fits in memory. limit: the longest sequence wanted, in tokens; None: what the
-    cache holds. Raises StartupError."""
-    num_blocks = choose_num_blocks(settings, model.config, model.backend, workspace_bytes)
+def size_cache(settings: ComputeSettings, configs: Sequence[CacheShape], limit: int | None, backend: Backend, workspace_bytes: int) -> CacheSize:
+    """The cache that fits in memory. configs: of all models that have one; limit: the longest
+    sequence wanted, in tokens; None: what the cache holds. Raises StartupError."""
+    num_blocks = choose_num_blocks(settings, configs, backend, workspace_bytes)
     return CacheSize(num_blocks, smallest(limit, num_blocks * settings.block_size))
 
 

@@ -15,7 +15,7 @@ from shared.process.errors import StartupError
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
-SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction")
+SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "self", "draft")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -193,8 +193,13 @@ class EngineSettings(StageSettings):
     run_ahead: int = Field(4, ge=0, le=8, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
-        "forces), prediction (what the client expects); auto: all that pay; off: nobody. No text depends on it: docs/understand/speculation.md"
+        "forces), prediction (what the client expects), self (the model itself in four bits), draft (--draft-model); auto: lookup, grammar and "
+        "prediction, where they pay; off: nobody. No text depends on it: docs/understand/speculation.md"
     )  # fmt: skip
+    self_draft: str = Field(
+        "", description="for --speculate self, the same model as penstock quantize wrote it, calibrated: it guesses better than weights rounded at load"
+    )
+    draft_model: str = Field("", description="for --speculate draft, a smaller model with the same tokenizer, which guesses tokens")
     num_speculative_tokens: int = Field(16, ge=1, le=63, description="tokens that may be guessed at once for a sequence")
     publish_interval_ms: float | None = Field(
         None,
@@ -211,6 +216,15 @@ class EngineSettings(StageSettings):
         if unknown is not None or (len(names) > 1 and "off" in names):
             raise ValueError(f"it takes some of {', '.join(each for each in SPECULATORS if each != 'off')}, or off")
         return value
+
+    @model_validator(mode="after")
+    def check_draft_models(self) -> "EngineSettings":
+        names = self.speculate.split(",")
+        if ("draft" in names) != bool(self.draft_model):
+            raise ValueError("--speculate draft and --draft-model PATH need each other")
+        if self.self_draft and "self" not in names:
+            raise ValueError("--self-draft is for --speculate self")
+        return self
 
 
 class ComputeSettings(ModelSettings, EngineSettings):

@@ -122,14 +122,14 @@ def test_the_cache_is_what_remains_beside_the_workspace(monkeypatch: pytest.Monk
     block_bytes = config.num_layers * 16 * FLOAT32.kv_token_bytes(config.num_kv_heads, config.head_dim, group=0)
     monkeypatch.setattr(kv_cache, "free_memory", lambda _: 100 * block_bytes)
     settings = ComputeSettings(kv_cache_share=1.0, block_size=16)
-    assert choose_num_blocks(settings, config, FLOAT32, 0) == 100
-    assert choose_num_blocks(settings, config, FLOAT32, 30 * block_bytes) == 70
+    assert choose_num_blocks(settings, [config], FLOAT32, 0) == 100
+    assert choose_num_blocks(settings, [config], FLOAT32, 30 * block_bytes) == 70
     with pytest.raises(StartupError, match="one block of it takes"):
-        choose_num_blocks(settings, config, FLOAT32, 200 * block_bytes)
+        choose_num_blocks(settings, [config], FLOAT32, 200 * block_bytes)
     asked = ComputeSettings(kv_cache_memory=80 * block_bytes, block_size=16)
-    assert choose_num_blocks(asked, config, FLOAT32, 20 * block_bytes) == 80
+    assert choose_num_blocks(asked, [config], FLOAT32, 20 * block_bytes) == 80
     with pytest.raises(StartupError, match="only .*iB are free beside the weights and .*iB to work in"):
-        choose_num_blocks(asked, config, FLOAT32, 21 * block_bytes)
+        choose_num_blocks(asked, [config], FLOAT32, 21 * block_bytes)
 
 
 def test_an_engine_counts_its_own_workspace(monkeypatch: pytest.MonkeyPatch) -> None:

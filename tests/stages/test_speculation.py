@@ -50,6 +50,7 @@ class Liar:
     name: str = "liar"
     needs_hidden: bool = False
     runs_model: bool = False
+    stops_itself: bool = True
     num_computed: dict[int, int] = field(default_factory=dict)  # by handle: tokens of its output that it heard of
 
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:

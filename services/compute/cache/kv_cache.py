@@ -1,6 +1,7 @@
 """KVCache: the tensors behind the block ids, and how many there can be. Who has which block is
 block_manager.py's."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -60,14 +61,17 @@ def choose_group(settings: ComputeSettings, config: CacheShape) -> int:
     return group
 
 
-def choose_num_blocks(settings: ComputeSettings, config: CacheShape, backend: Backend, workspace_bytes: int) -> int:
+def choose_num_blocks(settings: ComputeSettings, configs: Sequence[CacheShape], backend: Backend, workspace_bytes: int) -> int:
     """As many blocks as fit in the memory asked for, or in a share of what is free now and stays
     so. Raises StartupError if not even one does.
 
-    workspace_bytes: what the largest step will take.
+    configs: of the models that have a cache each, of as many blocks; workspace_bytes: what the
+    largest step will take.
     """
-    token_bytes = backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
-    block_bytes = config.num_layers * settings.block_size * token_bytes
+    block_bytes = sum(
+        config.num_layers * settings.block_size * backend.kv_token_bytes(config.num_kv_heads, config.head_dim, group=choose_group(settings, config))
+        for config in configs
+    )
     free = max(free_memory(backend.device) - workspace_bytes, 0)
     wanted = settings.kv_cache_memory
     if wanted is None:

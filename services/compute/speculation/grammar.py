@@ -15,6 +15,7 @@ class GrammarProposer:
     name = "grammar"
     needs_hidden = False
     runs_model = False
+    stops_itself = True
 
     def __init__(self, constraints: Constraints) -> None:
         self.constraints = constraints

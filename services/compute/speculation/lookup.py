@@ -52,6 +52,7 @@ class Lookup:
     name = "lookup"
     needs_hidden = False
     runs_model = False
+    stops_itself = True
 
     def __init__(self) -> None:
         self._own: dict[int, Own] = {}  # by handle

@@ -1,5 +1,7 @@
 """The proposers that settings ask for."""
 
+from collections.abc import Sequence
+
 from services.compute.candidates.constraints import Constraints
 from services.compute.speculation.grammar import GrammarProposer
 from services.compute.speculation.lookup import Lookup
@@ -9,8 +11,9 @@ from services.compute.speculation.proposer import Proposer
 AUTO = ("grammar", "prediction", "lookup")
 
 
-def make_proposers(names: tuple[str, ...], constraints: Constraints) -> list[Proposer]:
-    """One of each name, those that run no model first. auto: all that need no weights of their own."""
+def make_proposers(names: tuple[str, ...], constraints: Constraints, draft_models: Sequence[Proposer] = ()) -> list[Proposer]:
+    """One of each name, those that run no model first. auto: all that need no weights of their own;
+    draft_models: those that have them, loaded."""
     wanted = {each for name in names for each in (AUTO if name == "auto" else (name,))}
     made: dict[str, Proposer] = {"grammar": GrammarProposer(constraints), "prediction": PredictionProposer(), "lookup": Lookup()}
-    return [proposer for name, proposer in made.items() if name in wanted]
+    return [*(proposer for name, proposer in made.items() if name in wanted), *draft_models]

@@ -24,6 +24,7 @@ class PredictionProposer:
     name = "prediction"
     needs_hidden = False
     runs_model = False
+    stops_itself = True
 
     def __init__(self) -> None:
         self._followed: dict[int, Followed] = {}  # by handle

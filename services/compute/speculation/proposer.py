@@ -69,6 +69,12 @@ class Proposer(Protocol):
         that pay, and where its own time is measured to pay, too."""
         ...
 
+    @property
+    def stops_itself(self) -> bool:
+        """Whether it guesses only as far as it is sure. Else, where it runs a model, it is asked for
+        as many drafts as pay on the average."""
+        ...
+
     def propose(self, wanted: Mapping[int, Wanted]) -> dict[int, Drafts]:
         """Drafts by handle, for some of those that are wanted; none for who has no guess."""
         ...

@@ -62,7 +62,7 @@ class Speculation:
         # On a device that draws, drafts are asked for when no step is in flight, and that costs time:
         # while nobody has some, for longer and longer nobody is asked
         self._pause = self._pause_left = 0  # steps
-        self._place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
+        self.place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
         self._model_s = 0.0  # that proposers took for the step that was scheduled last
 
     def drafting(self, max_drafts: int, max_sampled: int) -> Drafting | None:
@@ -131,7 +131,8 @@ class Speculation:
         if proposer.runs_model:
             asked = {handle: each for handle, each in asked.items() if handle not in best}
             most = max((each.most for each in asked.values()), default=0)
-            most = self.control.best_length(proposer.name, list(asked), num_decodes, most, self._place_s.get(proposer.name, 0.0))
+            paying = self.control.best_length(proposer.name, list(asked), num_decodes, most, self.place_s.get(proposer.name, 0.0))
+            most = most if paying and proposer.stops_itself else paying
             asked = {handle: Wanted(each.sequence, min(most, each.most)) for handle, each in asked.items()} if most else {}
         if not asked:
             return {}
@@ -157,8 +158,8 @@ class Speculation:
     def _learn_time(self, name: str, seconds: float, num_places: int) -> None:
         self._model_s += seconds
         if num_places:
-            known = self._place_s.get(name, seconds / num_places)
-            self._place_s[name] = SMOOTH * known + (1 - SMOOTH) * seconds / num_places
+            known = self.place_s.get(name, seconds / num_places)
+            self.place_s[name] = SMOOTH * known + (1 - SMOOTH) * seconds / num_places
 
     def _count(self, handle: int, kind: Kind, offered: int, stood: int) -> None:
         self.control.learn(handle, kind, offered, stood)

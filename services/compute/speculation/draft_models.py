@@ -1,0 +1,106 @@
+"""Models that draft: the target itself in four bits, on the target's own keys and values, and a
+second, smaller model with a cache of its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from tokenizers import Tokenizer
+
+from services.compute.backends.backend import Backend
+from services.compute.cache.kv_cache import KVCache, choose_group
+from services.compute.model_runner import Model, ModelRunner
+from services.compute.models.config import ARCHITECTURES, architecture_of, read_config
+from services.compute.models.decoder import Decoder
+from services.compute.speculation.chains import ChainProposer
+from services.compute.speculation.draft_kv import DraftKV, OwnKV, TargetKV
+from services.compute.weights.loader import check_quantizable, load_weights, open_source
+from shared.model.files import ModelFiles, open_model
+from shared.process.errors import StartupError
+from shared.process.settings import ComputeSettings
+
+LEAST_SHARED = 0.99  # of two vocabularies, for drafts of one to be worth the other's while
+# what decides where and how a key or a value is stored
+SHAPE = ("vocab_size", "hidden_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "rope_of_layer", "sliding_windows")
+
+
+@dataclass(frozen=True, slots=True)
+class DraftModel:
+    """A model that is loaded to draft."""
+
+    name: Literal["self", "draft"]  # in --speculate
+    model: Decoder
+    max_model_len: int | None  # tokens that it was made for
+
+    @property
+    def has_own_kv(self) -> bool:
+        return self.name == "draft"
+
+
+def load_draft_models(names: Sequence[str], settings: ComputeSettings, files: ModelFiles, model: Model, limit: int | None) -> list[DraftModel]:
+    """Those that --speculate names. files, model: the target's; limit: the longest sequence wanted,
+    in tokens. Raises StartupError."""
+    found: list[DraftModel] = []
+    if "self" in names:
+        assert isinstance(model, Decoder)
+        found.append(DraftModel("self", load_self(settings, files, model, limit), files.max_model_len))
+    if "draft" in names:
+        found.append(load_other(settings.draft_model, files, model.backend, limit))
+    return found
+
+
+def load_self(settings: ComputeSettings, files: ModelFiles, model: Decoder, limit: int | None) -> Decoder:
+    """The target's layers in four bits: rounded to nearest as they are read, or as `penstock
+    quantize` left them."""
+    if settings.self_draft:
+        config = read_config(open_model(settings.self_draft, weights=True).config, limit)
+        other = next((name for name in SHAPE if getattr(config, name) != getattr(model.config, name)), None)
+        if other is not None:
+            raise StartupError(f"--self-draft {settings.self_draft}: it is another model than {files.name}, with another {other}")
+        weights = load_weights(open_model(settings.self_draft, weights=True).weights, config, model.backend)
+    else:
+        if settings.quantization in ("w4", "nf4") or (model.config.packed is not None and model.config.packed.quantization != "none"):
+            raise StartupError(
+                f"--speculate self: {files.name} is quantized itself; drafts of its own weights are for models in 16 bits, or --quantization w8a8"
+            )
+        config = model.config
+        source = open_source(files.weights, config, model.backend)
+        source.close()
+        check_quantizable(source, "--speculate self")
+        weights = load_weights(files.weights, config, model.backend, quantization="w4", group=int(settings.quantization_group), attention_output=True)
+    return Decoder(config, replace(weights, embedding=model.weights.embedding), model.backend)
+
+
+def load_other(path: str, files: ModelFiles, backend: Backend, limit: int | None) -> DraftModel:
+    """The model of --draft-model, which has the target's vocabulary."""
+    found = open_model(path, weights=True)
+    if architecture_of(found.config) not in ARCHITECTURES:
+        raise StartupError(f"--draft-model {path}: a {architecture_of(found.config)} does not run on our own executor, and only what does can draft")
+    check_tokenizer(path, found, files)
+    config = read_config(found.config, limit)
+    return DraftModel("draft", Decoder(config, load_weights(found.weights, config, backend), backend), found.max_model_len)
+
+
+def check_tokenizer(path: str, found: ModelFiles, files: ModelFiles) -> None:
+    """Raises StartupError where a token's id says little about the same token of the other
+    model."""
+    ours, theirs = (Tokenizer.from_file(str(each.folder / "tokenizer.json")).get_vocab(with_added_tokens=True) for each in (files, found))
+    num_same = sum(theirs.get(token) == token_id for token, token_id in ours.items())
+    if num_same < LEAST_SHARED * max(len(ours), len(theirs)):
+        raise StartupError(f"--draft-model {path}: its tokenizer does not fit that of {files.name}: {num_same} of {len(ours)} tokens are the same")
+
+
+def make_chain_proposer(draft: DraftModel, target: ModelRunner, settings: ComputeSettings, max_model_len: int) -> ChainProposer:
+    """The proposer of a draft model. target: the runner of the model that it drafts for;
+    max_model_len: of a sequence there."""
+    cache = target.kv_cache
+    kv: DraftKV = TargetKV()
+    if draft.has_own_kv:
+        num_blocks, block_size, config = cache.num_blocks, cache.block_size, draft.model.config
+        cache = KVCache(config, draft.model.backend, num_blocks=num_blocks, block_size=block_size, group=choose_group(settings, config))
+        kv = OwnKV(num_blocks, block_size)
+    runner = ModelRunner(draft.model, cache, target.row_search)
+    return ChainProposer(
+        draft.name, runner, kv, max_batched_tokens=settings.max_batched_tokens, max_model_len=min(max_model_len, draft.max_model_len or max_model_len),
+        vocab_size=target.vocab_size,
+    )  # fmt: skip
