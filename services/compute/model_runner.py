@@ -123,7 +123,7 @@ class ModelRunner:
             yield self.model.logits(hidden, self._wanted(rows[at : at + PROMPT_ROWS]))
 
     def sampled_states(self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
-        """The last hidden states of the rows that `logits` is about, [R, hidden] float32."""
+        """The last hidden states of the sampled rows, as `logits` has them: [R, hidden] float32."""
         return self.model.states(hidden, self._wanted(_wanted_rows(batch, keys)))
 
     def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:

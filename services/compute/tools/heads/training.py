@@ -71,7 +71,7 @@ def train(answers: Answers, lm_head: Tensor, recipe: Recipe) -> Heads:
         for epoch in range(recipe.epochs):
             offset = int(torch.randint(WINDOW, (1,), generator=generator)) if epoch else 0
             order = starts[torch.randperm(len(starts), generator=generator)]
-            for part in order.split(WINDOWS_AT_ONCE):
+            for part in torch.split(order, WINDOWS_AT_ONCE):
                 begin = (part + offset).clamp(max=int(starts[-1]))
                 losses = _step(heads, answers, head, begin)
                 torch.nn.utils.clip_grad_norm_(parameters, 1.0)
@@ -110,7 +110,7 @@ def _step(heads: Heads, answers: Answers, head: Tensor, begin: Tensor) -> list[f
             losses.append(float(((total.squeeze(-1) - (wanted * logits).sum(-1)) * share).sum()))
             error = (logits - total).exp_().sub_(wanted).mul_(share[:, None])
             gradient = error.bfloat16() @ head
-        y.backward(gradient.float())
+        torch.autograd.backward(y, gradient.float())
     return losses
 
 
@@ -120,7 +120,7 @@ def accuracy(heads: Heads, answers: Answers, lm_head: Tensor, token_ids: Tensor)
     that take part."""
     head, num_heads = lm_head.bfloat16(), len(heads.weights)
     found, total = [0] * num_heads, [0] * num_heads
-    for rows in torch.arange(len(answers.token_ids)).split(WINDOW * WINDOWS_AT_ONCE):
+    for rows in torch.split(torch.arange(len(answers.token_ids)), WINDOW * WINDOWS_AT_ONCE):
         for number in range(num_heads):
             at = rows[rows + number + 1 < len(answers.token_ids)]
             at = at[answers.numbers[at + number + 1] == answers.numbers[at]]
