@@ -21,7 +21,8 @@ from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.loop import run_step
-from services.compute.scheduling.scheduler import Draft, Scheduler
+from services.compute.scheduling.new_step import NewStep
+from services.compute.scheduling.scheduler import Scheduler
 from services.compute.sequence import Sequence
 from services.compute.simulation.hardware import HARDWARE, MODELS, Roofline, kv_tokens
 from services.compute.simulation.simulator import Replay, percentiles, replay
@@ -40,23 +41,23 @@ class SeparateSteps(Scheduler):
     """A step is either prompts or single tokens; prompts first."""
 
     def schedule(self) -> ScheduledBatch | None:
-        draft = Draft()
+        step = NewStep()
         behind = [sequence for sequence in self.running.values() if sequence.num_uncomputed_tokens > 1]
-        self._admit(draft, self._schedule_chunks(draft, behind, self.max_batched_tokens))
-        if not draft.chunks:
-            self._schedule_decodes(draft)
+        self._admit(step, self._schedule_chunks(step, behind, self.max_batched_tokens))
+        if not step.chunks:
+            self._schedule_decodes(step)
         copies = self.block_manager.take_copies()
-        chosen = [*((sequence, 1) for sequence in draft.decodes), *draft.chunks]
+        chosen = [*((sequence, 1) for sequence in step.decodes), *step.chunks]
         rows = tuple(self._advance(sequence, num_tokens) for sequence, num_tokens in chosen)
-        return ScheduledBatch(rows, len(draft.decodes), copies) if rows else None
+        return ScheduledBatch(rows, len(step.decodes), copies) if rows else None
 
 
 class StaticBatching(SeparateSteps):
     """Nobody begins until all that began together have ended."""
 
-    def _admit(self, draft: Draft, budget: int) -> None:
+    def _admit(self, step: NewStep, budget: int) -> None:
         if all(sequence.num_output_tokens <= 1 for sequence in self.running.values()):
-            super()._admit(draft, budget)
+            super()._admit(step, budget)
 
 
 @dataclass(frozen=True)

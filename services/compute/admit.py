@@ -12,6 +12,7 @@ from services.compute.exchange.active import ActiveRequest
 from services.compute.exchange.exchange import Exchange
 from services.compute.quarantine import Attempts, Quarantine
 from services.compute.sequence import Sequence
+from services.compute.speculation.speculation import Speculation
 from shared.model.dry_breakers import unpack_breakers
 from shared.process.errors import Lost
 from shared.process.telemetry import get_logger
@@ -35,7 +36,7 @@ class Admitter:
     """Fills `active`. Every prompt that was delivered ends up there, or its entry is
     acknowledged."""
 
-    def __init__(self, stage: Stage, engine: Engine, exchange: Exchange, constraints: Constraints, active: dict[int, ActiveRequest]) -> None:
+    def __init__(self, stage: Stage, engine: Engine, exchange: Exchange, constraints: Constraints, speculation: Speculation, active: dict[int, ActiveRequest]) -> None:
         assert stage.model is not None
         self.stage = stage
         self.model = stage.model
@@ -43,6 +44,7 @@ class Admitter:
         self.scheduler = engine.scheduler
         self.exchange = exchange
         self.constraints = constraints
+        self.speculation = speculation
         self.active = active
         self.vocab_size = engine.runner.vocab_size
         self.quarantine = Quarantine(stage.transport)
@@ -60,6 +62,7 @@ class Admitter:
         """The request has ended."""
         self.quarantine.forget(active.sequence)
         self.constraints.forget(active.sequence.handle)
+        self.speculation.forget(active.sequence.handle)
         del self.active[active.sequence.handle], self._handle_by_request[active.request.request_id]
 
     def claim(self, num_wanted: int) -> None:

@@ -16,8 +16,8 @@ class BatchRow:
     num_computed_tokens: int
     block_table: tuple[int, ...]  # blocks for all tokens up to the last of token_ids, at least
     # of token_ids, those whose logits decide the tokens after them; each is computed on all that
-    # stand before it, so several of them are as many steps of one token. The scheduler asks for the
-    # last alone, and flight.py follows one token a sequence
+    # stand before it, so several of them are as many steps of one token. All but the first of
+    # several are drafts
     sampled: range = range(0)
     num_prompt_tokens: int = 0  # of the sequence: the token after them is at position 1
     first_target: int = 0  # where the first of target_ids stands in the sequence
@@ -48,8 +48,8 @@ class BatchRow:
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """One step: single tokens of sequences that are one token behind ("decodes"), then chunks of
-    others, in one ragged batch."""
+    """One step: the tokens of sequences that are one token behind ("decodes"), alone or with drafts
+    behind them, then chunks of others, in one ragged batch."""
 
     rows: tuple[BatchRow, ...]
     num_decodes: int  # of the rows, the first ones
@@ -66,6 +66,16 @@ class ScheduledBatch:
         return sum([row.num_context_tokens for row in self.rows])
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of its chunks."""
+        return sum([row.num_tokens for row in self.rows[self.num_decodes :]])
+
+    @property
+    def num_drafts(self) -> int:
+        """Tokens that are guessed."""
+        return sum([len(row.sampled) - 1 for row in self.rows if row.sampled])
+
+    @property
     def has_targets(self) -> bool:
         """Whether logprobs of prompts are computed."""
         return any(row.target_ids for row in self.rows)
@@ -79,3 +89,9 @@ class ScheduledBatch:
     def sampled(self) -> list[RowKey]:
         """The tokens that this step decides, in the order of their rows of logits."""
         return [key for row in self.rows for key in row.decides]
+
+    @property
+    def firsts(self) -> list[RowKey]:
+        """Of each sequence that this step samples, the first token that it decides. The others follow
+        drafts: a row of theirs that comes to nothing is computed again, if its drafts are drawn."""
+        return [row.decides[0] for row in self.rows if row.sampled]

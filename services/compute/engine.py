@@ -47,6 +47,8 @@ class Engine:
     pooling: Literal["mean", "last", "cls"]  # of embeddings that don't say
     fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
+    speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
+    max_sampled: int  # rows of logits of a step
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
 
@@ -69,6 +71,16 @@ def choose_publish_interval(settings: ComputeSettings, device: torch.device) -> 
 def choose_step_timeout(settings: ComputeSettings, device: torch.device) -> float:
     """Seconds after which a step counts as hung."""
     return settings.step_timeout_s or (CUDA_STEP_S if device.type == "cuda" else CPU_STEP_S)
+
+
+def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ...]:
+    """The names in --speculate, where drafts change no bit of what the model computes."""
+    if settings.speculate == "off" or not model.splits_prompts:
+        return ()
+    if not model.is_row_invariant or settings.allow_batch_variance:
+        log.info("no speculation: this model's bits depend on what a step computes together", implementation=model.implementation)
+        return ()
+    return tuple(settings.speculate.split(","))
 
 
 def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
@@ -125,7 +137,8 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     with logging_redirect_tqdm():  # lines of log go above the bar
         model = load_model(settings, files, backend, limit)
     with first_kernels(device):
-        workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max(settings.max_num_seqs, PROMPT_ROWS), limit or settings.max_batched_tokens)
+        max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
+        workspace_bytes = model.workspace_bytes(settings.max_batched_tokens, max_sampled, limit or settings.max_batched_tokens)
     is_encoder = not model.splits_prompts
     size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, model, limit, workspace_bytes)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
@@ -144,6 +157,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         make_scheduler(settings, size, found.kv, is_encoder=is_encoder), runner,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
+        speculators=choose_speculators(settings, model), max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip
 

@@ -5,10 +5,17 @@ and launched on what the device draws. `collect`: the candidates are read, and t
 what the sampler will decide. The device's draw has no authority: where the host's is another, or
 ends its sequence, the next step's row is discarded, like everything computed from a wrong token.
 
+A sequence with drafts has several rows, and PENDING is what the last of them decides. The drafts
+stand as far as each is what the row before it draws; that row's token follows them, and what is
+behind it is discarded. So each token is what a step of its own would have decided. How many stand is
+not known before: a step with drafts is collected before another is scheduled.
+
 Where only the host draws, a step is collected as soon as it is launched.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
+from typing import Any
 
 from services.compute.batch import ScheduledBatch
 from services.compute.candidates.reduction import Reduction
@@ -22,8 +29,9 @@ from shared.wire.messages import RequestError
 @dataclass(frozen=True, slots=True)
 class Flight:
     batch: ScheduledBatch
+    hidden: Any  # as Executor.run returned it: good until the next step runs
     reduction: Reduction
-    rows: dict[RowKey, Prefix]  # the tokens that are PENDING, and what each follows
+    rows: dict[RowKey, Prefix]  # of each sequence its first ones, without a gap
     began_at: float  # perf_counter, s: when the step was begun
     # what the next step may be launched on before this one is collected; None: nothing
     drawn: DrawnTokens | None
@@ -33,7 +41,8 @@ class Flight:
 class Collected:
     """The outcome of a step, for the sequences that still wait for it."""
 
-    rows: CandidateRows
+    rows: CandidateRows  # of the tokens that stand
+    decided: dict[int, int]  # by handle, how many of them are its own
     failures: dict[int, RequestError]  # by handle
     is_urgent: bool  # a sequence begins or ends with its token
     num_surplus: int  # rows of the next step, which runs already, that are dropped
@@ -51,41 +60,82 @@ def rows_still_valid(batch: ScheduledBatch, scheduler: Scheduler) -> dict[RowKey
     return found
 
 
-def launch(batch: ScheduledBatch, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
-    """The step's reduction has begun; what could not be edited has no token PENDING."""
-    rows = {each.prefix.key: each.prefix for each in reduction.edited}
-    for prefix in rows.values():
-        sequence = prefix.sequence
-        scheduler.append(sequence, PENDING, is_decided=False)
-        sequence.is_ending = sequence.num_output_tokens >= (sequence.params.max_tokens or 1)
+def launch(batch: ScheduledBatch, hidden: Any, reduction: Reduction, scheduler: Scheduler, began_at: float = 0.0) -> Flight:
+    """The step's reduction has begun. What could not be edited has no token PENDING; behind such a
+    row a sequence's drafts come to nothing."""
+    edited = {each.prefix.key: each.prefix for each in reduction.edited}
+    rows: dict[RowKey, Prefix] = {}
+    for row in batch.rows:
+        prefixes = [edited[key] for key in takewhile(edited.__contains__, row.decides)]
+        if prefixes:
+            rows.update({prefix.key: prefix for prefix in prefixes})
+            sequence = prefixes[-1].sequence
+            if sequence.num_tokens > prefixes[-1].num_tokens:
+                scheduler.truncate(sequence, prefixes[-1].num_tokens)
+            scheduler.append(sequence, PENDING, is_decided=False)
+            sequence.is_ending = sequence.num_output_tokens >= (sequence.params.max_tokens or 1)
     token_ids = reduction.searching.drawn
-    drawn = None if token_ids is None else DrawnTokens(token_ids, {key: row for row, key in enumerate(rows)})
-    return Flight(batch, reduction, rows, began_at, drawn)
+    drawn = None if token_ids is None else DrawnTokens(token_ids, {key: row for row, key in enumerate(edited)})
+    return Flight(batch, hidden, reduction, rows, began_at, drawn)
 
 
 def collect(flight: Flight, scheduler: Scheduler) -> Collected:
-    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide;
-    after one that ends its sequence nothing is computed."""
+    """Wait for the candidates. What is PENDING becomes the token that the sampler will decide, or
+    goes with the drafts that were not drawn; after a token that ends its sequence nothing is
+    computed."""
     rows = flight.reduction.finish()
-    failures = {key.handle: error for key, error in rows.failures.items() if is_waiting(flight.rows.get(key))}
-    keys = rows.keys
-    waiting = [row for row, key in enumerate(keys) if is_waiting(flight.rows[key])]
-    if len(waiting) < len(keys):
-        rows, keys = rows.only(waiting), [keys[row] for row in waiting]
+    chosen = dict(zip(rows.keys, rows.chosen.tolist(), strict=True))
     drawn_ids = flight.reduction.searching.read_drawn()
-    drawn = {} if drawn_ids is None else dict(zip(flight.rows, drawn_ids.tolist(), strict=True))
+    drawn = {} if drawn_ids is None else dict(zip([each.prefix.key for each in flight.reduction.edited], drawn_ids.tolist(), strict=True))
+    kept: set[RowKey] = set()
+    decided: dict[int, int] = {}
+    failures: dict[int, RequestError] = {}
     is_urgent, num_surplus = False, 0
-    for key, token_id in zip(keys, rows.chosen.tolist(), strict=True):
-        sequence = flight.rows[key].sequence
-        num_computed = sequence.num_computed_tokens
-        sequence.is_ending = sequence.is_ending or token_id in sequence.eos_token_ids or token_id in sequence.params.stop_token_ids
-        scheduler.reveal(sequence, token_id, is_continued=drawn.get(key) == token_id and not sequence.is_ending)
-        num_surplus += num_computed - sequence.num_computed_tokens
-        is_urgent |= sequence.is_ending or sequence.num_output_tokens == 1
-    return Collected(rows, failures, is_urgent, num_surplus)
+    for row in flight.batch.rows:
+        prefixes = [flight.rows[key] for key in takewhile(flight.rows.__contains__, row.decides)]
+        if not prefixes or not is_waiting(prefixes[0]):
+            continue
+        if (error := rows.failures.get(prefixes[0].key)) is not None:
+            failures[row.handle] = error
+            continue
+        standing = stands(prefixes, chosen)
+        last, sequence = standing[-1], prefixes[0].sequence
+        token_id, num_computed = chosen[last.key], sequence.num_computed_tokens
+        if len(standing) < len(prefixes):
+            scheduler.settle(sequence, range(prefixes[0].num_tokens, last.num_tokens), token_id)
+            sequence.is_ending = is_end(last, token_id)
+        else:
+            sequence.foreseen_drafts.extend(range(prefixes[0].num_tokens, last.num_tokens))
+            sequence.is_ending = sequence.is_ending or is_end(last, token_id)
+            scheduler.reveal(sequence, token_id, is_continued=drawn.get(last.key) == token_id and not sequence.is_ending)
+            num_surplus += num_computed - sequence.num_computed_tokens
+        is_urgent |= sequence.is_ending or standing[0].position == 1
+        decided[row.handle] = len(standing)
+        kept.update(prefix.key for prefix in standing)
+    if len(kept) < len(chosen):
+        rows = rows.only([at for at, key in enumerate(chosen) if key in kept])
+    return Collected(rows, decided, failures, is_urgent, num_surplus)
 
 
-def is_waiting(prefix: Prefix | None) -> bool:
-    """Whether the token after it is still PENDING: its sequence has neither ended nor been
-    truncated since the step was launched."""
-    return prefix is not None and not prefix.sequence.is_finished and prefix.sequence.is_pending
+def stands(prefixes: list[Prefix], chosen: dict[RowKey, int]) -> list[Prefix]:
+    """Those of a sequence's rows that a step of their own would have had: each is computed on what
+    the ones before it draw. Behind a row without a token, or with a last one, none stands."""
+    standing = [prefixes[0]]
+    for before, prefix in pairwise(prefixes):
+        token_id = chosen[before.key]
+        if prefix.sequence.token_ids[before.num_tokens] != token_id or is_end(before, token_id) or prefix.key not in chosen:
+            break
+        standing.append(prefix)
+    return standing
+
+
+def is_end(prefix: Prefix, token_id: int) -> bool:
+    """Whether the sequence ends with this token behind the prefix, as far as compute knows."""
+    sequence = prefix.sequence
+    return token_id in sequence.eos_token_ids or token_id in sequence.params.stop_token_ids or prefix.position >= (sequence.params.max_tokens or 1)
+
+
+def is_waiting(prefix: Prefix) -> bool:
+    """Whether the token after it is still PENDING, or a draft: its sequence has neither ended nor
+    been truncated since the step was launched."""
+    return not prefix.sequence.is_finished and prefix.sequence.is_pending

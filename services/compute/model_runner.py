@@ -45,6 +45,11 @@ class Model(Protocol):
         ...
 
     @property
+    def is_row_invariant(self) -> bool:
+        """Whether a token's bits are the same alone and beside others of its sequence."""
+        ...
+
+    @property
     def longest_text(self) -> int | None:
         """The longest text in tokens, where the model itself bounds it otherwise than config.json
         says."""

@@ -17,12 +17,13 @@ The states of a sequence:
 
     The tokens of a running sequence, from the first to the last:
 
-      | decided (in the log)          | foreseen          | PENDING |
+      | decided (in the log)          | foreseen | drafts | PENDING |
       |<----- num_decided_tokens ---->|<- num_undecided_tokens ---->|
 
-    schedule   the step's tokens count as computed from here on
+    schedule   the step's tokens count as computed from here on; drafts may be appended for it
     launch     the step runs on the device: append a PENDING token
-    collect    the step is read: reveal turns PENDING into the token that the sampler will decide
+    collect    the step is read: the drafts that were drawn are foreseen from here on, the others go,
+               and reveal turns PENDING into the token that the sampler will decide
     append     a token that is foreseen, or that is decided
     confirm    the log holds the first foreseen token: it is decided
     truncate   the log holds another: this and all after it are dropped; append adds the log's
@@ -33,6 +34,7 @@ The states of a sequence:
     Where only the host draws, collect follows launch at once.
 """
 
+from collections import deque
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -163,6 +165,8 @@ class Sequence:
     # tokens whose KV is written, or will be by the step that was scheduled last
     num_computed_tokens: int = 0
     num_undecided_tokens: int = 0  # the last ones, foreseen: no log holds them yet
+    # where those of them stand that were drafts, and came true
+    foreseen_drafts: deque[int] = field(default_factory=deque)
     # the last token is foreseen to be its last: nothing more is computed unless the decision says
     # otherwise
     is_ending: bool = False
@@ -206,6 +210,11 @@ class Sequence:
         return len(self.token_ids) - self.num_undecided_tokens
 
     @property
+    def num_undecided_steps(self) -> int:
+        """How many steps have foreseen what is undecided, at least in part."""
+        return self.num_undecided_tokens - len(self.foreseen_drafts)
+
+    @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
 
@@ -247,6 +256,8 @@ class Sequence:
                 counts.drop(self.token_ids, num_tokens)
         if self._history is not None:
             self._history.drop(num_tokens)
+        while self.foreseen_drafts and self.foreseen_drafts[-1] >= num_tokens:
+            self.foreseen_drafts.pop()
         self.num_undecided_tokens -= len(self.token_ids) - num_tokens
         del self.token_ids[num_tokens:]
 

@@ -12,7 +12,6 @@ and `step_ahead`. The first is the specification: the second sends the same rows
 """
 
 import time
-from dataclasses import replace
 from typing import Any
 
 from services.compute.admit import Admitter
@@ -26,10 +25,14 @@ from services.compute.exchange.exchange import Exchange
 from services.compute.exchange.undecided import Decision
 from services.compute.executor import Executor
 from services.compute.flight import Flight, collect, launch, rows_still_valid
+from services.compute.load_figures import load_figures
 from services.compute.pooling import pool
 from services.compute.readers import Readers
 from services.compute.sequence import Prefix, RowKey
 from services.compute.spans import RequestSpans
+from services.compute.speculation.control import Control
+from services.compute.speculation.make import make_proposers
+from services.compute.speculation.speculation import Speculation
 from services.compute.step_meter import StepMeter
 from services.compute.view import make_view
 from shared.process.settings import ComputeSettings
@@ -64,7 +67,9 @@ class ComputeService:
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
         self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
-        self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.active)
+        self.speculation = Speculation(make_proposers(engine.speculators, self.constraints), Control(), self.constraints, self.executor.vocab_size)
+        self.scheduler.drafting = self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled)
+        self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)
         self.readers = Readers(settings.reader_timeout_s)
         self.flight: Flight | None = None  # launched, and not read
         self.meter = StepMeter()
@@ -95,8 +100,10 @@ class ComputeService:
         self.receive()
         self.scheduler.apart = self.admitter.quarantine.step(self.admitter.begin)
         self.scheduler.held = self.constraints.sitting_out()
-        if self.scheduler.apart and self.flight is not None:
-            self.collect(self.flight)  # a trial's step runs with no other
+        if self.flight is not None and (self.scheduler.apart or self.speculation.waits_for(self.flight.batch)):
+            # a trial's step runs with no other; drafts follow tokens that are known, and what comes
+            # after them follows those that stand
+            self.collect(self.flight)
         batch = self.scheduler.schedule()
         self.meter.lap("schedule")
         flight = self.flight
@@ -145,15 +152,15 @@ class ComputeService:
         self.meter.lap("forward")
         masks = masking.result(MASK_BUDGET_S) if masking is not None else NO_MASKS
         reduction = begin_reduction(logits, list(rows.values()), self.executor.row_search, masks)
-        self.hold_back([rows[key] for key in masks.late if key in rows])
-        self.flight = launch(batch, reduction, self.scheduler, began_at)
+        self.hold_back([rows[key] for key in batch.firsts if key in masks.late and key in rows], {key.handle for key in masks.late})
+        self.flight = launch(batch, hidden, reduction, self.scheduler, began_at)
         self.meter.lap("reduce")
         is_embedding = any(not row.sampled and self.scheduler.get(row.handle).embedding is not None for row in batch.rows)
         if self.flight.drawn is None or is_embedding:
             self.collect(self.flight)
         if is_embedding:
             failures |= self.embed(batch, hidden)
-        self.fail(failures | {key.handle: error for key, error in reduction.failures.items()})
+        self.fail(failures | {key.handle: reduction.failures[key] for key in batch.firsts if key in reduction.failures})
 
     def begin_chunks(self, chunks: list[ActiveRequest], started_at: float) -> None:
         """Before a step with chunks, which takes longer than those before it: what is held back
@@ -167,10 +174,10 @@ class ComputeService:
             self.exchange.remember(self.admitter.quarantine.told([active.sequence for active in new], has_run=True))
         self.exchange.publish_held()
 
-    def hold_back(self, late: list[Prefix]) -> None:
+    def hold_back(self, late: list[Prefix], handles: set[int]) -> None:
         """Rows whose masks were late: what was computed of them is dropped, and they run again when
-        the masks are there."""
-        self.constraints.hold_back([prefix.sequence.handle for prefix in late])
+        the masks are there. handles: of all sequences with late masks, be it behind drafts."""
+        self.constraints.hold_back(handles)
         for prefix in late:
             self.scheduler.take_back(prefix)
         self.num_surplus_tokens += len(late)
@@ -184,14 +191,16 @@ class ComputeService:
         if self.spans is not None:
             self.spans.computed(batch, self.active, time.time() - (time.perf_counter() - flight.began_at))
         collected = collect(flight, self.scheduler)
+        self.speculation.computed(batch, flight.hidden, collected.decided)
         self.meter.lap("reduce")
         if len(collected.rows.handles):
             self.exchange.send(collected.rows, is_urgent=collected.is_urgent)
             self.meter.lap("publish")
         self.fail(collected.failures)
         self.num_surplus_tokens += collected.num_surplus
-        self.num_prompt_tokens += batch.num_tokens - batch.num_decodes
+        self.num_prompt_tokens += batch.num_prompt_tokens
         seconds = self.meter.end(batch.num_tokens, flight.began_at)
+        self.speculation.timed(batch, seconds)
         if not batch.has_targets:  # the head's work for a prompt is no part of what tokens cost
             self.scheduler.step_cost.observe(batch.num_tokens, batch.num_context_tokens, seconds)
 
@@ -373,24 +382,7 @@ class ComputeService:
         scheduler, blocks = self.scheduler, self.scheduler.block_manager
         if self.stage.registry.is_watched:
             show(pipe, make_view(self.stage.replica_id, list(self.active.values()), list(scheduler.running), blocks))
-        peaks, cost = scheduler.admission.calibration, scheduler.step_cost.cost
-        self.stage.load = replace(
-            self.meter.load(),
-            running=len(scheduler.running),
-            waiting=len(self.active) - len(scheduler.running),
-            max_num_seqs=scheduler.max_num_seqs,
-            preemptions=scheduler.num_preemptions,
-            kv_cache_usage=blocks.num_used_blocks / blocks.num_blocks,
-            prefix_cache_queries=scheduler.num_prefix_queries,
-            prefix_cache_hits=scheduler.num_prefix_hits,
-            prompt_tokens=self.num_prompt_tokens,
-            output_tokens=self.num_output_tokens,
-            surplus_tokens=self.num_surplus_tokens,
-            claimed=self.admitter.num_claimed,
-            predicted_peaks=None if peaks is None else peaks.num_predictions,
-            predicted_peaks_exceeded=None if peaks is None else peaks.num_exceeded,
-            predicted_peak_ratio_sum=None if peaks is None else peaks.sum_of_ratios,
-            step_cost_fixed_s=None if cost is None else cost.fixed_s,
-            step_cost_per_token_s=None if cost is None else cost.per_token_s,
-            step_cost_per_context_token_s=None if cost is None else cost.per_context_token_s,
-        )
+        self.stage.load = load_figures(
+            self.meter, scheduler, self.speculation, num_active=len(self.active), prompt_tokens=self.num_prompt_tokens,
+            output_tokens=self.num_output_tokens, surplus_tokens=self.num_surplus_tokens, claimed=self.admitter.num_claimed,
+        )  # fmt: skip

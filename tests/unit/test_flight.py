@@ -18,7 +18,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.reduction import begin_reduction, reduce
 from services.compute.executor import DrawnTokens
 from services.compute.flight import Flight, collect, launch, rows_still_valid
-from services.compute.scheduling.scheduler import Draft
+from services.compute.scheduling.new_step import NewStep
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
 from shared.wire.messages import encode
@@ -97,7 +97,7 @@ class FlightMachine(RuleBasedStateMachine):
     def give_way(self, which: int) -> None:
         """Somebody is preempted, as if memory had run out."""
         if len(self.scheduler.running) > 1:
-            self.scheduler._preempt(list(self.scheduler.running.values())[which % len(self.scheduler.running)], Draft())
+            self.scheduler._preempt(list(self.scheduler.running.values())[which % len(self.scheduler.running)], NewStep())
 
     @rule(decisions=st.lists(st.tuples(st.integers(0, 6), st.sampled_from(OUTCOMES)), min_size=1, max_size=6))
     @precondition(lambda self: self.sequences)
@@ -124,7 +124,7 @@ class FlightMachine(RuleBasedStateMachine):
         found = {key: computed[key.handle][: prefix.num_tokens] for key, prefix in rows.items()}
         assert all(found[key] == tuple(prefix.sequence.token_ids[: prefix.num_tokens]) for key, prefix in rows.items()), "a row of other tokens stands"
         logits = torch.stack([logits_of(each) for each in found.values()]) if found else torch.zeros(0, VOCAB)
-        self.flight = launch(batch, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
+        self.flight = launch(batch, None, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
         return True
 
     def collect(self, flight: Flight) -> None:

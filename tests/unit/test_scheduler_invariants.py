@@ -19,7 +19,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.cache.block_manager import BlockManager, prefix_root
 from services.compute.scheduling.admission import STRATEGIES, Predicted
 from services.compute.scheduling.loop import run_step
-from services.compute.scheduling.scheduler import Draft
+from services.compute.scheduling.new_step import NewStep
 from services.compute.sequence import ScoredTokens, Sequence
 from tests.examples import examples
 from tests.unit.sequences import BLOCK_SIZE, MAX_SEQS, MAX_TOKENS, counted, make_scheduler, make_sequence
@@ -112,7 +112,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Somebody is preempted, as if memory had run out: rather who is far ahead of its decisions."""
         running = sorted(self.scheduler.running.values(), key=lambda each: -each.num_undecided_tokens)
         if len(running) > 1:
-            self.scheduler._preempt(running[which % len(running) if which % 2 else 0], Draft())
+            self.scheduler._preempt(running[which % len(running) if which % 2 else 0], NewStep())
 
     @rule(apart=st.just(frozenset[int]()) | st.frozensets(st.integers(0, 12), max_size=4))
     def set_apart(self, apart: frozenset[int]) -> None:

@@ -6,9 +6,12 @@ late sits out: its sequence runs again when the mask is there, and gets the same
 whose masks take long is asked before its row runs, in threads of its own.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+
+from llguidance import LLMatcher
 
 from services.compute.candidates.compiled import Grammar, GrammarCache
 from services.compute.candidates.failures import error_of
@@ -22,6 +25,7 @@ from shared.wire.messages import RequestError
 NUM_MASKERS = 2  # one goes on while the other is at a mask that takes long for the first time
 NUM_SLOW_MASKERS = 2
 NUM_REPLAYERS = 1
+SLOW_DRAFTS_S = 0.005  # of processor time, that a question about drafts may take
 REPLAY_SLICE_S = 0.05  # of processor time; those who need more take turns
 
 
@@ -149,6 +153,36 @@ class Constraints:
                 self._fill([turn], self._slow_maskers)
                 found.add(handle)
         return frozenset(found)
+
+    def allowed(self, sequence: Sequence, token_ids: list[int]) -> list[int]:
+        """The first of some tokens that its grammar allows behind the sequence's, all of them where
+        it has none; none while that can't be said at once."""
+        if sequence.handle not in self.matchers or not token_ids:
+            return token_ids
+        return self._ask(sequence.handle, lambda state: token_ids[: state.validate_tokens(token_ids)])
+
+    def forced(self, sequence: Sequence, most: int) -> list[int]:
+        """The tokens that its grammar leaves no choice about behind the sequence's, so many at
+        most: another may come where they can be put together otherwise."""
+        if sequence.handle not in self.matchers:
+            return []
+        return self._ask(sequence.handle, lambda state: state.compute_ff_tokens()[:most])
+
+    def _ask(self, handle: int, question: Callable[[LLMatcher], list[int]]) -> list[int]:
+        """What the matcher's state says behind its sequence's last token. It is asked in the loop, so
+        it must say it fast: who did not is asked no more."""
+        matcher = self.matchers[handle]
+        if matcher.is_busy or matcher.is_slow or matcher.has_slow_drafts or handle in self.late:
+            return []
+        began = time.thread_time()
+        try:
+            matcher.follow()
+            found = [] if matcher.state.is_error() or matcher.state.is_stopped() else question(matcher.state)
+        except BaseException:  # a panic in Rust too: the mask of its next token will say what it is
+            matcher.has_slow_drafts = True
+            return []
+        matcher.has_slow_drafts = time.thread_time() - began > SLOW_DRAFTS_S
+        return found
 
     def forget(self, handle: int) -> None:
         """The sequence has ended."""

@@ -49,6 +49,7 @@ class Matcher:
     keys: tuple[RowKey, ...] = ()  # of the masks of that filling that are this sequence's
     seconds: float = 0.0  # that the slowest of them took
     has_failed: bool = False
+    has_slow_drafts: bool = False  # to ask it about them took too long once
 
     @property
     def is_busy(self) -> bool:
@@ -63,17 +64,38 @@ class Matcher:
         before. What was decided when it was last asked stands; what was foreseen then may have come
         otherwise."""
         sequence, keys, last = self.sequence, tuple(prefix.key for prefix in prefixes), prefixes[-1].num_tokens
-        first, known = sequence.num_prompt_tokens + self.num_decided, self.token_ids[self.num_decided :]
-        present = sequence.token_ids[first:last]
-        num_same = next((at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), min(len(known), len(present)))
-        if num_same == len(known) == len(present) and self.filling is not None and set(keys) <= set(self.keys):
+        num_same, end = self._num_same(last), sequence.num_prompt_tokens + len(self.token_ids)
+        if num_same == end == last and self.filling is not None and set(keys) <= set(self.keys):
             return Turn(sequence, self, keys, 0, ())
-        at, parts = min(first + num_same, prefixes[0].num_tokens), []
-        num_taken_back = first + len(known) - at
+        at, parts = min(num_same, prefixes[0].num_tokens), []
+        num_taken_back = end - at
         for prefix in prefixes:
             parts.append(sequence.token_ids[at : prefix.num_tokens])
             at = prefix.num_tokens
         return Turn(sequence, self, keys, num_taken_back, tuple(parts))
+
+    def follow(self) -> None:
+        """Come to the sequence's last token, in the loop: no mask is wanted. Not while it is busy.
+        What the state says then may be that it can't."""
+        sequence, num_same = self.sequence, self._num_same(self.sequence.num_tokens)
+        num_taken_back = sequence.num_prompt_tokens + len(self.token_ids) - num_same
+        if not num_taken_back and num_same == sequence.num_tokens:
+            return
+        self.filling = None  # its masks are those of other tokens
+        if num_taken_back:
+            self.state.rollback(num_taken_back)
+            del self.token_ids[-num_taken_back:]
+        if sequence.num_tokens > num_same:
+            self.state.consume_tokens(sequence.token_ids[num_same:])
+            self.token_ids.extend(sequence.token_ids[num_same:])
+        self.num_decided = min(sequence.num_decided_tokens - sequence.num_prompt_tokens, len(self.token_ids))
+
+    def _num_same(self, last: int) -> int:
+        """How many of the sequence's first `last` tokens the state has taken in, the prompt among
+        them."""
+        first, known = self.sequence.num_prompt_tokens + self.num_decided, self.token_ids[self.num_decided :]
+        present = self.sequence.token_ids[first:last]
+        return first + next((at for at, (one, other) in enumerate(zip(known, present, strict=False)) if one != other), min(len(known), len(present)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ class ModelWeights:
 class Decoder:
     implementation = "native"
     splits_prompts = True
+    is_row_invariant = True
     longest_text = None
 
     def __init__(self, config: ModelConfig, weights: ModelWeights, backend: Backend) -> None:

@@ -53,6 +53,7 @@ class TransformersModel:
     """An AutoModelForCausalLM as an executor."""
 
     splits_prompts = True
+    is_row_invariant = False
     longest_text = None
 
     def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:

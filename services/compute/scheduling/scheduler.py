@@ -17,17 +17,21 @@ from whoever has most.
 Some may run apart (`apart`): in steps of their own, by turns with everybody else's.
 
 A sequence's last tokens may be foreseen: compute has chosen them, the log does not hold them yet.
-They are computed on like any others, up to run_ahead of them; `confirm` says that the next one
-was decided, `truncate` that it was not. The very last may be PENDING, known to the device only,
+They are computed on like any others, up to run_ahead steps of them; `confirm` says that the next
+one was decided, `truncate` that it was not. The very last may be PENDING, known to the device only,
 until `reveal` says what it is.
+
+A step may have drafts: tokens that somebody guesses to follow. They are appended as foreseen, for
+this step alone: `settle` says how many of them came true.
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from services.compute.batch import BatchRow, ScheduledBatch
 from services.compute.cache.block_manager import BlockManager
 from services.compute.scheduling.admission import Admission
+from services.compute.scheduling.drafts import Drafting
+from services.compute.scheduling.new_step import NewStep, advance
 from services.compute.scheduling.step_cost import StepCostFit
 from services.compute.scheduling.verdict import Begin, MakeRoom, Wait
 from services.compute.scheduling.waiting import WaitingQueue
@@ -36,17 +40,6 @@ from services.compute.sequence import Prefix, Sequence
 AGING_S = 30.0
 RETRY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
-
-
-@dataclass(slots=True)
-class Draft:
-    """A step in the making."""
-
-    # one token behind: each computes that token and gets the next
-    decodes: list[Sequence] = field(default_factory=list)
-    # and how many of its uncomputed tokens
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-
 
 class Scheduler:
     """Plain Python over plain data. `schedule` a step, and when it has run `append` a token to each
@@ -71,7 +64,8 @@ class Scheduler:
         self.max_batched_tokens = max(max_batched_tokens, max_num_seqs)
         self.aging_s = aging_s
         self.target_itl_s = target_itl_s
-        self.run_ahead = run_ahead  # foreseen tokens on which a sequence may be computed
+        self.run_ahead = run_ahead  # steps whose foreseen tokens a sequence may be computed on
+        self.drafting: Drafting | None = None
         # False: every token of the model's sees all others, so a prompt is computed in one step
         self.splits_prompts = splits_prompts
         # handles that run in steps of their own, by turns with everybody else's
@@ -118,17 +112,19 @@ class Scheduler:
 
     def _schedule_step(self) -> ScheduledBatch | None:
         """A step of those whose turn it is."""
-        draft = Draft()
+        step = NewStep()
         num_preemptions = self.num_preemptions
-        behind = self._schedule_decodes(draft)
-        budget = self._schedule_chunks(draft, behind, self._prompt_budget(draft))
+        behind = self._schedule_decodes(step)
+        budget = self._schedule_chunks(step, behind, self._prompt_budget(step))
         if self.num_preemptions == num_preemptions:
-            self._admit(draft, budget)
+            self._admit(step, budget)
+        num_drafts = self._add_drafts(step)
         copies = self.block_manager.take_copies()
-        if not draft.decodes and not draft.chunks:
+        if not step.decodes and not step.chunks:
             return None
-        rows = [self._advance(sequence, 1) for sequence in draft.decodes] + [self._advance(sequence, count) for sequence, count in draft.chunks]
-        return ScheduledBatch(tuple(rows), len(draft.decodes), copies)
+        decodes = [self._advance(each, 1 + num_drafts.get(each.handle, 0), num_drafts.get(each.handle, 0)) for each in step.decodes]
+        chunks = [self._advance(sequence, count) for sequence, count in step.chunks]
+        return ScheduledBatch((*decodes, *chunks), len(decodes), copies)
 
     def append(self, sequence: Sequence, token_id: int, *, is_decided: bool = True) -> None:
         """The sequence's next token: decided, or foreseen, or PENDING."""
@@ -144,10 +140,18 @@ class Scheduler:
         if not is_continued:
             sequence.num_computed_tokens = min(sequence.num_computed_tokens, sequence.num_tokens - 1)
 
+    def settle(self, sequence: Sequence, drafts: range, token_id: int) -> None:
+        """These of its drafts came true; this token follows them, and all else goes."""
+        self.truncate(sequence, drafts.stop)
+        sequence.foreseen_drafts.extend(drafts)
+        self.append(sequence, token_id, is_decided=False)
+
     def take_back(self, prefix: Prefix) -> None:
         """The row that was computed on these tokens comes to nothing: the last of them is to be
         computed again, and what follows it."""
         sequence = prefix.sequence
+        if sequence.num_tokens > prefix.num_tokens:
+            self.truncate(sequence, prefix.num_tokens)  # they were drafts
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, prefix.num_tokens - 1)
         sequence.num_committed_blocks = min(sequence.num_committed_blocks, sequence.num_computed_tokens // self.block_manager.block_size)
         sequence.has_shared_tail = True  # its last block may be in the prefix cache by now
@@ -156,6 +160,8 @@ class Scheduler:
         """The first of the foreseen tokens was decided."""
         assert sequence.num_undecided_tokens > 0
         sequence.num_undecided_tokens -= 1
+        if sequence.foreseen_drafts and sequence.foreseen_drafts[0] < sequence.num_decided_tokens:
+            sequence.foreseen_drafts.popleft()
         if sequence.num_decided_tokens % self.block_manager.block_size == 0:
             self.block_manager.commit(sequence)
 
@@ -185,36 +191,28 @@ class Scheduler:
         is_in = (sequence.handle in self.apart) == self._is_apart
         if sequence.handle in self.held and sequence.handle in self.running:
             return False
-        return is_in and not sequence.is_ending and sequence.num_undecided_tokens <= self.run_ahead
+        return is_in and not sequence.is_ending and sequence.num_undecided_steps <= self.run_ahead
 
-    def _advance(self, sequence: Sequence, num_tokens: int) -> BatchRow:
+    def _advance(self, sequence: Sequence, num_tokens: int, num_drafts: int = 0) -> BatchRow:
         """The sequence's row of the step, which counts as computed from now on."""
-        first, last = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-        is_sampled = last == len(sequence.token_ids) and sequence.embedding is None
-        sampled = range(num_tokens - 1, num_tokens) if is_sampled else range(0)
-        pooled = sequence.pooled_tokens(first, last)
-        first_target, target_ids = (0, ()) if sequence.is_scored else self._targets(sequence, last)
-        row = BatchRow(
-            sequence.handle, tuple(sequence.token_ids[first:last]), first, tuple(sequence.block_table), sampled, sequence.num_prompt_tokens,
-            first_target, target_ids, range(pooled.start - first, pooled.stop - first) if pooled else pooled,
-        )  # fmt: skip
-        sequence.num_computed_tokens = last
-        if num_tokens > 1 or last % self.block_manager.block_size == 0:
+        row = advance(sequence, num_tokens, num_drafts)
+        if num_tokens > 1 or sequence.num_computed_tokens % self.block_manager.block_size == 0:
             self.block_manager.commit(sequence)
         return row
 
-    def _targets(self, sequence: Sequence, num_computed: int) -> tuple[int, tuple[int, ...]]:
-        """The place of the first token of its prompt that has no logprobs yet, and that token and
-        those after it that follow one of its first num_computed tokens.
+    def _add_drafts(self, step: NewStep) -> dict[int, int]:
+        """Append drafts for this step to sequences that are one token behind, unless it has a chunk
+        of a prompt. Returns how many, by handle."""
+        if self.drafting is None or step.chunks or self._is_apart:
+            return {}
+        num_spare_blocks = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
+        found = self.drafting.draft(step.decodes, self._prompt_budget(step), self.block_manager, num_spare_blocks)
+        for handle, token_ids in found.items():
+            for token_id in token_ids:
+                self.append(self.running[handle], token_id, is_decided=False)
+        return {handle: len(token_ids) for handle, token_ids in found.items()}
 
-        From here on they count as scored.
-        """
-        first_target = sequence.num_scored_tokens + 1
-        target_ids = tuple(sequence.token_ids[first_target : min(num_computed + 1, sequence.num_prompt_tokens)])
-        sequence.num_scored_tokens += len(target_ids)
-        return first_target, target_ids
-
-    def _schedule_decodes(self, draft: Draft) -> list[Sequence]:
+    def _schedule_decodes(self, step: NewStep) -> list[Sequence]:
         """Schedule all that are one token behind. Returns the others, which are further behind."""
         block_size = self.block_manager.block_size
         behind = []
@@ -226,48 +224,48 @@ class Scheduler:
                 behind.append(sequence)
                 continue
             has_block = num_computed < len(sequence.block_table) * block_size and not sequence.has_shared_tail
-            if has_block or self._make_room(sequence, num_computed + 1, draft):
-                draft.decodes.append(sequence)
+            if has_block or self._make_room(sequence, num_computed + 1, step):
+                step.decodes.append(sequence)
         return behind
 
-    def _prompt_budget(self, draft: Draft) -> int:
+    def _prompt_budget(self, step: NewStep) -> int:
         """The tokens that prompts may add to the step: within the bound, and within the target for
         who is decoding."""
-        budget = self.max_batched_tokens - len(draft.decodes)
-        if self.target_itl_s is None or not draft.decodes:
+        budget = self.max_batched_tokens - len(step.decodes)
+        if self.target_itl_s is None or not step.decodes:
             return budget
         if self.step_cost.cost is None:
             return min(budget, FIRST_CHUNK)
-        num_context_tokens = sum([len(sequence.token_ids) for sequence in draft.decodes])
-        within = self.step_cost.cost.tokens_within(self.target_itl_s, num_context_tokens) - len(draft.decodes)
+        num_context_tokens = sum([len(sequence.token_ids) for sequence in step.decodes])
+        within = self.step_cost.cost.tokens_within(self.target_itl_s, num_context_tokens) - len(step.decodes)
         # a prompt never stands still
         return min(budget, max(within, self.block_manager.block_size))
 
-    def _schedule_chunks(self, draft: Draft, behind: list[Sequence], budget: int) -> int:
+    def _schedule_chunks(self, step: NewStep, behind: list[Sequence], budget: int) -> int:
         """The next chunk of each running sequence that is further behind, while the budget lasts.
         Returns what is left of it."""
         for sequence in sorted(behind, key=_rank):
             num_tokens = min(sequence.num_uncomputed_tokens, budget)
-            if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, draft):
-                draft.chunks.append((sequence, num_tokens))
+            if num_tokens > 0 and self._make_room(sequence, sequence.num_computed_tokens + num_tokens, step):
+                step.chunks.append((sequence, num_tokens))
                 budget -= num_tokens
         return budget
 
-    def _admit(self, draft: Draft, budget: int) -> None:
+    def _admit(self, step: NewStep, budget: int) -> None:
         """Waiting sequences begin, in the order of their ranks, while there are budget, a place,
         and memory as the strategy counts it."""
         self._is_observed = False
         while budget > 0 and (sequence := self._next_waiting()) is not None:
             verdict = self._verdict(sequence, budget)
             if isinstance(verdict, MakeRoom):
-                self._preempt(verdict.victim, draft)
+                self._preempt(verdict.victim, step)
                 self._is_observed = False
                 verdict = self._verdict(sequence, budget)
             if not isinstance(verdict, Begin):
                 if isinstance(verdict, Wait) and verdict.num_steps is not None:
                     self._refused = (sequence.handle, verdict.num_steps)
                 return
-            budget -= self._begin(sequence, verdict, draft, budget)
+            budget -= self._begin(sequence, verdict, step, budget)
 
     def _verdict(self, sequence: Sequence, budget: int) -> Begin | MakeRoom | Wait:
         """Whether the head of the queue may begin. What keeps it is looked for in the order of what
@@ -326,7 +324,7 @@ class Scheduler:
         unheld = sum(blocks.ref_counts[block_id] == 0 for block_id in matched)
         return blocks.num_blocks_for(num_tokens) - len(matched) + unheld <= blocks.num_free_blocks
 
-    def _begin(self, sequence: Sequence, verdict: Begin, draft: Draft, budget: int) -> int:
+    def _begin(self, sequence: Sequence, verdict: Begin, step: NewStep, budget: int) -> int:
         """The sequence leaves the queue, with its first chunk. Returns its tokens."""
         matched, twin = verdict.matched, verdict.twin
         self.waiting.remove(sequence)
@@ -349,7 +347,7 @@ class Scheduler:
         last = sequence.num_computed_tokens + num_tokens
         has_grown = self.block_manager.grow(sequence, self.admission.num_tokens_held(sequence, last))
         assert has_grown, "admitted without blocks"
-        draft.chunks.append((sequence, num_tokens))
+        step.chunks.append((sequence, num_tokens))
         return num_tokens
 
     def _twin(self, sequence: Sequence) -> Sequence | None:
@@ -364,20 +362,20 @@ class Scheduler:
         is_same = twin.token_ids[: twin.num_prompt_tokens] == sequence.token_ids[:num_prompt] and twin.cache_salt == sequence.cache_salt
         return twin if is_same else None
 
-    def _make_room(self, sequence: Sequence, num_tokens: int, draft: Draft) -> bool:
+    def _make_room(self, sequence: Sequence, num_tokens: int, step: NewStep) -> bool:
         """Blocks for the running sequence's first num_tokens tokens, taken from the last in rank if
         need be: that may be itself."""
         while sequence.handle in self.running:
             if self.block_manager.grow(sequence, num_tokens):
                 return True
-            self._preempt(max(self.running.values(), key=_rank), draft)
+            self._preempt(max(self.running.values(), key=_rank), step)
         return False
 
-    def _preempt(self, sequence: Sequence, draft: Draft) -> None:
+    def _preempt(self, sequence: Sequence, step: NewStep) -> None:
         """Give its blocks back; it waits, and is computed again, with the tokens it has."""
-        if sequence in draft.decodes:
-            draft.decodes.remove(sequence)
-        draft.chunks = [chunk for chunk in draft.chunks if chunk[0] is not sequence]
+        if sequence in step.decodes:
+            step.decodes.remove(sequence)
+        step.chunks = [chunk for chunk in step.chunks if chunk[0] is not sequence]
         self._leave(sequence)
         self.waiting.push(sequence)
         sequence.num_preemptions += 1

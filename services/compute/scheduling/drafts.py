@@ -1,0 +1,48 @@
+"""Drafts of a step: tokens that somebody guesses to follow the last of a sequence, and that the step
+computes with it. Nobody waits for them: they get what the step's budget, its rows of logits and the
+cache have left."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from services.compute.cache.block_manager import BlockManager
+from services.compute.sequence import Sequence
+
+# guesses the tokens after the last of each sequence, so many at most; with the number of sequences
+# that get a token of the step. Returns them by handle, for some
+Drafter = Callable[[list[tuple[Sequence, int]], int], dict[int, list[int]]]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting:
+    """Who guesses, and how much."""
+
+    drafter: Drafter
+    max_drafts: int  # of a sequence
+    max_sampled: int  # rows of logits of a step
+
+    def draft(self, decodes: list[Sequence], budget: int, blocks: BlockManager, num_spare_blocks: int) -> dict[int, list[int]]:
+        """Drafts by handle for sequences that are one token behind and get that token. budget:
+        tokens that the step may have beside theirs; num_spare_blocks: that may be taken for them."""
+        most = min(budget, self.max_sampled - len(decodes), self.max_drafts)
+        wanted = []
+        for sequence in decodes if most > 0 else ():
+            count = room_for_drafts(sequence, most, blocks, has_spare=num_spare_blocks > 0)
+            num_spare_blocks -= 1
+            if count > 0:
+                wanted.append((sequence, count))
+        found = self.drafter(wanted, len(decodes)) if wanted else {}
+        return {sequence.handle: found[sequence.handle][:count] for sequence, count in wanted if found.get(sequence.handle)}
+
+
+def room_for_drafts(sequence: Sequence, most: int, blocks: BlockManager, *, has_spare: bool) -> int:
+    """How many drafts the sequence may have, and has slots for; has_spare: it may take a block for
+    them."""
+    num_tokens = sequence.num_tokens
+    is_copied = sequence.has_shared_tail or sequence.block_table[sequence.num_computed_tokens // blocks.block_size] in blocks.copies
+    if is_copied or sequence.is_pending or not sequence.is_scored:
+        return 0
+    wanted = min(most, sequence.max_num_tokens - num_tokens - 1)
+    if has_spare and wanted > 0:
+        blocks.grow(sequence, min(num_tokens + wanted, (len(sequence.block_table) + 1) * blocks.block_size))
+    return min(wanted, len(sequence.block_table) * blocks.block_size - num_tokens)

@@ -1,0 +1,172 @@
+"""Speculation: who is asked for drafts, which of them a step computes, and what became of them.
+
+See proposer.py for what drafts are, control.py for how many there are, and flight.py for which of
+them stand.
+"""
+
+import time
+from collections.abc import Mapping, Sequence as Ordered
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from services.compute.batch import ScheduledBatch
+from services.compute.candidates.constraints import Constraints
+from services.compute.scheduling.drafts import Drafting
+from services.compute.sequence import Sequence
+from services.compute.speculation.control import Kind
+from services.compute.speculation.proposer import MAX_GRADE, Proposer, Wanted
+
+LONGEST_PAUSE = 64  # steps, on a device that draws, until somebody without drafts is asked again
+SMOOTH = 0.9  # weight of what a place of a model's drafts took before
+
+
+class Chooser(Protocol):
+    """control.py's Control, or a test's."""
+
+    def chance(self, handle: int, kind: Kind) -> float: ...
+    def choose(self, offers: Mapping[int, tuple[Kind, int]], num_decodes: int) -> dict[int, int]: ...
+    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int: ...
+    def learn(self, handle: int, kind: Kind, offered: int, stood: int) -> None: ...
+    def timed(self, batch: ScheduledBatch, seconds: float) -> None: ...
+    def forget(self, handle: int) -> None: ...
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of drafts that were computed."""
+
+    num_drafts: int = 0  # times that a sequence had some
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+
+    def add(self, offered: int, stood: int) -> None:
+        self.num_drafts += 1
+        self.num_draft_tokens += offered
+        self.num_accepted_tokens += stood
+
+
+@dataclass(slots=True)
+class Pause:
+    """On a device that draws: a sequence is asked for drafts when no step of it is in flight, and
+    that costs time. Who had none is left alone for longer and longer."""
+
+    length: int = 0  # steps
+    left: int = 0
+
+
+class Speculation:
+    """The methods belong to the loop."""
+
+    def __init__(self, proposers: Ordered[Proposer], control: Chooser, constraints: Constraints, vocab_size: int) -> None:
+        """proposers: those that run no model first."""
+        self.proposers = proposers
+        self.control = control
+        self.constraints = constraints
+        self.vocab_size = vocab_size
+        self.total = Tally()
+        self.accepted_by_place: list[int] = []  # how often the first, the second, … draft stood
+        self.tallies: dict[int, Tally] = {}  # by handle
+        self.offered: dict[int, tuple[Kind, int]] = {}  # by handle: of the step that was scheduled last
+        self._pauses: dict[int, Pause] = {}  # by handle
+        self._place_s: dict[str, float] = {}  # by proposer: that each place of its drafts takes
+        self._model_s = 0.0  # that proposers took for the step that was scheduled last
+
+    def drafting(self, max_drafts: int, max_sampled: int) -> Drafting | None:
+        """What the scheduler asks; None: there is nobody to ask."""
+        return Drafting(self.draft, max_drafts, max_sampled) if self.proposers and max_drafts else None
+
+    def draft(self, wanted: list[tuple[Sequence, int]], num_decodes: int) -> dict[int, list[int]]:
+        """Drafts for the step that is being scheduled, by handle, for some."""
+        self.offered, self._model_s = {}, 0.0
+        asked = {sequence.handle: Wanted(sequence, most) for sequence, most in wanted}
+        best: dict[int, tuple[Kind, list[int]]] = {}
+        for proposer in self.proposers:
+            for handle, (kind, token_ids) in self._ask(proposer, asked, best, num_decodes).items():
+                if handle not in best or self._worth(handle, kind, token_ids) > self._worth(handle, *best[handle]):
+                    best[handle] = kind, token_ids
+        counts = self.control.choose({handle: (kind, len(token_ids)) for handle, (kind, token_ids) in best.items()}, num_decodes)
+        self.offered = {handle: (best[handle][0], count) for handle, count in counts.items()}
+        for handle in asked:
+            self._pause(handle, had_drafts=handle in counts)
+        return {handle: best[handle][1][:count] for handle, count in counts.items()}
+
+    def waits_for(self, batch: ScheduledBatch) -> bool:
+        """Whether the step in flight is to be collected before another is scheduled: what it draws
+        depends on drafts, or what follows may be drafted."""
+        if not self.proposers:
+            return False
+        is_due = False
+        for row in batch.rows[: batch.num_decodes]:
+            if (pause := self._pauses.get(row.handle)) is not None:
+                pause.left -= 1
+            is_due |= pause is None or pause.left < 0
+        return is_due or batch.num_drafts > 0 or any(each.needs_hidden for each in self.proposers)
+
+    def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
+        """A step was collected. decided: by handle, how many tokens stand."""
+        for row in batch.rows[: batch.num_decodes]:
+            if len(row.sampled) > 1 and row.handle in decided and (offer := self.offered.get(row.handle)) is not None:
+                self._count(row.handle, offer[0], len(row.sampled) - 1, decided[row.handle] - 1)
+        for proposer in self.proposers:
+            proposer.computed(batch, hidden, decided)
+
+    def timed(self, batch: ScheduledBatch, seconds: float) -> None:
+        """How long the step took that was collected last."""
+        self.control.timed(batch, seconds - (self._model_s if batch.num_drafts else 0.0))
+
+    def forget(self, handle: int) -> Tally:
+        """The sequence is gone. Returns its tally."""
+        self._pauses.pop(handle, None)
+        self.control.forget(handle)
+        for proposer in self.proposers:
+            proposer.forget(handle)
+        return self.tallies.pop(handle, Tally())
+
+    def _ask(
+        self, proposer: Proposer, asked: Mapping[int, Wanted], best: Mapping[int, tuple[Kind, list[int]]], num_decodes: int
+    ) -> dict[int, tuple[Kind, list[int]]]:
+        """The drafts of one of them: its kind, and those that may run."""
+        if proposer.runs_model:
+            asked = {handle: each for handle, each in asked.items() if handle not in best}
+            most = max((each.most for each in asked.values()), default=0)
+            most = self.control.best_length(proposer.name, list(asked), num_decodes, most, self._place_s.get(proposer.name, 0.0))
+            asked = {handle: Wanted(each.sequence, min(most, each.most)) for handle, each in asked.items()} if most else {}
+        if not asked:
+            return {}
+        began = time.perf_counter()
+        found = proposer.propose(asked)
+        if proposer.runs_model:
+            self._learn_time(proposer.name, time.perf_counter() - began, max((len(each.token_ids) for each in found.values()), default=0))
+        usable = {handle: (Kind(proposer.name, min(each.grade, MAX_GRADE)), self._usable(asked[handle], each.token_ids)) for handle, each in found.items()}
+        return {handle: (kind, token_ids) for handle, (kind, token_ids) in usable.items() if token_ids}
+
+    def _usable(self, wanted: Wanted, token_ids: list[int]) -> list[int]:
+        """The first of the drafts, up to one that can't be, or ends the sequence."""
+        sequence = wanted.sequence
+        ends = {*sequence.eos_token_ids, *sequence.params.stop_token_ids}
+        count = next((at for at, each in enumerate(token_ids) if each in ends or not 0 <= each < self.vocab_size), len(token_ids))
+        return self.constraints.allowed(sequence, token_ids[: min(count, wanted.most)])
+
+    def _worth(self, handle: int, kind: Kind, token_ids: list[int]) -> float:
+        """How many of the drafts are expected to stand."""
+        chance = self.control.chance(handle, kind)
+        return sum(chance**place for place in range(1, len(token_ids) + 1))
+
+    def _learn_time(self, name: str, seconds: float, num_places: int) -> None:
+        self._model_s += seconds
+        if num_places:
+            known = self._place_s.get(name, seconds / num_places)
+            self._place_s[name] = SMOOTH * known + (1 - SMOOTH) * seconds / num_places
+
+    def _pause(self, handle: int, *, had_drafts: bool) -> None:
+        pause = self._pauses.setdefault(handle, Pause())
+        pause.length = 0 if had_drafts else min(max(1, 2 * pause.length), LONGEST_PAUSE)
+        pause.left = pause.length
+
+    def _count(self, handle: int, kind: Kind, offered: int, stood: int) -> None:
+        self.control.learn(handle, kind, offered, stood)
+        self.total.add(offered, stood)
+        self.tallies.setdefault(handle, Tally()).add(offered, stood)
+        self.accepted_by_place += [0] * (offered - len(self.accepted_by_place))
+        for place in range(stood):
+            self.accepted_by_place[place] += 1
