@@ -15,7 +15,7 @@ from shared.process.errors import StartupError
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
-SPECULATORS = ("auto", "off", "lookup", "grammar")
+SPECULATORS = ("auto", "off", "lookup", "grammar", "medusa")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -193,8 +193,9 @@ class EngineSettings(StageSettings):
     run_ahead: int = Field(4, ge=0, le=8, description="tokens of a sequence that may be computed on before the log holds them; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
-        "forces); auto: all that pay; off: nobody. No text depends on it: docs/understand/speculation.md"
+        "forces), medusa (--heads); auto: all that pay; off: nobody. No text depends on it: docs/understand/speculation.md"
     )  # fmt: skip
+    heads: str = Field("", description="a folder of Medusa heads, which guess the model's next tokens: penstock train-heads makes them; auto uses them, too")
     num_speculative_tokens: int = Field(16, ge=1, le=63, description="tokens that may be guessed at once for a sequence")
     publish_interval_ms: float | None = Field(
         None,
@@ -202,7 +203,6 @@ class EngineSettings(StageSettings):
         le=1000,
         description="the tokens of steps shorter than this go out together, first and last ones at once; by default 50 where the model has all cores",
     )
-
 
     @field_validator("speculate")
     @classmethod
@@ -212,6 +212,15 @@ class EngineSettings(StageSettings):
         if unknown is not None or (len(names) > 1 and "off" in names):
             raise ValueError(f"it takes some of {', '.join(each for each in SPECULATORS if each != 'off')}, or off")
         return value
+
+    @model_validator(mode="after")
+    def check_heads(self) -> "EngineSettings":
+        names = self.speculate.split(",")
+        if "medusa" in names and not self.heads:
+            raise ValueError("--speculate medusa needs --heads FOLDER")
+        if self.heads and not {"medusa", "auto", "off"} & set(names):
+            raise ValueError(f"--speculate {self.speculate} does not use --heads: add medusa")
+        return self
 
 
 class ComputeSettings(ModelSettings, EngineSettings):

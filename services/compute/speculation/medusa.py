@@ -23,26 +23,33 @@ from services.compute.candidates.truncation import cumulative_mass, kept_count
 from services.compute.executor import Executor
 from services.compute.sequence import RowKey
 from services.compute.speculation.medusa_file import HeadWeights
-from services.compute.speculation.proposer import MAX_GRADE, Drafts, Wanted
+from services.compute.speculation.proposer import Drafts, Wanted
 from shared.model.arrays import Array
 from shared.model.decision import Draws
 from shared.model.sampling_params import SamplingParams
 
 AT_ONCE = 16  # sequences, whose logits are in memory together
+MIN_CHANCE = 0.15  # that the heads give a chain to stand as far as a draft; one with less is left out
 
 
 class MedusaHeads:
     """Heads on a backend."""
 
-    def __init__(self, weights: HeadWeights, own_head: Linear, backend: Backend) -> None:
-        """own_head: the model's, for heads that bring none."""
+    def __init__(self, weights: HeadWeights, own_head: Linear, vocab_size: int, backend: Backend) -> None:
+        """own_head: the model's, for heads that bring none; vocab_size: of that one."""
         self.dtype = backend.dtype
+        self.num_rows = len(weights.lm_heads[0]) if weights.lm_heads else vocab_size
         self.blocks = [[backend.make_linear(Dense(weight), bias) for weight, bias in head] for head in weights.blocks]
         self.lm_heads = [backend.make_linear(Dense(weight)) for weight in weights.lm_heads] or [own_head]
         self.token_ids = None if weights.token_ids is None else weights.token_ids.numpy()
 
     def __len__(self) -> int:
         return len(self.blocks)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the logits and, once more, of what is made of them."""
+        return 2 * AT_ONCE * len(self) * self.num_rows * 4
 
     @torch.inference_mode()
     def logits(self, states: Tensor, depth: int) -> Tensor:
@@ -110,22 +117,30 @@ class MedusaProposer:
         logits = self.heads.logits(states, depth)
         positions = [each.sequence.next_position + number for each in wanted for number in range(depth)]
         params = [each.sequence.params for each in wanted for _ in range(depth)]
-        guessed = guess(logits, params, positions, self.heads.token_ids, self.row_search).reshape(-1, depth).tolist()
-        # how sure the first head is says how good the chain is
-        sure = (logits[::depth].amax(-1) - logits[::depth].logsumexp(-1)).exp().mul(MAX_GRADE + 1).long().clamp(max=MAX_GRADE).tolist()
-        return {each.sequence.handle: Drafts(token_ids[: each.most], grade) for each, token_ids, grade in zip(wanted, guessed, sure, strict=True)}
+        guessed = guess(logits, params, positions, self.heads.token_ids, self.row_search)
+        chances = guessed.chances.reshape(-1, depth).cumprod(1)
+        lengths = (chances >= MIN_CHANCE).sum(1).tolist()
+        found = zip(wanted, guessed.token_ids.reshape(-1, depth).tolist(), lengths, strict=True)
+        return {each.sequence.handle: Drafts(token_ids[: min(length, each.most)]) for each, token_ids, length in found if length}
 
 
-def guess(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], token_ids: Array | None, search: RowSearch) -> Array:
+@dataclass(frozen=True, slots=True)
+class Guesses:
+    """What heads guess, by row of their logits."""
+
+    token_ids: Array  # [R] int64
+    chances: Array  # [R] float64: what the head gives the token to be drawn
+
+
+def guess(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int], token_ids: Array | None, search: RowSearch) -> Guesses:
     """Draw a token from each row of logits [R, V], as the model's own rows are drawn: with the
     request's parameters, and with the noise of seed, position and token. So where a head is near the
     model's distribution, it mostly draws the model's token.
 
     Edits of rows are left out, and what a list of LISTED tokens leaves over. token_ids: [V], of the
-    rows' columns; None: themselves. Returns [R] int64.
+    rows' columns; None: themselves.
     """
-    width = 1 if all(each.is_greedy for each in params) else min(LISTED, logits.shape[1])
-    values, columns = search.find_largest(logits, width)
+    values, columns = search.find_largest(logits, min(LISTED, logits.shape[1]))
     listed = columns if token_ids is None else token_ids[columns]
     temperatures = np.array([1.0 if each.is_greedy else each.temperature for each in params])
     masses = cumulative_mass(values, temperatures)
@@ -134,5 +149,7 @@ def guess(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[
         values, listed.astype(np.int32), np.array(num_kept, np.int32), np.zeros(len(values)), temperatures,
         np.array([each.seed for each in params], np.uint64), np.array(positions, np.int32),
     )  # fmt: skip
-    found: Array = listed[np.arange(len(listed)), search.decide(draws)]
-    return found
+    rows, chosen = np.arange(len(values)), search.decide(draws)
+    # the noise has chosen it, so it says more of the token than its weight alone: the likeliest
+    # one's weight is what says how sure the head is
+    return Guesses(listed[rows, chosen], 1.0 / masses[:, -1])

@@ -16,9 +16,10 @@ from torch import Tensor
 from services.compute.backends.backend import Linear
 from services.compute.engine import Engine, build_engine, is_native_model
 from services.compute.models.decoder import Decoder
+from services.compute.speculation.medusa_file import MAX_HEADS, MAX_LAYERS
 from services.compute.tools.heads.answers import Answers, Sampling, generate
 from services.compute.tools.heads.prompts import encode_prompts, read_prompts
-from services.compute.tools.heads.training import Heads, Recipe, accuracy, likeliest_tokens, train
+from services.compute.tools.heads.training import WINDOW, Heads, Recipe, accuracy, likeliest_tokens, train
 from services.compute.tools.out_folder import open_out_folder, write_model
 from shared.model.files import ModelFiles, open_model
 from shared.process.errors import StartupError
@@ -46,6 +47,7 @@ def train_heads(
     prompts: a file's path, or default; vocabulary: how many tokens the heads know; num_threads: 0:
     all cores.
     """
+    check_numbers(sampling, recipe)
     texts = read_prompts(prompts)
     files = open_model(model, weights=True)
     if out.resolve() in (files.folder, files.weights, files.weights.parent if files.weights.is_file() else files.weights):
@@ -60,9 +62,19 @@ def train_heads(
         sys.stderr.write(f"training heads for {model}\n")
     engine = build_engine(settings, files)
     answers, held_out = generate(engine, files, encoded, sampling)
-    if min(len(each.token_ids) for each in (answers, held_out)) < 100:
-        raise StartupError(f"{files.name}: its answers are too short to learn from; give more tokens (--tokens) or other prompts (--prompts)")
+    if min(len(each.token_ids) for each in (answers, held_out)) < 2 * (WINDOW + recipe.num_heads):
+        raise StartupError(f"--tokens {sampling.num_tokens}: the answers are too short to learn from; ask for more tokens, or give other prompts (--prompts)")
     return fit(engine, files, out, (answers, held_out), recipe, vocabulary)
+
+
+def check_numbers(sampling: Sampling, recipe: Recipe) -> None:
+    """Raises StartupError for what no training can begin with."""
+    if recipe.num_heads > MAX_HEADS or recipe.num_layers > MAX_LAYERS:
+        raise StartupError(f"--heads {recipe.num_heads} --layers {recipe.num_layers}: at most {MAX_HEADS} heads of {MAX_LAYERS} layers can be loaded")
+    if not 0.0 < recipe.learning_rate <= 1.0:
+        raise StartupError(f"--learning-rate {recipe.learning_rate:g}: above 0, and at most 1")
+    if sampling.temperature is not None and not 0.0 <= sampling.temperature <= 100.0:
+        raise StartupError(f"--temperature {sampling.temperature:g}: from 0 to 100")
 
 
 def check_memory(num_tokens: int, hidden_size: int) -> None:
