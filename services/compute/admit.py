@@ -36,7 +36,9 @@ class Admitter:
     """Fills `active`. Every prompt that was delivered ends up there, or its entry is
     acknowledged."""
 
-    def __init__(self, stage: Stage, engine: Engine, exchange: Exchange, constraints: Constraints, speculation: Speculation, active: dict[int, ActiveRequest]) -> None:
+    def __init__(
+        self, stage: Stage, engine: Engine, exchange: Exchange, constraints: Constraints, speculation: Speculation, active: dict[int, ActiveRequest]
+    ) -> None:
         assert stage.model is not None
         self.stage = stage
         self.model = stage.model

@@ -17,6 +17,7 @@ from shared.wire.codec import OwnForm, Wrong
 StepPart = Literal["schedule", "forward", "reduce", "publish", "wait"]
 STEP_PARTS: tuple[StepPart, ...] = get_args(StepPart)
 _BUCKET = re.compile(r"iteration_tokens_([0-9]+|inf)")
+_PLACE = re.compile(r"spec_decode_accepted_([0-9]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,9 @@ class Load(OwnForm):
     step_cost_fixed_s: float | None = None
     step_cost_per_token_s: float | None = None
     step_cost_per_context_token_s: float | None = None
+    spec_decode_drafts: float | None = None  # times that a sequence had drafts
+    spec_decode_draft_tokens: float | None = None
+    spec_decode_accepted_tokens: float | None = None
     steps: float | None = None
     iteration_tokens: float | None = None  # computed in those steps
     # by part, on the wire step_<part>_s
@@ -64,14 +68,20 @@ class Load(OwnForm):
     # last); on the wire iteration_tokens_<end>
     steps_by_tokens: Mapping[str, float] = field(default_factory=dict)
 
+    # how often the draft at a place stood, by place ("0" is the first); on the wire
+    # spec_decode_accepted_<place>
+    accepted_by_place: Mapping[str, float] = field(default_factory=dict)
+
     def figures(self) -> dict[str, float]:
-        """The figures that there are, but for those of the steps' parts and buckets."""
+        """The figures that there are, but for those of the steps' parts and buckets, and of the
+        drafts' places."""
         values = {name: getattr(self, name) for name in SCALARS}
         return {name: value for name, value in values.items() if value is not None}
 
     def packed(self) -> dict[str, float]:
         parts = {f"step_{part}_s": seconds for part, seconds in self.step_s.items()}
-        return self.figures() | parts | {f"iteration_tokens_{end}": count for end, count in self.steps_by_tokens.items()}
+        places = {f"spec_decode_accepted_{place}": count for place, count in self.accepted_by_place.items()}
+        return self.figures() | parts | places | {f"iteration_tokens_{end}": count for end, count in self.steps_by_tokens.items()}
 
     @classmethod
     def unpacked(cls, value: Any) -> Load:
@@ -80,7 +90,8 @@ class Load(OwnForm):
         figures: dict[str, Any] = {name: _number(value, name) for name in SCALARS if name in value}
         step_s = {part: _number(value, name) for part in STEP_PARTS if (name := f"step_{part}_s") in value}
         buckets = {found[1]: _number(value, name) for name in value if isinstance(name, str) and (found := _BUCKET.fullmatch(name))}
-        return cls(**figures, step_s=step_s, steps_by_tokens=buckets)
+        places = {found[1]: _number(value, name) for name in value if isinstance(name, str) and (found := _PLACE.fullmatch(name))}
+        return cls(**figures, step_s=step_s, steps_by_tokens=buckets, accepted_by_place=places)
 
 
 SCALARS = tuple(each.name for each in fields(Load) if each.default is None)

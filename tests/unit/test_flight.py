@@ -1,4 +1,5 @@
-"""A step in flight, under random arrivals, ends, cancels, preemptions and decisions, on a device that draws wrongly at times: what compute sends is right.
+"""A step in flight, under random arrivals, ends, cancels, preemptions and decisions, on a device that draws wrongly at times, with drafts that are right,
+wrong, partly right and too many: what compute sends is right.
 
 The device is a model of the cache's content: what is written where, on which tokens. Its logits follow from what is there, so a row that was computed on a
 wrong token, or over blocks that are another's, has other logits. What lands is compared with the same request computed alone, from its tokens.
@@ -18,6 +19,7 @@ from services.compute.cache.block_manager import BlockManager
 from services.compute.candidates.reduction import begin_reduction, reduce
 from services.compute.executor import DrawnTokens
 from services.compute.flight import Flight, collect, launch, rows_still_valid
+from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
 from services.compute.sequence import PENDING, Sequence
 from shared.model.sampling_params import SamplingParams
@@ -26,7 +28,7 @@ from tests.examples import examples
 from tests.kernels.drawing import DrawingSearch
 from tests.unit.sequences import BLOCK_SIZE, make_scheduler
 
-VOCAB, EOS = 12, 0
+VOCAB, EOS, MAX_SAMPLED = 12, 0, 9
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0}, {}, {"top_k": 3}, {"top_p": 0.6, "temperature": 1.5}, {"frequency_penalty": 2.0, "temperature": 0.0},
     {"repetition_penalty": 3.0, "min_p": 0.1}, {"logprobs": 2, "min_tokens": 6}, {"stop_token_ids": (3,), "seed": 5},
@@ -56,7 +58,7 @@ class Device:
             for slot, token_id in zip(slots[row.num_computed_tokens :], token_ids, strict=True):
                 self.content[slot] = seen = (*seen, token_id)
             assert all(self.content[slot] == seen[: at + 1] for at, slot in enumerate(slots)), "reads what is not its own"
-            computed[row.handle] = seen
+            computed[row.handle] = seen  # with its drafts
         return computed
 
 
@@ -66,14 +68,33 @@ def logits_of(token_ids: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
 
 
+def answer_of(sequence: Sequence, count: int) -> list[int]:
+    """The tokens that will be drawn behind the sequence's, its end among them if that comes."""
+    own = Sequence(sequence.handle, "r", list(sequence.token_ids), sequence.num_prompt_tokens, sequence.params, sequence.eos_token_ids)
+    for _ in range(count):
+        alone = reduce(logits_of(tuple(own.token_ids))[None], [own], TorchRowSearch())
+        own.token_ids.append(int(alone.chosen[0]))
+    return own.token_ids[sequence.num_tokens :]
+
+
+def next_decided(sequence: Sequence) -> int:
+    """The position in the log of the first token that is undecided."""
+    return sequence.num_decided_tokens - sequence.num_prompt_tokens + 1
+
+
 class FlightMachine(RuleBasedStateMachine):
-    @initialize(run_ahead=st.integers(0, 4), num_blocks=st.integers(20, 40), share_wrong=st.sampled_from([0.0, 0.1, 0.6]), seed=st.integers(0, 99))
-    def start(self, run_ahead: int, num_blocks: int, share_wrong: float, seed: int) -> None:
+    @initialize(
+        run_ahead=st.integers(0, 4), num_blocks=st.integers(20, 40), share_wrong=st.sampled_from([0.0, 0.1, 0.6]), seed=st.integers(0, 99),
+        max_drafts=st.sampled_from([0, 1, 6]), is_draw_of_device=st.booleans(),
+    )  # fmt: skip
+    def start(self, run_ahead: int, num_blocks: int, share_wrong: float, seed: int, max_drafts: int, is_draw_of_device: bool) -> None:
         self.rng = random.Random(seed)
         self.blocks = BlockManager(num_blocks, BLOCK_SIZE)
         self.scheduler = make_scheduler(blocks=self.blocks, run_ahead=run_ahead)
         self.device = Device()
-        self.search = DrawingSearch(TorchRowSearch(), self.rng, share_wrong)
+        self.search = DrawingSearch(TorchRowSearch(), self.rng, share_wrong) if is_draw_of_device else TorchRowSearch()
+        if max_drafts:
+            self.scheduler.drafting = Drafting(self.draft, max_drafts, MAX_SAMPLED)
         self.flight: Flight | None = None
         self.sequences: list[Sequence] = []
         self.sent: dict[int, dict[int, int]] = {}  # by handle, by position: what the sampler will decide
@@ -109,8 +130,23 @@ class FlightMachine(RuleBasedStateMachine):
             if undecided := self.undecided():
                 self.decide(undecided[number % len(undecided)], outcome)
 
+    def draft(self, wanted: list[tuple[Sequence, int]], num_decodes: int) -> dict[int, list[int]]:
+        """What will be drawn, in part or with one wrong token, and too much of it."""
+        assert 0 < len(wanted) <= num_decodes
+        found: dict[int, list[int]] = {}
+        for sequence, most in wanted:
+            assert not sequence.is_pending and sequence.num_uncomputed_tokens == 1 and most > 0
+            assert len(sequence.block_table) * BLOCK_SIZE >= sequence.num_tokens + most
+            right = answer_of(sequence, self.rng.randrange(most + 3))
+            if right and self.rng.random() < 0.5:
+                right[self.rng.randrange(len(right))] = self.rng.randrange(1, VOCAB)
+            found[sequence.handle] = right
+        return found
+
     def run_step(self) -> bool:
         """As services/compute/service.py does it."""
+        if self.flight is not None and (self.flight.batch.num_drafts or self.rng.random() < 0.2):
+            self.collect(self.flight)
         batch = self.scheduler.schedule()
         before = self.flight
         if batch is None:
@@ -125,35 +161,44 @@ class FlightMachine(RuleBasedStateMachine):
         assert all(found[key] == tuple(prefix.sequence.token_ids[: prefix.num_tokens]) for key, prefix in rows.items()), "a row of other tokens stands"
         logits = torch.stack([logits_of(each) for each in found.values()]) if found else torch.zeros(0, VOCAB)
         self.flight = launch(batch, None, begin_reduction(logits, list(rows.values()), self.search), self.scheduler)
+        if self.flight.drawn is None:
+            self.collect(self.flight)
         return True
 
     def collect(self, flight: Flight) -> None:
         self.flight = None
         collected = collect(flight, self.scheduler)
-        assert not collected.failures
+        assert not collected.failures and sum(collected.decided.values()) == len(collected.rows.handles)
+        left = dict(collected.decided)
         for row, handle in enumerate(collected.rows.handles.tolist()):
             sequence, position = self.sequences[handle], int(collected.rows.positions[row])
-            assert not sequence.is_pending and position == sequence.num_output_tokens
-            own = Sequence(handle, "r", sequence.token_ids[:-1], sequence.num_prompt_tokens, sequence.params, sequence.eos_token_ids)
+            left[handle] -= 1
+            assert not sequence.is_pending and position == sequence.num_output_tokens - left[handle]
+            at = sequence.num_prompt_tokens + position - 1
+            own = Sequence(handle, "r", sequence.token_ids[:at], sequence.num_prompt_tokens, sequence.params, sequence.eos_token_ids)
             alone = reduce(logits_of(tuple(own.token_ids))[None], [own], TorchRowSearch())
             assert encode(collected.rows.message([row], "c", 1, (), [])) == encode(alone.message([0], "c", 1, (), []))
-            assert sequence.token_ids[-1] == alone.chosen[0]
-            self.sent[handle][position] = sequence.token_ids[-1]
+            assert sequence.token_ids[at] == alone.chosen[0]
+            assert not left[handle] or sequence.token_ids[at] not in (EOS, *sequence.params.stop_token_ids), "nothing is computed behind an end"
+            self.sent[handle][position] = sequence.token_ids[at]
+        for handle in collected.decided:
+            assert self.sequences[handle].is_ending or self.sequences[handle].num_uncomputed_tokens in (0, 1)
 
     def undecided(self) -> list[Sequence]:
         """Those of which the sampler has rows to decide."""
-        return [each for each in self.sequences if not each.is_finished and each.num_undecided_tokens - each.is_pending]
+        return [each for each in self.sequences if not each.is_finished and each.num_undecided_tokens and next_decided(each) in self.sent[each.handle]]
 
     def decide(self, sequence: Sequence, outcome: str) -> None:
         """As ComputeService.apply does it."""
         at = sequence.num_decided_tokens
-        token_id = self.sent[sequence.handle][at - sequence.num_prompt_tokens + 1]
+        token_id = self.sent[sequence.handle][next_decided(sequence)]
         assert token_id == sequence.token_ids[at]
         if outcome == "lost":
             self.scheduler.truncate(sequence, at)
             return self.scheduler.finish(sequence)
         if outcome == "otherwise":
             token_id = 1 + (token_id + 1) % (VOCAB - 1)
+            self.sent[sequence.handle] = {position: sent for position, sent in self.sent[sequence.handle].items() if position < next_decided(sequence)}
             self.scheduler.truncate(sequence, at)
             self.scheduler.append(sequence, token_id)
         else:
@@ -174,7 +219,8 @@ class FlightMachine(RuleBasedStateMachine):
                 or sequence.is_finished
                 or (self.flight is not None and sequence in [prefix.sequence for prefix in self.flight.rows.values()])
             )
-            assert sequence.is_finished or sequence.num_undecided_tokens <= self.scheduler.run_ahead + 1
+            assert sequence.is_finished or sequence.num_undecided_steps <= self.scheduler.run_ahead + 1
+            assert all(sequence.num_decided_tokens <= place < sequence.num_tokens for place in sequence.foreseen_drafts)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -41,6 +41,7 @@ AGING_S = 30.0
 RETRY_EVERY = 8  # steps between two looks at a queue whose head did not fit, while nothing ends
 FIRST_CHUNK = 64  # tokens beside running sequences while a step's cost is not known yet
 
+
 class Scheduler:
     """Plain Python over plain data. `schedule` a step, and when it has run `append` a token to each
     sequence that was sampled."""

@@ -5,7 +5,8 @@ them stand.
 """
 
 import time
-from collections.abc import Mapping, Sequence as Ordered
+from collections.abc import Mapping
+from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from services.compute.batch import ScheduledBatch
 from services.compute.candidates.constraints import Constraints
 from services.compute.scheduling.drafts import Drafting
 from services.compute.sequence import Sequence
-from services.compute.speculation.control import Kind
+from services.compute.speculation.control import Control, Kind
 from services.compute.speculation.proposer import MAX_GRADE, Proposer, Wanted
 
 LONGEST_PAUSE = 64  # steps, on a device that draws, until somebody without drafts is asked again
@@ -57,10 +58,10 @@ class Pause:
 class Speculation:
     """The methods belong to the loop."""
 
-    def __init__(self, proposers: Ordered[Proposer], control: Chooser, constraints: Constraints, vocab_size: int) -> None:
+    def __init__(self, proposers: Ordered[Proposer], constraints: Constraints, vocab_size: int, control: Chooser | None = None) -> None:
         """proposers: those that run no model first."""
         self.proposers = proposers
-        self.control = control
+        self.control: Chooser = control or Control()
         self.constraints = constraints
         self.vocab_size = vocab_size
         self.total = Tally()
@@ -113,6 +114,16 @@ class Speculation:
     def timed(self, batch: ScheduledBatch, seconds: float) -> None:
         """How long the step took that was collected last."""
         self.control.timed(batch, seconds - (self._model_s if batch.num_drafts else 0.0))
+
+    def figures(self) -> dict[str, Any]:
+        """For the registry, as Load has them."""
+        if not self.proposers:
+            return {}
+        return {
+            "spec_decode_drafts": self.total.num_drafts, "spec_decode_draft_tokens": self.total.num_draft_tokens,
+            "spec_decode_accepted_tokens": self.total.num_accepted_tokens,
+            "accepted_by_place": {str(place): float(count) for place, count in enumerate(list(self.accepted_by_place))},
+        }  # fmt: skip
 
     def forget(self, handle: int) -> Tally:
         """The sequence is gone. Returns its tally."""

@@ -30,6 +30,9 @@ COMPUTE_COUNTERS = {
     "predicted_peaks": ("penstock_predicted_kv_peaks", "Predicted peaks of KV memory that were followed to their end"),
     "predicted_peaks_exceeded": ("penstock_predicted_kv_peaks_exceeded", "Those that the real peak went beyond: 1 in 100, at a confidence of 0.99"),
     "surplus_tokens": ("penstock_surplus_tokens", "Tokens computed ahead that were decided otherwise, or after an end"),
+    "spec_decode_drafts": ("penstock_spec_decode_num_drafts", "Times that a sequence had drafts in a step"),
+    "spec_decode_draft_tokens": ("penstock_spec_decode_num_draft_tokens", "Tokens that were drafted"),
+    "spec_decode_accepted_tokens": ("penstock_spec_decode_num_accepted_tokens", "Drafted tokens that were drawn"),
     "claimed": ("penstock_claimed_requests", "Requests taken over from replicas that died or left"),
     "predicted_peak_ratio_sum": ("penstock_predicted_kv_peak_ratio_sum", "Sum of real / predicted over those peaks"),
 }
@@ -81,14 +84,7 @@ class PipelineState(Collector):
                 yield _by_replica(kind, name, text, compute, key)
         for (stage, key), (name, text) in OTHER_COUNTERS.items():
             yield _by_replica(CounterMetricFamily, name, text, [each for each in self.replicas if each.stage == stage], key)
-        parts = CounterMetricFamily("penstock_step_seconds", "Time of compute's steps, by part", labels=["replica", "model_name", "part"])
-        tokens = HistogramMetricFamily("penstock_iteration_tokens_total", "Tokens computed in a step", labels=["replica", "model_name"])
-        for replica in compute:
-            for part, seconds in replica.load.step_s.items():
-                parts.add_metric([*_labels(replica), part], seconds)
-            tokens.add_metric(_labels(replica), _cumulated(replica.load), sum_value=replica.load.iteration_tokens or 0)
-        yield parts
-        yield tokens
+        yield from _steps(compute)
         for key, (name, text) in JOBS_GAUGES.items():
             yield _by_replica(GaugeMetricFamily, name, text, [each for each in self.replicas if each.stage == "jobs"], key)
         if self.batches is not None:
@@ -114,6 +110,25 @@ def _by_replica(kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name:
         if (value := getattr(replica.load, key)) is not None:
             family.add_metric(_labels(replica), value)
     return family
+
+
+def _steps(compute: list[Replica]) -> Iterator[Metric]:
+    """What is said of compute's steps by part, by number of tokens, and by place in a draft."""
+    parts = CounterMetricFamily("penstock_step_seconds", "Time of compute's steps, by part", labels=["replica", "model_name", "part"])
+    tokens = HistogramMetricFamily("penstock_iteration_tokens_total", "Tokens computed in a step", labels=["replica", "model_name"])
+    places = CounterMetricFamily(
+        "penstock_spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that were drawn, by their place in the draft",
+        labels=["replica", "model_name", "position"],
+    )  # fmt: skip
+    for replica in compute:
+        for part, seconds in replica.load.step_s.items():
+            parts.add_metric([*_labels(replica), part], seconds)
+        for place, count in replica.load.accepted_by_place.items():
+            places.add_metric([*_labels(replica), place], count)
+        tokens.add_metric(_labels(replica), _cumulated(replica.load), sum_value=replica.load.iteration_tokens or 0)
+    yield parts
+    yield places
+    yield tokens
 
 
 def _labels(replica: Replica) -> list[str]:
