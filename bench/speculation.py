@@ -5,7 +5,7 @@ Method: the compute loop in one process (scheduler, proposers, runner, reduction
 off, in turns; the median of the rounds' ratios counts. The first round is not counted: it is there that kernels, and what drafts cost, are learned. Every
 answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a sequence gets of a step, were drafts free.
 
-    python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json] [--speculate lookup] [--rounds 5]
+    python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json] [--speculate lookup] [--heads FOLDER] [--rounds 5]
     python -m bench.speculation --model smollm2-135m --invariance 1000
 
 --invariance: so many requests of mixed parameters, with drafts and without, and how many texts differ.
@@ -97,14 +97,19 @@ class Loop:
 
     def __init__(self, files: ModelFiles, options: argparse.Namespace) -> None:
         settings = ComputeSettings(
-            model=str(files.folder), kv_cache_memory="1GiB", quantization=options.quantization, prefix_caching=False, num_threads=options.threads
+            model=str(files.folder),
+            kv_cache_memory="1GiB",
+            quantization=options.quantization,
+            prefix_caching=False,
+            num_threads=options.threads,
+            heads=options.heads,
         )
         self.engine: Engine = build_engine(settings, files)
         self.scheduler, self.runner = self.engine.scheduler, self.engine.runner
         self.constraints = Constraints(self.engine.load_vocabulary, self.runner.vocab_size)
         names = tuple(options.speculate.split(","))
         self.by_mode = {
-            True: Speculation(make_proposers(names, self.constraints), self.constraints, self.runner.vocab_size),
+            True: Speculation(make_proposers(names, self.constraints, self.engine.heads), self.constraints, self.runner.vocab_size),
             False: Speculation([], self.constraints, self.runner.vocab_size),
         }
         self.most = options.num_speculative_tokens
@@ -180,9 +185,7 @@ def encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
 def compare(loop: Loop, tokenizer: Tokenizer, kind: Kind, streams: int, options: argparse.Namespace) -> dict[str, object]:
     """One cell of the table."""
     prompt = encode(tokenizer, kind.prompt)
-    asked = [
-        (prompt, replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)
-    ]
+    asked = [(prompt, replace(kind.params, seed=number, max_tokens=options.tokens, stop_token_ids=()), kind.constraint) for number in range(streams)]
     ratios, tally, rates = [], Tally(), []
     for number in range(options.rounds + 1):
         modes = (True, False) if number % 2 else (False, True)
@@ -238,6 +241,7 @@ def main() -> None:
     parser.add_argument("--model", help="a checkpoint folder, a GGUF file or a model's name (default: smollm2-135m if it is there, else the demo)")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--speculate", default="auto", help="as compute takes it (default: %(default)s)")
+    parser.add_argument("--heads", default="", metavar="FOLDER", help="of Medusa heads, which propose, too")
     parser.add_argument("--num-speculative-tokens", type=int, default=16)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--kinds", nargs="+", help="some of the kinds, by the first word of their names (default: all)")

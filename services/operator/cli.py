@@ -183,9 +183,7 @@ def add_train_heads(train: argparse.ArgumentParser) -> None:
     train.add_argument("--temperature", type=float, metavar="X", help="at which it answers (default: as the model's makers say, else 1)")
     train.add_argument("--heads", type=positive_number, default=3, metavar="N", help="each guesses one token further (default: %(default)s)")
     train.add_argument("--layers", type=positive_number, default=1, metavar="N", help="residual blocks of a head (default: %(default)s)")
-    train.add_argument(
-        "--vocabulary", type=positive_number, default=8192, metavar="N", help="frequent tokens, which heads know (default: %(default)s)"
-    )
+    train.add_argument("--vocabulary", type=positive_number, default=8192, metavar="N", help="frequent tokens, which heads know (default: %(default)s)")
     train.add_argument("--epochs", type=positive_number, default=6, metavar="N", help="times that each answer is learnt from (default: %(default)s)")
     train.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="the largest, of AdamW (default: %(default)s)")
     train.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of answers and training (default: %(default)s)")

@@ -77,7 +77,8 @@ def reference(tensors: Tensors, x: Tensor, head: int) -> Tensor:
     for layer in range(LAYERS):
         prefix = f"{head}.{layer}.linear." if is_list else f"blocks.{head}.layers.{layer}."
         x = x + torch.nn.functional.silu(torch.nn.functional.linear(x, found[prefix + "weight"], found.get(prefix + "bias")))
-    lm_head = next((found[name] for name in (f"{head}.{LAYERS}.weight", f"lm_heads.{head}.weight", "lm_heads.0.weight", "lm_head.weight") if name in found), OWN_HEAD)
+    names = (f"{head}.{LAYERS}.weight", f"lm_heads.{head}.weight", "lm_heads.0.weight", "lm_head.weight")
+    lm_head = next((found[name] for name in names if name in found), OWN_HEAD)
     if (token_map := found.get("token_map")) is None:
         return x @ lm_head.T
     rows = lm_head if len(lm_head) == KNOWN else lm_head[token_map]
