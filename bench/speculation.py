@@ -6,7 +6,7 @@ off, in turns; the median of the rounds' ratios counts. The first round is not c
 answer is compared: one that differs ends the run. Ceiling: the mean number of tokens a sequence gets of a step, were drafts free.
 Draft_ms: what each place of the drafts of a model takes, all streams together.
 
-    python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json] [--speculate lookup] [--rounds 5]
+    python -m bench.speculation --model smollm2-135m [--streams 1 8 64] [--kinds edit json] [--speculate lookup] [--heads FOLDER] [--rounds 5]
     python -m bench.speculation --model smollm2-135m --speculate self [--self-draft smollm2-135m-w4] --streams 1
     python -m bench.speculation --model smollm2-135m --invariance 1000
 
@@ -100,7 +100,7 @@ class Loop:
     def __init__(self, files: ModelFiles, options: argparse.Namespace) -> None:
         settings = ComputeSettings(
             model=str(files.folder), kv_cache_memory="1GiB", quantization=options.quantization, prefix_caching=False, num_threads=options.threads,
-            speculate=options.speculate, self_draft=options.self_draft, draft_model=options.draft_model,
+            speculate=options.speculate, self_draft=options.self_draft, draft_model=options.draft_model, heads=options.heads,
         )  # fmt: skip
         self.engine: Engine = build_engine(settings, files)
         self.scheduler, self.runner = self.engine.scheduler, self.engine.runner
@@ -115,7 +115,7 @@ class Loop:
         """Answer these requests together."""
         speculation = self.by_mode[is_on]
         if is_on:  # what is learned of costs and chances stays; answers that were given before do not
-            speculation.proposers = make_proposers(self.names, self.constraints, self.engine.draft_models)
+            speculation.proposers = make_proposers(self.names, self.constraints, self.engine.proposers)
         self.scheduler.drafting = speculation.drafting(self.most, self.engine.max_sampled)
         before = replace(speculation.total)
         sequences = []
@@ -242,6 +242,7 @@ def main() -> None:
     parser.add_argument("--speculate", default="auto", help="as compute takes it (default: %(default)s)")
     parser.add_argument("--self-draft", default="", help="as compute takes it")
     parser.add_argument("--draft-model", default="", help="as compute takes it")
+    parser.add_argument("--heads", default="", metavar="FOLDER", help="of Medusa heads, which propose, too")
     parser.add_argument("--num-speculative-tokens", type=int, default=16)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--kinds", nargs="+", help="some of the kinds, by the first word of their names (default: all)")

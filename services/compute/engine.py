@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Literal, overload
 
 import torch
@@ -20,8 +21,10 @@ from services.compute.models.config import ARCHITECTURES, architecture_of, read_
 from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
-from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_models import load_draft_models, make_chain_proposer
+from services.compute.speculation.medusa import MedusaHeads, MedusaProposer
+from services.compute.speculation.medusa_file import read_medusa
+from services.compute.speculation.proposer import Proposer
 from services.compute.warm_up import check_numbers, first_kernels, warm_up
 from services.compute.weights.loader import load_weights
 from shared.model.files import ModelFiles
@@ -50,7 +53,7 @@ class Engine:
     fingerprint: str  # of this replica
     is_encoder: bool  # it makes embeddings, and no tokens
     speculators: tuple[str, ...]  # who guesses tokens, as --speculate has them; none: nobody
-    draft_models: tuple[ChainProposer, ...]  # those of them that run a model
+    proposers: tuple[Proposer, ...]  # those of them that have weights
     max_sampled: int  # rows of logits of a step
     publish_interval_s: float  # candidates of steps shorter than this go out together
     step_timeout_s: float  # a step that takes longer has hung
@@ -84,6 +87,19 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
         log.info("no speculation: this model's bits depend on what a step computes together", implementation=model.implementation)
         return ()
     return tuple(settings.speculate.split(","))
+
+
+def load_heads(settings: ComputeSettings, speculators: tuple[str, ...], model: Model) -> MedusaHeads | None:
+    """The heads that --heads names, for a model whose drafts are asked for. Raises
+    StartupError."""
+    if not settings.heads or not speculators:
+        return None
+    if not isinstance(model, Decoder):
+        raise StartupError(f"--heads {settings.heads}: heads are for models that run on our own executor (--model-impl)")
+    config, backend = model.config, model.backend
+    weights = read_medusa(Path(settings.heads).expanduser(), config.hidden_size, config.vocab_size, backend.dtype, backend.device)
+    log.info("heads loaded", heads=settings.heads, num_heads=len(weights.blocks), mib=weights.num_bytes >> 20)
+    return MedusaHeads(weights, model.weights.lm_head, config.vocab_size, backend)
 
 
 def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
@@ -141,10 +157,12 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         model = load_model(settings, files, backend, limit)
         speculators = choose_speculators(settings, model)
         drafting = load_draft_models(speculators, settings, files, model, limit)
+        heads = load_heads(settings, speculators, model)
     models = [model, *(each.model for each in drafting)]
     with first_kernels(device):
         max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
         workspace_bytes = sum(each.workspace_bytes(settings.max_batched_tokens, max_sampled, limit or settings.max_batched_tokens) for each in models)
+    workspace_bytes += 0 if heads is None else heads.workspace_bytes
     is_encoder = not model.splits_prompts
     caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv)]
     size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
@@ -164,7 +182,10 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         make_scheduler(settings, size, found.kv, is_encoder=is_encoder), runner,
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
-        speculators=speculators, draft_models=tuple(make_chain_proposer(each, runner, settings, size.max_model_len) for each in drafting),
+        speculators=speculators, proposers=(
+            *(MedusaProposer(each, runner, backend.row_search) for each in (heads,) if each is not None),
+            *(make_chain_proposer(each, runner, settings, size.max_model_len) for each in drafting),
+        ),
         max_sampled=max_sampled,
         publish_interval_s=choose_publish_interval(settings, device), step_timeout_s=choose_step_timeout(settings, device),
     )  # fmt: skip

@@ -45,6 +45,10 @@ class Executor(Protocol):
         until the head runs again. keys: of the rows that are still wanted, where some are not."""
         ...
 
+    def sampled_states(self, batch: ScheduledBatch, hidden: Any, keys: Container[RowKey] | None = None) -> torch.Tensor:
+        """The last hidden states of the sampled rows, as `logits` has them: [R, hidden] float32."""
+        ...
+
     def prompt_logits(self, batch: ScheduledBatch, hidden: Any) -> Iterator[torch.Tensor]:
         """Logits of the rows that predict the batch's target_ids, in their order, slice by slice,
         [n, vocab_size] float32, each good until the next."""

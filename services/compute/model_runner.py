@@ -118,10 +118,7 @@ class ModelRunner:
         """Logits of the sampled rows, [len(batch.sampled), vocab_size] float32, in that order; good
         until the head runs again. hidden: what `run` returned; keys: of the rows that are still
         wanted, where some are not."""
-        rows = _sampled_rows(batch)
-        if keys is not None:
-            rows = [row for row, key in zip(rows, batch.sampled, strict=True) if key in keys]
-        return self.model.logits(hidden, self._wanted(rows))
+        return self.model.logits(hidden, self._wanted(_wanted_rows(batch, keys)))
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Iterator[torch.Tensor]:
         """Logits of the rows that predict the batch's target_ids, in their order: slices of [at
@@ -129,6 +126,10 @@ class ModelRunner:
         rows = _prompt_rows(batch)
         for at in range(0, len(rows), PROMPT_ROWS):
             yield self.model.logits(hidden, self._wanted(rows[at : at + PROMPT_ROWS]))
+
+    def sampled_states(self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
+        """The last hidden states of the sampled rows, as `logits` has them: [R, hidden] float32."""
+        return self.model.states(hidden, self._wanted(_wanted_rows(batch, keys)))
 
     def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The last hidden states of the rows' pooled tokens, in their order, [R, hidden]
@@ -194,6 +195,12 @@ def _starts(batch: ScheduledBatch) -> list[int]:
 def _sampled_rows(batch: ScheduledBatch) -> list[int]:
     """The tokens whose logits decide those after them."""
     return [start + index for row, start in zip(batch.rows, _starts(batch), strict=True) for index in row.sampled]
+
+
+def _wanted_rows(batch: ScheduledBatch, keys: Container[RowKey] | None) -> list[int]:
+    """Of the sampled rows, those of some keys; None: all."""
+    rows = _sampled_rows(batch)
+    return rows if keys is None else [row for row, key in zip(rows, batch.sampled, strict=True) if key in keys]
 
 
 def _prompt_rows(batch: ScheduledBatch) -> list[int]:

@@ -66,8 +66,7 @@ class ComputeService:
         self.active: dict[int, ActiveRequest] = {}  # by handle: all that this replica answers for
         self.exchange = Exchange(stage, prompts(stage.model), self.active, publish_interval_s=engine.publish_interval_s, max_held=max(1, settings.run_ahead))
         self.constraints = Constraints(engine.load_vocabulary, self.executor.vocab_size)
-        proposers = make_proposers(engine.speculators, self.constraints, engine.draft_models)
-        self.speculation = Speculation(proposers, self.constraints, self.executor.vocab_size)
+        self.speculation = Speculation(make_proposers(engine.speculators, self.constraints, engine.proposers), self.constraints, self.executor.vocab_size)
         self.scheduler.drafting = self.speculation.drafting(settings.num_speculative_tokens, engine.max_sampled)
         self.admitter = Admitter(stage, engine, self.exchange, self.constraints, self.speculation, self.active)
         self.readers = Readers(settings.reader_timeout_s)

@@ -56,6 +56,13 @@ MAKE_MODEL_EXAMPLES = """examples:
   penstock make-model /tmp/m --shape qwen2.5-0.5b
   penstock up --model /tmp/m"""
 
+TRAIN_HEADS_EXAMPLES = """examples:
+  penstock train-heads smollm2-135m ~/models/smollm2-heads
+  penstock train-heads ~/models/mine ~/models/mine-heads --prompts questions.txt --temperature 0.7
+  penstock up --model ~/models/mine --heads ~/models/mine-heads
+
+It runs on the CPU, for as long as the model takes to answer so many tokens, and about as long again. The same machine, flags and seed give the same heads."""
+
 PULL_EXAMPLES = """examples:
   penstock pull smollm2-135m
   penstock pull Qwen/Qwen2.5-0.5B-Instruct
@@ -99,6 +106,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_keys_arguments(commands.add_parser("keys", help="add, list, rotate and revoke API keys", epilog=examples))
     commands.add_parser("simulate", add_help=False, help="simulate a trace of requests on a model and hardware of your choice")
     add_quantize(commands.add_parser("quantize", help="write a quantized checkpoint that loads in seconds", epilog=QUANTIZE_EXAMPLES))
+    add_train_heads(commands.add_parser("train-heads", help="train heads that guess a model's next tokens", epilog=TRAIN_HEADS_EXAMPLES))
     built = "example:\n  apt install g++ && penstock build-kernels"
     commands.add_parser("build-kernels", help="compile the native kernels for this package (needs g++ or clang++)", epilog=built)
     make = commands.add_parser("make-model", help="write a model of random weights, for benchmarks and tests", epilog=MAKE_MODEL_EXAMPLES)
@@ -165,6 +173,22 @@ def add_quantize(quantize: argparse.ArgumentParser) -> None:
         "--calibration-tokens", type=positive_number, default=16_384, metavar="N", help="longest part of the text to use, in tokens (default: %(default)s)"
     )
     add_force(quantize)
+
+
+def add_train_heads(train: argparse.ArgumentParser) -> None:
+    train.add_argument("model", metavar="MODEL", help="a checkpoint folder, a GGUF file, a name that was pulled, or a hub id")
+    train.add_argument("out", metavar="OUT", type=Path, help="folder to write")
+    train.add_argument("--prompts", default="default", metavar="FILE", help="a text file, a prompt on each line (default: 1,200 built-in ones, in English)")
+    train.add_argument("--tokens", type=positive_number, default=100_000, metavar="N", help="tokens of the model's answers, about (default: %(default)s)")
+    train.add_argument("--temperature", type=float, metavar="X", help="at which it answers (default: as the model's makers say, else 1)")
+    train.add_argument("--heads", type=positive_number, default=3, metavar="N", help="each guesses one token further (default: %(default)s)")
+    train.add_argument("--layers", type=positive_number, default=1, metavar="N", help="residual blocks of a head (default: %(default)s)")
+    train.add_argument("--vocabulary", type=positive_number, default=8192, metavar="N", help="frequent tokens, which heads know (default: %(default)s)")
+    train.add_argument("--epochs", type=positive_number, default=6, metavar="N", help="times that each answer is learnt from (default: %(default)s)")
+    train.add_argument("--learning-rate", type=float, default=2e-3, metavar="X", help="the largest, of AdamW (default: %(default)s)")
+    train.add_argument("--seed", type=whole_number, default=0, metavar="N", help="of answers and training (default: %(default)s)")
+    train.add_argument("--num-threads", type=whole_number, default=0, metavar="N", help="0: all cores")
+    add_force(train)
 
 
 def add_force(parser: argparse.ArgumentParser) -> None:
@@ -248,6 +272,8 @@ def run_tool(args: argparse.Namespace) -> None:
             if (problem := build()) is not None:
                 raise StartupError(f"the kernels were not built: {problem}")
             print(f"built {LIBRARY}")
+        case "train-heads":
+            run_train_heads(args)
         case "make-model":
             from services.compute.tools.make_model import make_model
 
@@ -269,6 +295,21 @@ def run_quantize(args: argparse.Namespace) -> None:
     for name, size, text in zip(("before", args.quantization), result.num_bytes, texts, strict=True):
         print(f"{name:12}{size / 1e6:9.1f} MB{text}")
     print(f"written to {args.out}; serve it: penstock up --model {args.out}")
+
+
+def run_train_heads(args: argparse.Namespace) -> None:
+    from services.compute.tools.heads.answers import Sampling
+    from services.compute.tools.heads.training import Recipe
+    from services.compute.tools.train_heads import train_heads
+
+    recipe = Recipe(args.heads, args.layers, args.epochs, args.learning_rate, args.seed)
+    sampling = Sampling(args.tokens, args.temperature, args.seed)
+    options = {"prompts": args.prompts, "vocabulary": args.vocabulary, "num_threads": args.num_threads, "force": args.force}
+    result = train_heads(args.model, args.out, sampling, recipe, **options)
+    print(f"right guesses, of {result.num_tokens:,} tokens that the heads have not seen:")
+    for number, share in enumerate(result.accuracies, 2):
+        print(f"  {number} tokens ahead {share:7.1%}")
+    print(f"written to {args.out}; use them: penstock up --model {args.model} --heads {args.out}")
 
 
 def redis_of(redis_url: str | None, data_dir: Path | None) -> str:

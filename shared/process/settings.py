@@ -15,7 +15,7 @@ from shared.process.errors import StartupError
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
-SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "self", "draft")
+SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "self", "draft")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -193,9 +193,10 @@ class EngineSettings(StageSettings):
     run_ahead: int = Field(4, ge=0, le=8, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
-        "forces), prediction (what the client expects), self (the model itself in four bits), draft (--draft-model); auto: lookup, grammar and "
-        "prediction, where they pay; off: nobody. No text depends on it: docs/understand/speculation.md"
+        "forces), prediction (what the client expects), medusa (--heads), self (the model itself in four bits), draft (--draft-model); auto: lookup, "
+        "grammar, prediction and heads, where they pay; off: nobody. No text depends on it: docs/understand/speculation.md"
     )  # fmt: skip
+    heads: str = Field("", description="a folder of Medusa heads, which guess the model's next tokens: penstock train-heads makes them; auto uses them, too")
     self_draft: str = Field(
         "", description="for --speculate self, the same model as penstock quantize wrote it, calibrated: it guesses better than weights rounded at load"
     )
@@ -218,12 +219,16 @@ class EngineSettings(StageSettings):
         return value
 
     @model_validator(mode="after")
-    def check_draft_models(self) -> "EngineSettings":
+    def check_weights_of_proposers(self) -> "EngineSettings":
         names = self.speculate.split(",")
         if ("draft" in names) != bool(self.draft_model):
             raise ValueError("--speculate draft and --draft-model PATH need each other")
         if self.self_draft and "self" not in names:
             raise ValueError("--self-draft is for --speculate self")
+        if "medusa" in names and not self.heads:
+            raise ValueError("--speculate medusa needs --heads FOLDER")
+        if self.heads and not {"medusa", "auto", "off"} & set(names):
+            raise ValueError(f"--speculate {self.speculate} does not use --heads: add medusa")
         return self
 
 

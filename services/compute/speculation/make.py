@@ -11,9 +11,9 @@ from services.compute.speculation.proposer import Proposer
 AUTO = ("grammar", "prediction", "lookup")
 
 
-def make_proposers(names: tuple[str, ...], constraints: Constraints, draft_models: Sequence[Proposer] = ()) -> list[Proposer]:
+def make_proposers(names: tuple[str, ...], constraints: Constraints, loaded: Sequence[Proposer] = ()) -> list[Proposer]:
     """One of each name, those that run no model first. auto: all that need no weights of their own;
-    draft_models: those that have them, loaded."""
+    loaded: those that have them."""
     wanted = {each for name in names for each in (AUTO if name == "auto" else (name,))}
     made: dict[str, Proposer] = {"grammar": GrammarProposer(constraints), "prediction": PredictionProposer(), "lookup": Lookup()}
-    return [*(proposer for name, proposer in made.items() if name in wanted), *draft_models]
+    return [*(proposer for name, proposer in made.items() if name in wanted), *loaded]
