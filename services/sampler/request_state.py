@@ -101,8 +101,7 @@ class RequestState:
             prompt_token_ids=self.intro.prompt_token_ids if self.position == 1 else None,
             draw=DRAW if self.position == 1 else None,
             fingerprint=self.intro.fingerprint if self.intro.fingerprint != self.fingerprint else "",
-            num_accepted_prediction_tokens=self.prediction.num_accepted if self.prediction is not None and end is not None else None,
-            num_rejected_prediction_tokens=self.prediction.num_rejected if self.prediction is not None and end is not None else None,
+            prediction_tokens=(self.prediction.num_accepted, self.prediction.num_rejected) if self.prediction is not None and end is not None else (),
         )
         self.fingerprint = self.intro.fingerprint
         self.last_event = event

@@ -280,8 +280,7 @@ class TokenEvent:
     fingerprint: str = ""
     # with the last event, if the request had a prediction: how many of its tokens came, and how
     # many did not
-    num_accepted_prediction_tokens: int | None = None
-    num_rejected_prediction_tokens: int | None = None
+    prediction_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

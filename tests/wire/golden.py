@@ -204,10 +204,10 @@ DECISIONS_NOW = "98a96465636973696f6e7301a973616d706c65722d3107c4080400000005000
 DECISIONS = Golden(StepDecisions("sampler-1", 7, i32(4, 5), i32(3, 1), token_ids=i32(10, -1), is_finished=np.array([0, 1], np.uint8)), DECISIONS_NOW)
 
 TOKEN_NOW = (
-    "dc0014a5746f6b656e01a57265712d31032aa2c3a909089197a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c3a473746f70a20a0a94"
+    "dc0013a5746f6b656e01a57265712d31032aa2c3a909089197a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c3a473746f70a20a0a94"
     "a26e6fcd0190a473746f70a362616497a2c3a9c402c3a9cbbfe00000000000009194a161c40161cbbff4000000000000060705c398c4080300000004000000c4040000c0bfc4"
     "0402000000c40406000000c404000080bec40c03000000040000000600000093a161a2c3a9a163c4080000000001000000c4080300000004000000c4080000003f000000c0a8"
-    "67756d62656c2d31a466705f310402"
+    "67756d62656c2d31a466705f31920402"
 )
 TOKEN_BEFORE = (
     "9ea5746f6b656e01a57265712d31032aa2c3a909089195a2c3a9c402c3a9cbbfe00000000000009193a161c40161cbbff400000000000007a473746f70a20a0a94a26e6fcd01"
@@ -218,14 +218,13 @@ TOKEN = Golden(
     TokenEvent(
         "req-1", 3, 42, "é", num_prompt_tokens=9, num_cached_tokens=8, logprobs=(LOGPROB,), finish_reason="stop", stop_reason="\n\n",
         error=RequestError("no", 400, "stop", "bad"), withheld=LOGPROB, prompt_logprobs=PROMPT_LOGPROBS,
-        prompt_token_ids=i32(3, 4), embedding=f32(0.5, -2.0), draw="gumbel-1", fingerprint="fp_1", num_accepted_prediction_tokens=4,
-        num_rejected_prediction_tokens=2,
+        prompt_token_ids=i32(3, 4), embedding=f32(0.5, -2.0), draw="gumbel-1", fingerprint="fp_1", prediction_tokens=(4, 2),
     ),
     TOKEN_NOW,
     TOKEN_BEFORE,
     {
         "prompt_token_ids": None, "embedding": None, "draw": None, "fingerprint": "", "logprobs": (LOGPROB_BEFORE,), "withheld": LOGPROB_BEFORE,
-        "num_accepted_prediction_tokens": None, "num_rejected_prediction_tokens": None,
+        "prediction_tokens": (),
     },
 )  # fmt: skip
 

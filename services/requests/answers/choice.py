@@ -24,8 +24,8 @@ class Choice:
     stop_reason: str | int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
-    # of the prediction's: those that came in the answer, and those that did not; None: there is none
-    prediction_tokens: tuple[int, int] | None = None
+    # of the prediction's: those that came in the answer, and those that did not; empty: there is none
+    prediction_tokens: tuple[int, ...] = ()
     num_output_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     fingerprints: list[str] = field(default_factory=list)  # of the compute replicas that made its tokens
@@ -55,8 +55,7 @@ class Choice:
         if event.prompt_token_ids is not None:
             self.prompt_token_ids = event.prompt_token_ids
         self.finish_reason, self.stop_reason = event.finish_reason, event.stop_reason
-        if event.num_accepted_prediction_tokens is not None:
-            self.prediction_tokens = event.num_accepted_prediction_tokens, event.num_rejected_prediction_tokens or 0
+        self.prediction_tokens = event.prediction_tokens
         if self.answer is not None:
             delta = self.answer.add(event.text, is_end=event.finish_reason is not None)
             if self.answer.has_called and event.finish_reason == "stop":
@@ -95,7 +94,7 @@ def usage_of(choices: list[Choice], n: int) -> Usage:
 
 def predicted_tokens(choices: list[Choice]) -> tuple[int, int] | tuple[None, None]:
     """Of the prediction's tokens, how many came in the choices, and how many did not."""
-    found = [choice.prediction_tokens for choice in choices if choice.prediction_tokens is not None]
+    found = [choice.prediction_tokens for choice in choices if choice.prediction_tokens]
     return (sum(accepted for accepted, _ in found), sum(rejected for _, rejected in found)) if found else (None, None)
 
 
