@@ -58,7 +58,7 @@ def test_the_caches_memory_is_divided() -> None:
     alone, itself, other = (
         build_engine(settings(*flags), DEMO) for flags in ([], ["--speculate", "self"], ["--speculate", "auto,draft", "--draft-model", "demo"])
     )
-    assert [each.name for each in itself.draft_models] == ["self"] and [each.name for each in other.draft_models] == ["draft"]
+    assert [each.name for each in itself.proposers] == ["self"] and [each.name for each in other.proposers] == ["draft"]
     assert itself.scheduler.block_manager.num_blocks == alone.scheduler.block_manager.num_blocks
     assert other.scheduler.block_manager.num_blocks == alone.scheduler.block_manager.num_blocks // 2
-    assert itself.draft_models[0].runner.kv_cache is itself.runner.kv_cache
+    assert itself.proposers[0].runner.kv_cache is itself.runner.kv_cache
