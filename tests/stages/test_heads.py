@@ -16,7 +16,7 @@ from services.compute.speculation.medusa import MedusaProposer
 from services.operator.cli import main
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings, UpSettings, load_settings
-from shared.wire.messages import TokenEvent
+from shared.wire.messages import encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import FILES, LineOfStages, hurried
@@ -60,12 +60,12 @@ def proposer(line: LineOfStages, heads: Path) -> MedusaProposer:
     return MedusaProposer(loaded.heads, executor, executor.row_search)
 
 
-def logs(line: LineOfStages, *proposers: MedusaProposer) -> tuple[dict[str, list[TokenEvent]], int]:
+def logs(line: LineOfStages, *proposers: MedusaProposer) -> tuple[dict[str, list[bytes]], int]:
     """The logs of all requests; and how many drafts stood."""
     speculation = speculate(line, *proposers)
     events = {name: parse_log(log) for name, log in line.answer(*REQUESTS).items()}
     # how much of its prompt one of a pair finds computed is a matter of when it came
-    return {name: [replace(event, num_cached_tokens=0) for event in some] for name, some in events.items()}, speculation.total.num_accepted_tokens
+    return {name: [encode(replace(event, num_cached_tokens=0)) for event in some] for name, some in events.items()}, speculation.total.num_accepted_tokens
 
 
 def test_logs_are_the_same_with_heads(line: LineOfStages, useless: Path, trained: Path) -> None:
