@@ -15,13 +15,12 @@ from services.compute.scheduling.new_step import NewStep
 from services.compute.speculation.chains import ChainProposer
 from services.compute.speculation.draft_kv import TargetKV
 from services.compute.speculation.draft_models import DraftModel, load_draft_models, make_chain_proposer
-from services.compute.speculation.speculation import Speculation
 from shared.process.settings import ComputeSettings
-from shared.wire.messages import GenerateRequest
+from shared.wire.messages import GenerateRequest, encode
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import FILES, LineOfStages, hurried
-from tests.stages.test_speculation import REQUESTS, All, speculate
+from tests.stages.test_speculation import REQUESTS, speculate
 
 SETTINGS = ComputeSettings(speculate="self,draft", draft_model="demo", max_batched_tokens=64)
 
@@ -36,7 +35,7 @@ def line(tmp_path_factory: pytest.TempPathFactory, redis_binary: Path | None) ->
 
 def answers(line: LineOfStages, *asked: GenerateRequest) -> dict[str, list[Any]]:
     """What the logs say; how much of its prompt a choice found computed depends on when the one before it came."""
-    return {name: [replace(event, num_cached_tokens=0) for event in parse_log(log)] for name, log in line.answer(*asked, timeout_s=300).items()}
+    return {name: [encode(replace(event, num_cached_tokens=0)) for event in parse_log(log)] for name, log in line.answer(*asked, timeout_s=300).items()}
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +49,6 @@ def expected(line: LineOfStages) -> dict[str, Any]:
 def models(line: LineOfStages) -> dict[str, DraftModel]:
     """The demo in four bits, and the demo as it is, with a cache of its own."""
     return {each.name: each for each in load_draft_models(("self", "draft"), SETTINGS, FILES, line.compute.executor.model, None)}
-
-
-class Always(All):
-    """Asks for all drafts, whatever they cost."""
-
-    def best_length(self, name: str, handles: list[int], num_decodes: int, most: int, draft_s: float) -> int:  # noqa: ARG002
-        return most
-
-
-def draft(line: LineOfStages, proposer: ChainProposer) -> Speculation:
-    """From now on this one proposes."""
-    speculation = speculate(line, proposer)
-    speculation.control = Always()
-    return speculation
 
 
 def proposer_of(line: LineOfStages, model: DraftModel) -> ChainProposer:
@@ -91,7 +76,7 @@ def test_logs_are_the_same(
     if is_crowded:
         crowd(line, monkeypatch)
     proposer = proposer_of(line, models[name])
-    speculation = draft(line, proposer)
+    speculation = speculate(line, proposer)
     assert answers(line, *REQUESTS) == expected
     total = speculation.total
     assert total.num_accepted_tokens > 30
@@ -101,7 +86,7 @@ def test_logs_are_the_same(
 def test_a_draft_model_that_is_the_target_is_right(line: LineOfStages, expected: dict[str, Any], models: dict[str, DraftModel]) -> None:
     """Its cache holds what the target's holds, so it draws the same: greedy or not, with penalties and llama.cpp's samplers, and in batches. Where a grammar
     or a stop string decides, it can't know."""
-    speculation = draft(line, proposer_of(line, models["draft"]))
+    speculation = speculate(line, proposer_of(line, models["draft"]))
     asked = [each for each in REQUESTS if each.constraint is None and not each.params.stop]
     assert answers(line, *asked) == {each.request_id: expected[each.request_id] for each in asked}
     assert speculation.total.num_accepted_tokens == speculation.total.num_draft_tokens > 50
@@ -116,6 +101,6 @@ def test_what_is_written_into_the_targets_cache_is_written_again(
     runner = ModelRunner(Decoder(drafting.config, weights, drafting.backend), line.compute.executor.kv_cache)
     proposer = ChainProposer("self", runner, TargetKV(), max_batched_tokens=64, max_model_len=1024, vocab_size=runner.vocab_size)
     monkeypatch.setattr(proposer.margins, "chance", lambda _: 1.0)
-    speculation = draft(line, proposer)
+    speculation = speculate(line, proposer)
     assert answers(line, *REQUESTS) == expected
     assert speculation.total.num_draft_tokens > 300 > 10 * speculation.total.num_accepted_tokens

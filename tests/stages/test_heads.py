@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,9 @@ from services.compute.speculation.medusa import MedusaProposer
 from services.operator.cli import main
 from shared.process.errors import StartupError
 from shared.process.settings import ComputeSettings, UpSettings, load_settings
-from shared.wire.messages import encode
-from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.stages.line_of_stages import FILES, LineOfStages, hurried
-from tests.stages.test_speculation import REQUESTS, speculate
+from tests.stages.test_speculation import answer, speculate
 
 HIDDEN = FILES.config["hidden_size"]
 SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory": "16MiB", "num_threads": 1}
@@ -60,12 +57,10 @@ def proposer(line: LineOfStages, heads: Path) -> MedusaProposer:
     return MedusaProposer(loaded.heads, executor, executor.row_search)
 
 
-def logs(line: LineOfStages, *proposers: MedusaProposer) -> tuple[dict[str, list[bytes]], int]:
-    """The logs of all requests; and how many drafts stood."""
+def logs(line: LineOfStages, *proposers: MedusaProposer) -> tuple[dict[str, Any], int]:
+    """The logs of all requests, and how many drafts stood."""
     speculation = speculate(line, *proposers)
-    events = {name: parse_log(log) for name, log in line.answer(*REQUESTS).items()}
-    # how much of its prompt one of a pair finds computed is a matter of when it came
-    return {name: [encode(replace(event, num_cached_tokens=0)) for event in some] for name, some in events.items()}, speculation.total.num_accepted_tokens
+    return answer(line), speculation.total.num_accepted_tokens
 
 
 def test_logs_are_the_same_with_heads(line: LineOfStages, useless: Path, trained: Path) -> None:
