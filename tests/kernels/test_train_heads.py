@@ -38,7 +38,7 @@ def test_gradients_are_those_of_the_divergence_from_the_models_own_later_rows() 
         is_same = answers.numbers[later] == answers.numbers[rows]
         wanted = (answers.states[later].float() @ head.float().T).softmax(-1)
         loss = -(wanted * (heads(answers.states[rows].float(), number) @ head.float().T).log_softmax(-1)).sum(-1)[is_same].mean()
-        assert losses[number] == pytest.approx(float(loss), rel=0.02)
+        assert losses[number] == pytest.approx(loss.item(), rel=0.02)
         expected = expected + loss
     for ours, theirs in zip(found, torch.autograd.grad(expected, parameters), strict=True):
         assert ours is not None and (ours - theirs).norm() < 0.03 * theirs.norm()
@@ -98,7 +98,7 @@ def test_prompts_come_from_a_file(tmp_path: Path) -> None:
         (["--learning-rate", "0"], "--learning-rate 0: above 0"),
         (["--temperature", "-1"], "--temperature -1: from 0 to 100"),
         (["--prompts", "/nowhere.txt"], "--prompts /nowhere.txt: No such file"),
-        (["--tokens", "1000000000000"], "the hidden states of so many take"),
+        (["--tokens", "1000000000"], "the hidden states of so many take"),
         (["--tokens", "50"], "too short to learn from"),
     ],
 )

@@ -69,7 +69,7 @@ def test_logs_are_the_same_with_heads(line: LineOfStages, useless: Path, trained
     assert found == expected
     heads = proposer(line, trained)
     found, num_accepted = logs(line, heads)
-    assert found == expected and num_accepted > 20
+    assert found == expected and num_accepted > 0
     assert heads._states == {}, "who has ended is forgotten"
 
 

@@ -86,6 +86,8 @@ class Constraints:
         self.opening: dict[int, Opening] = {}  # by handle: sequences that wait for their grammars
         # by handle: those whose masks come before their rows run
         self.late: dict[int, Matcher] = {}
+        # handles without drafts until they have run: other drafts would want other masks, late again
+        self._undrafted: set[int] = set()
         self._maskers = ThreadPoolExecutor(NUM_MASKERS, "mask")
         self._slow_maskers = ThreadPoolExecutor(NUM_SLOW_MASKERS, "slow-mask")
         self._replayers = ThreadPoolExecutor(NUM_REPLAYERS, "replay")
@@ -127,6 +129,7 @@ class Constraints:
             matcher = self.matchers[handle]
             turn = matcher.step_to(some)
             if turn.is_there:
+                self._undrafted.discard(handle)
                 continue
             if matcher.is_busy:
                 stale.update(turn.keys)
@@ -137,6 +140,8 @@ class Constraints:
 
     def hold_back(self, handles: Iterable[int]) -> None:
         """Hold back rows whose masks were late: they sit out until their masks are there."""
+        handles = set(handles)
+        self._undrafted |= handles
         self.late.update({handle: self.matchers[handle] for handle in handles})
 
     def sitting_out(self) -> frozenset[int]:
@@ -172,7 +177,7 @@ class Constraints:
         """What the matcher's state says behind its sequence's last token. It is asked in the loop, so
         it must say it fast: who did not is asked no more."""
         matcher = self.matchers[handle]
-        if matcher.is_busy or matcher.is_slow or matcher.has_slow_drafts or handle in self.late:
+        if matcher.is_busy or matcher.is_slow or matcher.has_slow_drafts or handle in self.late or handle in self._undrafted:
             return []
         began = time.thread_time()
         try:
@@ -187,6 +192,7 @@ class Constraints:
     def forget(self, handle: int) -> None:
         """The sequence has ended."""
         self.late.pop(handle, None)
+        self._undrafted.discard(handle)
         matcher = self.matchers.pop(handle, None)
         if matcher is not None and matcher.grammar not in self._running():
             self.grammars.release(matcher.grammar, has_failed=matcher.has_failed)

@@ -56,6 +56,7 @@ class ScriptedConfig:
 
 class ScriptedModel:
     implementation = "scripted"
+    is_row_invariant = True
     splits_prompts = True
     longest_text = None
 
