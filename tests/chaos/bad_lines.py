@@ -40,7 +40,7 @@ BAD: list[Any] = [
     {"custom_id": "b", "method": "GET", "url": "/v1/completions", "body": {}}, {"custom_id": "c", "method": "POST", "url": "/v1/no", "body": {}},
 ]  # fmt: skip
 
-REFUSED: list[dict[str, Any]] = [{"max_tokens": -1}, {"temperature": "hot"}, {"n": 10**9}, {"no_such_field": 1}, {"prompt": None}, {"logit_bias": {"x": 1}}]
+REFUSED: list[dict[str, Any]] = [{"max_tokens": -1}, {"temperature": "hot"}, {"n": 10**9}, {"mirostat": 2}, {"prompt": None}, {"logit_bias": {"x": 1}}]
 
 
 def unreadable(number: int, rng: random.Random) -> str:
