@@ -12,7 +12,10 @@ from services.operator.cli import main
     ("command", "line"),
     [
         ("statsu", "no command 'statsu': did you mean status?"),
-        ("launch", "no command 'launch': it is one of up, serve, status, chat, batch, pull, models, keys, simulate, quantize, build-kernels, make-model"),
+        (
+            "launch",
+            "no command 'launch': it is one of up, serve, status, chat, batch, pull, models, keys, simulate, quantize, train-heads, build-kernels, make-model",
+        ),
         ("", "COMMAND is missing; penstock --help shows how it is used"),
         ("--verson", "no flag '--verson': did you mean --version?; penstock --help lists them"),
         ("keys add team --rpm -1", "--rpm: '-1' is not a whole number above 0"),

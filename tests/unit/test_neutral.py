@@ -70,7 +70,7 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"repeat_penalty": 1.3, "repetition_penalty": 1.2}, "repeat_penalty", "repeat_penalty: it differs from repetition_penalty: give one"),
     ({"n_predict": 3, "max_tokens": 4}, "n_predict", "n_predict: it differs from max_tokens: give one"),
     ({"repeat_penalty": 0}, "repeat_penalty", "repeat_penalty: "),
-    ({"seed": 1 << 63}, "seed", "seed: "),
+    ({"seed": 1.5}, "seed", "seed: "),
     ({"truncation_side": "right"}, "truncation_side", "unknown or unsupported field: truncation_side"),
     ({"stop": ""}, "stop", "stop takes strings of 1 to 256 characters, got an empty one"),
     ({"stop": ["a", ""]}, "stop", "stop takes strings of 1 to 256 characters, got an empty one"),

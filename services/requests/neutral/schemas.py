@@ -63,7 +63,7 @@ class GenerateBody(Body):
     top_k: int | None = Field(None, description="keep so many of the likeliest tokens; 0 or -1: all")
     min_p: float | None = Field(None, description="keep tokens at least so likely, relative to the likeliest")
     seed: int | None = Field(
-        None, ge=-(1 << 63), lt=1 << 63, description="the same request with the same seed gets the same answer; left out or -1: a random one is drawn"
+        None, ge=-(1 << 63), lt=1 << 64, description="the same request with the same seed gets the same answer; left out or -1: a random one is drawn"
     )
     stop: Annotated[str | list[str] | None, BeforeValidator(read_stop(MAX_STOP_STRINGS))] = Field(None, description="texts that end the answer")
     stop_token_ids: Annotated[list[int] | None, BeforeValidator(at_most(MAX_LOGIT_BIAS))] = Field(None, description="tokens that end the answer")
