@@ -206,12 +206,13 @@ class Scheduler:
         return row
 
     def _add_drafts(self, step: NewStep) -> dict[int, int]:
-        """Append drafts for this step to sequences that are one token behind, unless it has a chunk
-        of a prompt. Returns how many, by handle."""
+        """Append drafts to sequences of a step without prompts. Returns how many, by handle."""
         if self.drafting is None or step.chunks or self._is_apart:
             return {}
-        num_spare_blocks = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
-        found = self.drafting.draft(step.decodes, self._budget(step, at_least=0), self.block_manager, num_spare_blocks)
+        able = [each for each in step.decodes if self.shares.least in (None, each.tenant_id)]  # where tenants bound the step, who wants least
+        room = min(self._budget(step, at_least=0), self.drafting.max_sampled - len(step.decodes))
+        num_spare = 0 if len(self.waiting) else self.block_manager.num_free_blocks - len(self.running)
+        found = self.drafting.draft(able, room, self.block_manager, num_spare)
         for handle, token_ids in found.items():
             for token_id in token_ids:
                 self.append(self.running[handle], token_id, is_decided=False)
@@ -219,7 +220,6 @@ class Scheduler:
 
     def _schedule_decodes(self, step: NewStep) -> list[Sequence]:
         """Schedule all that are one token behind. Returns the others, which are further behind."""
-        block_size = self.block_manager.block_size
         able = [sequence for sequence in self.running.values() if self._can_run(sequence)]
         behind = [sequence for sequence in able if sequence.num_uncomputed_tokens != 1]
         if self.splits_prompts:
@@ -227,7 +227,7 @@ class Scheduler:
             self.shares.begin_step(able, waiting, self.step_cost.cost, self.max_batched_tokens)
         for sequence in self.shares.turns([sequence for sequence in able if sequence.num_uncomputed_tokens == 1]):
             num_computed = sequence.num_computed_tokens
-            has_block = num_computed < len(sequence.block_table) * block_size and not sequence.has_shared_tail
+            has_block = num_computed < len(sequence.block_table) * self.block_manager.block_size and not sequence.has_shared_tail
             if has_block or self._make_room(sequence, num_computed + 1, step):
                 step.decodes.append(sequence)
         return behind
