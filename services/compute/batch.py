@@ -92,6 +92,6 @@ class ScheduledBatch:
 
     @property
     def firsts(self) -> list[RowKey]:
-        """Of each sequence that this step samples, the first token that it decides. The others follow
+        """The first token that the step decides of each sequence that it samples. The others follow
         drafts: a row of theirs that comes to nothing is computed again, if its drafts are drawn."""
         return [row.decides[0] for row in self.rows if row.sampled]

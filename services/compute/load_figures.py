@@ -1,4 +1,4 @@
-"""What this replica announces of its work."""
+"""The figures that a replica announces about its work."""
 
 from dataclasses import replace
 from typing import Any

@@ -198,7 +198,7 @@ def _sampled_rows(batch: ScheduledBatch) -> list[int]:
 
 
 def _wanted_rows(batch: ScheduledBatch, keys: Container[RowKey] | None) -> list[int]:
-    """Of the sampled rows, those of some keys; None: all."""
+    """The sampled rows of these keys; None: all sampled rows."""
     rows = _sampled_rows(batch)
     return rows if keys is None else [row for row, key in zip(rows, batch.sampled, strict=True) if key in keys]
 

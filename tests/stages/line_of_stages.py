@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from services.compute import admit
 from services.compute import service as compute_service
+from services.compute.candidates import matcher
 from services.compute.engine import Engine, build_engine
 from services.compute.exchange import inbox
 from services.compute.service import ComputeService
@@ -200,3 +201,17 @@ def ask(request_id: str, prompt: str, **params: Any) -> GenerateRequest:
 
 def ids(*values: int) -> "np.ndarray[Any, np.dtype[np.int32]]":
     return np.array(values, np.int32)
+
+
+def delay_masks(monkeypatch: pytest.MonkeyPatch, seconds: float, *, is_slow: bool) -> None:
+    """Nobody waits for a mask, and each takes so long; is_slow: all are filled before their rows run."""
+    fill = matcher.Filling._fill
+
+    def slowly(filling: matcher.Filling, turn: matcher.Turn, rows: Any) -> int:
+        time.sleep(seconds)
+        return fill(filling, turn, rows)
+
+    monkeypatch.setattr(compute_service, "MASK_BUDGET_S", 0.0)
+    monkeypatch.setattr(matcher.Filling, "_fill", slowly)
+    if is_slow:
+        monkeypatch.setattr(matcher, "SLOW_S", -1.0)

@@ -2,7 +2,6 @@
 
 import random
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from services.compute import service
-from services.compute.candidates import matcher
 from services.compute.sequence import Prefix
 from shared.model.constraint import Constraint
 from shared.model.sampling_params import ChainParams, DryParams, SamplingParams
@@ -21,7 +18,7 @@ from shared.wire.streams import CONTROL, MESSAGE, inflight_key, prompts
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.kernels.drawing import DrawingSearch
-from tests.stages.line_of_stages import MODEL, LineOfStages, ask, hurried, ids
+from tests.stages.line_of_stages import MODEL, LineOfStages, ask, delay_masks, hurried, ids
 from tests.waiting import wait_until
 
 GRAMMAR = r"([a-z]{1,5} ){3,9}end"
@@ -84,16 +81,7 @@ def test_rows_that_sit_out_get_the_same_bytes(
     line: LineOfStages, expected: dict[str, Any], monkeypatch: pytest.MonkeyPatch, is_slow: bool, is_in_flight: bool
 ) -> None:
     """Nobody waits for a mask, and each takes longer than a step; is_slow: all are filled before their rows run."""
-    fill = matcher.Filling._fill
-
-    def slowly(filling: matcher.Filling, turn: matcher.Turn, row: Any) -> int:
-        time.sleep(0.02)
-        return fill(filling, turn, row)
-
-    monkeypatch.setattr(service, "MASK_BUDGET_S", 0.0)
-    monkeypatch.setattr(matcher.Filling, "_fill", slowly)
-    if is_slow:
-        monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    delay_masks(monkeypatch, 0.02, is_slow=is_slow)
     found = line.compute.executor.row_search
     line.compute.executor.row_search = DrawingSearch(found, random.Random(1), share_wrong=0.1) if is_in_flight else found
     held: list[int] = []

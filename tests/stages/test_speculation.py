@@ -1,7 +1,6 @@
 """Speculation in the pipeline: whatever is drafted, and however much of it is wrong, the logs are byte for byte those without drafts."""
 
 import random
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from services.compute import service
 from services.compute.batch import ScheduledBatch
-from services.compute.candidates import matcher
 from services.compute.scheduling.drafts import Drafting
 from services.compute.scheduling.new_step import NewStep
 from services.compute.speculation.control import Control, Kind
@@ -25,7 +22,7 @@ from shared.wire.streams import CONTROL, MESSAGE
 from shared.wire.token_log import parse_log
 from tests.conftest import running_redis
 from tests.kernels.drawing import DrawingSearch
-from tests.stages.line_of_stages import LineOfStages, ask, hurried
+from tests.stages.line_of_stages import LineOfStages, ask, delay_masks, hurried
 from tests.stages.test_flight import REQUESTS as OF_ALL_KINDS
 from tests.waiting import wait_until
 
@@ -179,16 +176,7 @@ def test_drafts_whose_masks_are_late_come_again(
     line: LineOfStages, expected: dict[str, Any], answers: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, is_slow: bool
 ) -> None:
     """Nobody waits for a mask, and each takes longer than a step; is_slow: all are filled before their rows run, and nothing is drafted behind them."""
-    fill = matcher.Filling._fill
-
-    def slowly(filling: matcher.Filling, turn: matcher.Turn, rows: Any) -> int:
-        time.sleep(0.005)
-        return fill(filling, turn, rows)
-
-    monkeypatch.setattr(service, "MASK_BUDGET_S", 0.0)
-    monkeypatch.setattr(matcher.Filling, "_fill", slowly)
-    if is_slow:
-        monkeypatch.setattr(matcher, "SLOW_S", -1.0)
+    delay_masks(monkeypatch, 0.005, is_slow=is_slow)
     speculate(line, Liar(answers, random.Random(2), 0.3))
     assert answer(line) == expected
 

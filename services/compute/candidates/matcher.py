@@ -76,7 +76,7 @@ class Matcher:
 
     def follow(self) -> None:
         """Come to the sequence's last token, in the loop: no mask is wanted. Not while it is busy.
-        What the state says then may be that it can't."""
+        The state may be in error then."""
         sequence, num_same = self.sequence, self._num_same(self.sequence.num_tokens)
         num_taken_back = sequence.num_prompt_tokens + len(self.token_ids) - num_same
         if not num_taken_back and num_same == sequence.num_tokens:

@@ -15,7 +15,7 @@ Drafter = Callable[[list[tuple[Sequence, int]], int], dict[int, list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Drafting:
-    """Who guesses, and how much."""
+    """The function that guesses, and the bounds on its guesses."""
 
     drafter: Drafter
     max_drafts: int  # of a sequence

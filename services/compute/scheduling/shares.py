@@ -1,10 +1,9 @@
 """Shares: what a step may cost while several tenants run in it.
 
 Each sequence of a step waits for the whole step. So a tenant with many sequences would slow down
-another's few, though both have their places. Of T tenants that want to run, each may expect to be
-at most T times as slow as alone: a step costs at most T times what a step of the one who wants
-least would cost. Where all want the same, that bounds nothing. Where one wants much more, its
-sequences take turns.
+another's few, though both have their places. While T tenants want to run, a step costs at most T
+times what a step of the tenant who wants least would cost. If all want the same, that bounds
+nothing. If one wants much more, its sequences take turns.
 """
 
 from collections import Counter
@@ -16,7 +15,7 @@ from services.compute.sequence import Sequence
 
 
 class Shares:
-    """`begin_step` first; the rest is about that step."""
+    """Call `begin_step` first. All other methods are about that step."""
 
     def __init__(self) -> None:
         self.bound_s: float | None = None  # of the step; None: nothing bounds it
@@ -28,8 +27,8 @@ class Shares:
         self._num_turns = 0
 
     def begin_step(self, running: list[Sequence], waiting: Mapping[str, int], cost: StepCost | None, most_tokens: int) -> None:
-        """waiting: tokens of those who may begin, by tenant. cost: None
-        if it is not known yet. most_tokens: of any step."""
+        """Bound a step of some sequences. waiting: tokens of those that may begin, by tenant. cost:
+        None while it is unknown. most_tokens: bound of any step."""
         num_tokens, num_context_tokens = Counter(waiting), Counter(waiting)
         for sequence in running:
             num_tokens[sequence.tenant_id] += sequence.num_uncomputed_tokens
@@ -46,9 +45,9 @@ class Shares:
         self.num_awaited_tokens = min(waiting.get(self.least, 0), most_tokens)
 
     def turns(self, decodes: list[Sequence]) -> list[Sequence]:
-        """Those whose turn it is, of the sequences that are one token behind: all of the tenant who
-        wants least, and one of each tenant by turns as far as the bound allows; first those whose
-        last turn was longest ago."""
+        """Choose among sequences that are one token behind. All of the tenant who wants least run.
+        The other tenants get one each by turns, as far as the bound allows; the sequence whose last
+        turn was longest ago comes first."""
         if self.bound_s is None or self._cost is None:
             self._turns.clear()
             return decodes

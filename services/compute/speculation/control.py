@@ -27,7 +27,7 @@ MAX_KINDS = 256  # of proposer and grade
 
 
 class Kind(NamedTuple):
-    """What drafts of equal chances have in common."""
+    """A proposer and its grade. Drafts of one kind are expected to stand equally often."""
 
     name: str  # of the proposer
     grade: int
@@ -41,7 +41,7 @@ class Tries:
     stood: float = 0.0
 
     def chance(self, first: float) -> float:
-        """Of the next. first: what is expected of it, without these."""
+        """The chance that the next draft stands. first: the chance that is assumed before any try."""
         return (self.stood + FIRST_WEIGHT * first) / (self.tried + FIRST_WEIGHT)
 
     def learn(self, tried: int, stood: int, forget: float) -> None:
@@ -77,7 +77,7 @@ class StepTime:
         return self._last_s > 0.0
 
     def seconds(self, num_tokens: int) -> float:
-        """Of a step without drafts."""
+        """The time of a step without drafts, in seconds."""
         return self.fixed_s + self.per_token_s * num_tokens
 
 
@@ -90,7 +90,7 @@ class Control:
     _own: dict[int, dict[Kind, Tries]] = field(default_factory=dict)  # by handle
 
     def chance(self, handle: int, kind: Kind) -> float:
-        """Of a draft of this kind to stand, if all before it do."""
+        """The chance that a draft of this kind stands, if all drafts before it do."""
         of_all = self._of_all.get(kind)
         first = FIRST_CHANCE if of_all is None else of_all.chance(FIRST_CHANCE)
         own = self._own.get(handle, {}).get(kind)
@@ -139,7 +139,7 @@ class Control:
         return best
 
     def learn(self, handle: int, kind: Kind, offered: int, stood: int) -> None:
-        """What became of drafts that a step computed."""
+        """Count the drafts that a step computed, and those of them that stood."""
         tried = min(offered, stood + 1)
         if len(self._of_all) < MAX_KINDS:
             self._of_all.setdefault(kind, Tries())

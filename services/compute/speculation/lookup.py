@@ -63,7 +63,7 @@ class Lookup:
         return {handle: drafts for handle, drafts in found.items() if drafts is not None}
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
-        """What is decided is read when drafts are wanted."""
+        """Nothing to do: `propose` reads the sequence itself."""
 
     def forget(self, handle: int) -> None:
         """The sequence's answer goes into its tenant's pool."""

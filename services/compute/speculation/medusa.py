@@ -70,7 +70,7 @@ class MedusaHeads:
 
 @dataclass(frozen=True, slots=True)
 class LastState:
-    """What a sequence's last token was drawn from."""
+    """The hidden state from which a sequence's last token was drawn."""
 
     num_tokens: int  # of the sequence, that token included
     state: Tensor  # [hidden] float32
@@ -127,7 +127,7 @@ class MedusaProposer:
 
 @dataclass(frozen=True, slots=True)
 class Guesses:
-    """What heads guess, by row of their logits."""
+    """The tokens that heads guess, by row of their logits."""
 
     token_ids: Array  # [R] int64
     chances: Array  # [R] float64: what the head gives the token to be drawn

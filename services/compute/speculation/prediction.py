@@ -34,7 +34,7 @@ class PredictionProposer:
         return {handle: Drafts(token_ids) for handle, token_ids in found.items() if token_ids}
 
     def computed(self, batch: ScheduledBatch, hidden: Any, decided: Mapping[int, int]) -> None:
-        """What is decided is read when drafts are wanted."""
+        """Nothing to do: `propose` reads the sequence itself."""
 
     def forget(self, handle: int) -> None:
         self._followed.pop(handle, None)

@@ -34,7 +34,7 @@ class Chooser(Protocol):
 
 @dataclass(slots=True)
 class Tally:
-    """Of drafts that were computed."""
+    """Counts of the drafts that were computed."""
 
     num_drafts: int = 0  # times that a sequence had some
     num_draft_tokens: int = 0
@@ -66,7 +66,7 @@ class Speculation:
         self._model_s = 0.0  # that proposers took for the step that was scheduled last
 
     def drafting(self, max_drafts: int, max_sampled: int) -> Drafting | None:
-        """What the scheduler asks; None: there is nobody to ask."""
+        """The scheduler's way to ask for drafts; None: no proposer."""
         return Drafting(self.draft, max_drafts, max_sampled) if self.proposers and max_drafts else None
 
     def draft(self, wanted: list[tuple[Sequence, int]], num_decodes: int) -> dict[int, list[int]]:

@@ -9,7 +9,7 @@ from shared.model.gguf.reader import read_head
 
 
 def sizes_of(files: ModelFiles) -> dict[str, int]:
-    """Of the model: `n_vocab`, `n_ctx_train` (tokens), `n_embd`, `n_params` (as its files hold
+    """The model's sizes: `n_vocab`, `n_ctx_train` (tokens), `n_embd`, `n_params` (as its files hold
     them), `size` (of these, bytes). What the files do not say is left out: the parameters of a
     quantized checkpoint are packed, and can't be counted."""
     weights = [files.weights] if files.weights.is_file() else sorted(files.weights.glob("*.safetensors"))

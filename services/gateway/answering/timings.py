@@ -8,7 +8,7 @@ from services.requests.answers.choice import Choice
 
 
 def timings(choice: Choice, timeline: Timeline) -> dict[str, Any]:
-    """Of one sequence, as far as it is: ms, and tokens/s. `cache_n` tokens of the prompt were not
+    """The times of one sequence, as far as it is: ms, and tokens/s. `cache_n` tokens of the prompt were not
     computed."""
     num_prompt = choice.num_prompt_tokens - choice.num_cached_tokens
     decode_s = timeline.decode_s if choice.finish_reason is not None else between(timeline.first_token_at, time.time())

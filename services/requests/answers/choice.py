@@ -93,7 +93,7 @@ def usage_of(choices: list[Choice], n: int) -> Usage:
 
 
 def predicted_tokens(choices: list[Choice]) -> tuple[int, int] | tuple[None, None]:
-    """Of the prediction's tokens, how many came in the choices, and how many did not."""
+    """How many of the prediction's tokens came in the choices, and how many did not."""
     found = [choice.prediction_tokens for choice in choices if choice.prediction_tokens]
     return (sum(accepted for accepted, _ in found), sum(rejected for _, rejected in found)) if found else (None, None)
 

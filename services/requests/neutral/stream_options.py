@@ -1,4 +1,4 @@
-"""What a client may ask of a stream, `stream_options`."""
+"""`stream_options`: the field in which a client asks for more in its stream."""
 
 from pydantic import Field
 

@@ -25,7 +25,7 @@ def specification_of(schema: Any) -> Any:
 
 
 def resolver_of(schema: Any) -> Any:
-    """What finds the targets of references in the schema, and the metaschemas."""
+    """A registry that finds the targets of references in the schema, and the metaschemas."""
     resource = specification_of(schema).create_resource(schema)
     registry = REGISTRY.with_resource("", resource)
     try:

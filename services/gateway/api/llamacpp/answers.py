@@ -113,7 +113,7 @@ def picked(answer: Json, paths: Sequence[str]) -> Json:
 
 
 def generation_settings(params: SamplingParams, body: LlamaBody) -> Json:
-    """What a request is answered with, by llama.cpp's names."""
+    """The request's parameters, by llama.cpp's names."""
     dry, chain = params.dry or DryParams(0.0), params.chain or ChainParams()
     limit = -1 if body.limit is None else body.limit
     return {

@@ -40,7 +40,7 @@ async def render_completion(request: Request) -> list[Json]:
 
 
 async def render(context: Context, body: GenerateBody, record: ResponseRecord, requests: list[GenerateRequest]) -> list[Json]:
-    """What vLLM calls a GenerateRequest, of each request."""
+    """The requests in the form that vLLM calls GenerateRequest."""
     options = body.stream_options.model_dump() if body.stream_options is not None else None
     return [
         {
