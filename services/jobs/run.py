@@ -53,6 +53,7 @@ CLOSED = {
     "batch_cancelled": ("cancelled", "This request was not executed: the batch was cancelled."),
     "batch_expired": ("expired", "This request could not be executed before the completion window expired."),
 }
+GONE = [{"code": "file_not_found", "line": None, "message": "the input file is gone", "param": "input_file_id"}]
 LOST = RequestError("Redis has lost this request again and again", code="request_lost")
 
 # ARGV: batch key, how often it was begun in vain. Makes no batch of one that is gone.
@@ -181,7 +182,7 @@ class BatchRun:
         self._note(batch)
         self.found = self.told
         self.spans = spans_of(self.runtime.stage.tracer, batch)
-        if batch.status == "validating":
+        if not batch.total:  # also of one that was cancelled before it began: its lines are answered, too
             started_at = time.time()
             batch = await self._check(batch)
             self._note(batch)
@@ -219,18 +220,16 @@ class BatchRun:
                 checked = await asyncio.to_thread(inputs.check_input, self.runtime.storage, file.path, self.batch_id, record.endpoint, longest)
             except (Invalid, FileNotFoundError):
                 checked = None
-        if checked is None:
-            await self._fail("file_not_found", "the input file is gone", param="input_file_id")
-        elif checked.errors:
-            await self._fail_with(checked.errors)
+        if checked is None or checked.errors:
+            if not self.closing:
+                await self._fail_with(GONE if checked is None else checked.errors)
         else:
-            found = checked
-            await persist(lambda: self.runtime.batches.move(self.batch_id, ("validating",), "in_progress", total=found.total, model=found.model))
+            await persist(partial(self.runtime.batches.begin, self.batch_id, checked.total, checked.model))
             log.info("batch begins", batch_id=self.batch_id, num_requests=checked.total, model=checked.model or "several")
         return await self._load() or batch
 
-    async def _fail(self, code: str, message: str, param: str | None = None) -> None:
-        await self._fail_with([{"code": code, "line": None, "message": message, "param": param}])
+    async def _fail(self, code: str, message: str) -> None:
+        await self._fail_with([{"code": code, "line": None, "message": message, "param": None}])
 
     async def _fail_with(self, errors: list[dict[str, Any]]) -> None:
         log.info("batch failed", batch_id=self.batch_id, error=errors[0]["message"])

@@ -177,6 +177,8 @@ def test_neither_the_upkeep_nor_the_end_of_a_batch_waits_behind_batches_that_wai
     wait_until(lambda: (status_of(cancelled), status_of(late)) == (b"cancelled", b"expired"), description="both have ended")
     wait_until(lambda: not client.exists(batch_lease_key(cancelled), batch_lease_key(late)), description="and are given up, which comes after")
     assert len(client.keys(batch_lease_key("*"))) == CONCURRENCY and client.llen("celery:jobs") == 2, "the others are where they were"
+    totals = [client.hmget(batch_key(each), "total", "not_executed") for each in (cancelled, late)]
+    assert totals == [[b"1", b"1"]] * 2, "each of their lines has an answer that says so"
     server = int(client.info("server")["process_id"])
     os.kill(server, signal.SIGSTOP)
     try:

@@ -84,8 +84,7 @@ class Scheduler:
         self.num_prefix_queries = 0
         self.num_prefix_hits = 0  # those that were found
         self._groups: dict[str, dict[int, Sequence]] = {}  # what runs of each group
-        # the head of the queue that did not fit, and steps since
-        self._refused: tuple[int, int] | None = None
+        self._refused: tuple[int, int] | None = None  # the head of the queue that did not fit, and steps since
         self._is_observed = False  # the admission has looked at what runs now
 
     @property
@@ -97,6 +96,7 @@ class Scheduler:
         assert self.block_manager.num_blocks_for(sequence.max_num_tokens) <= self.block_manager.num_blocks
         sequence.rank = sequence.arrived_at + sequence.priority * self.aging_s
         self.waiting.push(sequence)
+        self.shares.arrived(sequence.tenant_id, sequence.arrived_at)
 
     def get(self, handle: int) -> Sequence:
         """A sequence that runs."""
@@ -233,8 +233,8 @@ class Scheduler:
         return behind
 
     def _prompt_budget(self, step: NewStep) -> int:
-        """The tokens that prompts may add to the step: they never stand still."""
-        return self._budget(step, at_least=max(self.block_manager.block_size, self.shares.num_awaited_tokens))
+        """The tokens that prompts may add to the step: they never stand still for long."""
+        return self._budget(step, at_least=max(self.block_manager.block_size * self.shares.is_prompts_turn, self.shares.num_awaited_tokens))
 
     def _budget(self, step: NewStep, at_least: int) -> int:
         """The tokens that may be added to the step: within its size, and so many at least within

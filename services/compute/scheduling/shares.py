@@ -1,9 +1,12 @@
 """Shares: what a step may cost while several tenants run in it.
 
 Each sequence of a step waits for the whole step. So a tenant with many sequences would slow down
-another's few, though both have their places. While T tenants want to run, a step costs at most T
-times what a step of the tenant who wants least would cost. If all want the same, that bounds
-nothing. If one wants much more, its sequences take turns.
+another's few, though both have their places. Each other tenant may add to a step half of what the
+tenant who wants least would cost alone, or the work that he has in it, if that costs more. If all
+want the same, that bounds nothing. If one wants much more, its sequences take turns.
+
+Who comes in the middle of a step waits for its end. So while another tenant is to be expected, who
+runs alone has shorter steps: his prompts come in smaller chunks.
 """
 
 from collections import Counter
@@ -13,6 +16,15 @@ from itertools import zip_longest
 from services.compute.scheduling.step_cost import StepCost
 from services.compute.sequence import Sequence
 
+# What another tenant may add to a step, over what the one who wants least costs alone. A flood
+# costs the other stages time, too: at 1, a small request took up to 2.4 times as long, not 2.
+ADDED_SHARE = 0.5
+PROMPTS_EVERY = 4  # bounded steps in which others' prompts get nothing unless the bound has room for it, and one in which they do
+EXPECTED_S = 30.0  # so long after his last request
+# a step of one tenant while another is expected: s, and in costs of an empty step. A sixth of the
+# time goes to reading the weights then
+SHORT_STEP_S, SHORT_STEP = 0.05, 6
+
 
 class Shares:
     """Call `begin_step` first. All other methods are about that step."""
@@ -20,11 +32,23 @@ class Shares:
     def __init__(self) -> None:
         self.bound_s: float | None = None  # of the step; None: nothing bounds it
         self.least: str | None = None  # the tenant who wants least
+        self.is_prompts_turn = True  # others' prompts get a block at least
         self.num_awaited_tokens = 0  # kept for his prompts that wait
         self._cost: StepCost | None = None
         self._num_least_tokens = 0
         self._turns: dict[int, int] = {}  # by handle: the number of its last turn
         self._num_turns = 0
+        self._num_bounded = 0  # steps that somebody bounded
+        self._arrivals: dict[str, float] = {}  # by tenant: of his last request; the latest last
+        self._now = 0.0  # the last arrival of all
+
+    def arrived(self, tenant_id: str, arrived_at: float) -> None:
+        """A request of the tenant has come."""
+        self._now = max(self._now, arrived_at)
+        self._arrivals.pop(tenant_id, None)
+        self._arrivals[tenant_id] = self._now
+        while self._now - self._arrivals[first := next(iter(self._arrivals))] > EXPECTED_S:
+            del self._arrivals[first]
 
     def begin_step(self, running: list[Sequence], waiting: Mapping[str, int], cost: StepCost | None, most_tokens: int) -> None:
         """Bound a step of some sequences. waiting: tokens of those that may begin, by tenant. cost:
@@ -35,12 +59,20 @@ class Shares:
             num_context_tokens[sequence.tenant_id] += sequence.num_tokens
         self.bound_s = self.least = None
         self.num_awaited_tokens = 0
-        if len(num_tokens) < 2 or cost is None:
+        self.is_prompts_turn = True
+        if cost is None:
             return
+        if len(num_tokens) < 2:
+            if len(self._arrivals) > 1:
+                self.bound_s = max(SHORT_STEP_S, SHORT_STEP * cost.fixed_s)
+            return
+        self._num_bounded += 1
+        self.is_prompts_turn = self._num_bounded % PROMPTS_EVERY == 0
         wanted = {tenant_id: min(count, most_tokens) for tenant_id, count in num_tokens.items()}
         seconds = {tenant_id: cost.seconds(count, num_context_tokens[tenant_id]) for tenant_id, count in wanted.items()}
         self.least = min(seconds, key=seconds.__getitem__)
-        self.bound_s = len(wanted) * seconds[self.least]
+        alike_s = cost.seconds(len(wanted) * wanted[self.least], len(wanted) * num_context_tokens[self.least])
+        self.bound_s = max(alike_s, (1 + ADDED_SHARE * (len(wanted) - 1)) * seconds[self.least])
         self._cost, self._num_least_tokens = cost, wanted[self.least]
         self.num_awaited_tokens = min(waiting.get(self.least, 0), most_tokens)
 
@@ -48,13 +80,13 @@ class Shares:
         """Choose among sequences that are one token behind. All of the tenant who wants least run.
         The other tenants get one each by turns, as far as the bound allows; the sequence whose last
         turn was longest ago comes first."""
-        if self.bound_s is None or self._cost is None:
+        if self.least is None or self._cost is None or self.bound_s is None:
             self._turns.clear()
             return decodes
         by_tenant: dict[str, list[Sequence]] = {}
         for sequence in sorted(decodes, key=lambda each: self._turns.get(each.handle, 0)):
             by_tenant.setdefault(sequence.tenant_id, []).append(sequence)
-        chosen = by_tenant.pop(self.least or "", [])
+        chosen = by_tenant.pop(self.least, [])
         num_tokens, num_context_tokens = self._num_least_tokens, sum([each.num_tokens for each in chosen])
         for sequence in [each for layer in zip_longest(*by_tenant.values()) for each in layer if each is not None]:
             num_tokens, num_context_tokens = num_tokens + 1, num_context_tokens + sequence.num_tokens

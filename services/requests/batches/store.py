@@ -70,6 +70,13 @@ end
 return ARGV[5]
 """
 
+BEGIN = """
+local status = redis.call('HGET', ARGV[1], 'status')
+if not status then return end
+redis.call('HSET', ARGV[1], unpack(ARGV, 3))
+if status == 'validating' then redis.call('HSET', ARGV[1], 'status', 'in_progress', 'in_progress_at', ARGV[2]) end
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Totals:
@@ -238,6 +245,11 @@ class BatchStore:
             MOVE, 0, batch_key(batch_id), BATCHES_RUNNING, batch_id, ",".join(allowed), status, is_end, int(time.time()), BATCH_FIGURES, FILE_TTL_S, *pairs
         )
         return found.decode() if found is not None else None
+
+    async def begin(self, batch_id: str, total: int, model: str) -> None:
+        """Its input is right: so many lines, for that model. It is in progress, unless it was
+        cancelled."""
+        await self.client.eval(BEGIN, 0, batch_key(batch_id), int(time.time()), "total", total, "model", model)
 
     async def delete(self, record: BatchRecord) -> None:
         """Forget one that has ended."""
