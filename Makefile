@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Every stage and every test process imports torch: Python shall compile its modules once.
+unexport PYTHONDONTWRITEBYTECODE
 .PHONY: help up dev docs test check verify bench
 
 help:  ## lists the targets, and the suites of verify

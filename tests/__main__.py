@@ -1,4 +1,5 @@
-"""`python -m tests`: all that pytest runs here, a file at a time, in a process more than there are cores.
+"""`python -m tests`: all that pytest runs here, a file at a time, in three processes more than there
+are cores: they mostly wait.
 
 The files that start processes and wait for them come first, those that compute fill the gaps. All
 fork their stages from the same processes, which have imported torch and transformers once.
@@ -29,7 +30,7 @@ def main() -> int:
     options = parser.parse_args()
     LAST_FAILED.unlink(missing_ok=True)
     os.environ.update({variable: forge.forge(kind) for kind, variable in forge.VARIABLES.items()})
-    code = pytest("--numprocesses", str((os.cpu_count() or 1) + 1), "--dist", "loadfile", "--no-loadscope-reorder", *rooms())
+    code = pytest("--numprocesses", str((os.cpu_count() or 1) + 3), "--dist", "loadfile", "--no-loadscope-reorder", *rooms())
     if code != TESTS_FAILED or not options.once_more:
         return code
     return once_more(sorted(json.loads(LAST_FAILED.read_text())))
