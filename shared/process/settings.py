@@ -196,7 +196,9 @@ class EngineSettings(StageSettings):
         "forces), prediction (what the client expects), medusa or eagle (--heads), self (the model itself in four bits), draft (--draft-model); auto: lookup, "
         "grammar, prediction and heads, where they pay; off: nobody. No text depends on it: docs/understand/speculation.md"
     )  # fmt: skip
-    heads: str = Field("", description="a folder of heads, which guess the model's next tokens: Medusa's, which penstock train-heads makes, or an EAGLE-3 head; auto uses them, too")
+    heads: str = Field(
+        "", description="a folder of heads, which guess the model's next tokens: Medusa's (penstock train-heads makes them), or EAGLE-3's; auto uses them, too"
+    )
     self_draft: str = Field(
         "", description="for --speculate self, the same model as penstock quantize wrote it, calibrated: it guesses better than weights rounded at load"
     )

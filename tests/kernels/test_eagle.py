@@ -1,4 +1,4 @@
-"""EAGLE-3 heads: both layouts of their files, chains of drafts against plain torch on transformers' hidden states, what is refused, and taps that change no bit."""
+"""EAGLE-3 heads: both layouts of their files, chains against plain torch on transformers' hidden states, what is refused, and taps that change no bit."""
 
 import json
 from collections.abc import Callable
@@ -263,6 +263,7 @@ def test_blocks_bring_the_heads_keys_with_them(tmp_path: Path, engine: Engine) -
 
 
 def test_chains_end_where_the_head_is_not_sure_or_the_text_ends(tmp_path: Path, engine: Engine) -> None:
+    torch.manual_seed(3)
     tensors, config = makers_own()
     made = proposer(engine, read(write(tmp_path / "head", {**tensors, "lm_head.weight": tensors["lm_head.weight"] * 0}, config), engine, torch.float32))
     step(engine, made, [row(1, TEXTS[2], 0, 4, TABLES[2], is_last=True)], {1: 1})
@@ -271,7 +272,7 @@ def test_chains_end_where_the_head_is_not_sure_or_the_text_ends(tmp_path: Path, 
     step(engine, made, [row(1, TEXTS[2], 0, 4, TABLES[2], is_last=True), row(2, TEXTS[2], 0, 4, TABLES[1], is_last=True)], {1: 1, 2: 1})
     sure = made.propose({1: wanted(1, TEXTS[2], TABLES[2], 4)})[1].token_ids
     ending = wanted(2, TEXTS[2], TABLES[1], 4, replace(GREEDY, stop_token_ids=(sure[1],)))
-    assert len(sure) == 4 and made.propose({2: ending})[2].token_ids == sure[: sure.index(sure[1])]
+    assert len(sure) == 4 and sure[0] != sure[1] and made.propose({2: ending})[2].token_ids == sure[:1]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["torch", "native"])
@@ -303,7 +304,7 @@ BROKEN: list[tuple[str, Callable[[Tensors, dict[str, Any]], Any], str]] = [
     ("unknown tokens", lambda tensors, _: tensors["d2t"].fill_(VOCAB), "d2t leads to tokens that the model does not have"),
     ("no numbers", lambda tensors, _: tensors["midlayer.mlp.up_proj.weight"].fill_(torch.nan), "midlayer.mlp.up_proj.weight holds NaN"),
     ("a layer is missing", lambda tensors, _: tensors.pop("midlayer.mlp.up_proj.weight"), "the head has no mlp.up_proj.weight"),
-    ("two layers", lambda tensors, _: tensors.update({"layers.1.mlp.up_proj.weight": random(80, HIDDEN)}), "layers.1.mlp.up_proj.weight is no tensor of an EAGLE-3"),
+    ("two layers", lambda tensors, _: tensors.update({"layers.1.mlp.up_proj.weight": random(80, HIDDEN)}), "layers.1.mlp.up_proj.weight is no tensor of"),
     ("two layers in the config", lambda _, config: config.update(num_hidden_layers=2), "num_hidden_layers is 2; an EAGLE-3 head of one layer"),
     ("no LM head", lambda tensors, _: tensors.pop("lm_head.weight"), "it has no lm_head, and the model's does not fit it"),
     ("no embedding", lambda _, config: config.update(hidden_size=96), "it has no embed_tokens, and its hidden_size is 96"),
@@ -322,7 +323,7 @@ def test_heads_that_do_not_fit_are_refused_in_one_line(tmp_path: Path, engine: E
 
 def test_a_pickle_that_runs_code_is_refused(tmp_path: Path, engine: Engine) -> None:
     tensors, config = makers_own()
-    write(tmp_path / "head", tensors | {"fc.weight": Path("x")}, config, is_pickle=True)  # type: ignore[dict-item]
+    write(tmp_path / "head", tensors | {"fc.weight": Path("x")}, config, is_pickle=True)
     with pytest.raises(StartupError, match="it can't be read as plain tensors") as refused:
         read(tmp_path / "head", engine, torch.float32)
     assert "\n" not in str(refused.value)

@@ -107,7 +107,7 @@ class EagleProposer:
                 places.extend(range(at, at + num_standing))
             at += row.num_tokens
         if parts:
-            found = self.executor.tapped_states(batch, hidden, places).split([count for _, count in parts])
+            found = torch.split(self.executor.tapped_states(batch, hidden, places), [count for _, count in parts])
             for (row, _), states in zip(parts, found, strict=True):
                 self._hear(row, states)
             many = [unread for row, _ in parts if len((unread := self._unread[row.handle]).token_ids) > MOST_UNREAD]

@@ -123,7 +123,7 @@ class EagleHead:
         rope = angles.cos().mul_(self.config.ropes[0].scale), angles.sin().mul_(self.config.ropes[0].scale)
         lens = [len(each.token_ids) for each in places] if looks else [1] * len(slots)
         contexts = [each.first + len(each.token_ids) for each in places] if looks else lens
-        tables = [tuple(each.block_table) for each in places] if looks else [(0,)] * len(slots)
+        tables: list[tuple[int, ...]] = [tuple(each.block_table) for each in places] if looks else [(0,)] * len(slots)
         plan = self.attention.plan(AttentionInputs(lens, contexts, tables, filled_slots, (rope,)), block_size)
         buffers.upload()
         norms = self.norms.get("self_attn.q_norm"), self.norms.get("self_attn.k_norm")
