@@ -90,11 +90,10 @@ def eagle(line: LineOfStages, folder: Path) -> Noting:
 
 def write_linear_head(folder: Path, weight: Tensor, norm: Tensor) -> Path:
     """A head that adds a linear function [HIDDEN, 2 * HIDDEN] of the next token and the state to the state, which is what the last layer makes."""
-    one = torch.ones(HIDDEN)
-    tensors = {"fc.weight": torch.eye(HIDDEN), "norm.weight": norm, "midlayer.self_attn.v_proj.weight": weight, "midlayer.self_attn.o_proj.weight": torch.eye(HIDDEN)}
-    tensors |= {f"midlayer.self_attn.{name}_proj.weight": torch.zeros(HIDDEN, 2 * HIDDEN) for name in "qk"}
-    tensors |= {f"midlayer.mlp.{name}_proj.weight": torch.zeros(shape) for name, shape in (("gate", (32, HIDDEN)), ("up", (32, HIDDEN)), ("down", (HIDDEN, 32)))}
-    tensors |= {f"midlayer.{name}.weight": one.clone() for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    layer = {"self_attn.v_proj": weight, "self_attn.o_proj": torch.eye(HIDDEN)} | {f"self_attn.{name}_proj": torch.zeros(HIDDEN, 2 * HIDDEN) for name in "qk"}
+    layer |= {f"mlp.{name}_proj": torch.zeros(32, HIDDEN) for name in ("gate", "up")} | {"mlp.down_proj": torch.zeros(HIDDEN, 32)}
+    layer |= {name: torch.ones(HIDDEN) for name in ("hidden_norm", "input_layernorm", "post_attention_layernorm")}
+    tensors = {f"midlayer.{name}.weight": each for name, each in layer.items()} | {"fc.weight": torch.eye(HIDDEN), "norm.weight": norm}
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors")
     sizes = {name: FILES.config[name] for name in ("hidden_size", "vocab_size", "num_attention_heads", "max_position_embeddings", "rms_norm_eps")}
@@ -114,7 +113,8 @@ def fitted(noted: Noting) -> Tensor:
     before, after = (torch.stack([pair[which][1].double() for pair in pairs]) for which in (0, 1))
     embeddings = noted.head.embedding[torch.tensor([pair[1][0] for pair in pairs])].double()
     x = torch.cat([normed(embeddings), normed(before)], 1)
-    return torch.linalg.solve(x.T @ x + 0.1 * torch.eye(2 * HIDDEN).double(), x.T @ (after - before)).T.float().contiguous()
+    weight: Tensor = torch.linalg.solve(x.T @ x + 0.1 * torch.eye(2 * HIDDEN).double(), x.T @ (after - before))
+    return weight.T.float().contiguous()
 
 
 def logs(line: LineOfStages, *proposers: Proposer) -> tuple[dict[str, Any], int]:
@@ -136,7 +136,7 @@ def test_logs_are_the_same_with_heads(line: LineOfStages, useless: Path, trained
 def test_logs_are_the_same_with_an_eagle_head(line: LineOfStages, tmp_path: Path) -> None:
     """One that knows nothing; and one that was fitted to the states that the first heard."""
     expected, _ = logs(line)
-    model = line.compute.executor.model  # type: ignore[attr-defined]
+    model = line.compute.executor.model
     useless = eagle(line, write_linear_head(tmp_path / "useless", torch.randn(HIDDEN, 2 * HIDDEN), model.weights.norm.float()))
     found, _ = logs(line, useless)
     assert found == expected
@@ -155,12 +155,29 @@ def test_auto_takes_heads_that_are_given_and_the_fingerprint_knows_nothing_of_th
 
 @pytest.mark.parametrize(
     ("flags", "reason"),
-    [(["--speculate", "medusa"], "--speculate medusa needs --heads"), (["--speculate", "eagle"], "--speculate eagle needs --heads"), (["--speculate", "lookup", "--heads", "x"], "--speculate lookup does not use --heads")],
+    [
+        (["--speculate", "medusa"], "--speculate medusa needs --heads"),
+        (["--speculate", "eagle"], "--speculate eagle needs --heads"),
+        (["--speculate", "lookup", "--heads", "x"], "--speculate lookup does not use --heads"),
+    ],  # fmt: skip
 )
 def test_flags_that_do_not_fit_are_refused(flags: list[str], reason: str) -> None:
     for settings in (ComputeSettings, UpSettings):
         with pytest.raises(StartupError, match=reason):
             load_settings(settings, flags)
+
+
+def test_a_folder_says_which_kind_it_holds(useless: Path, tmp_path: Path) -> None:
+    head = write_linear_head(tmp_path / "head", torch.zeros(HIDDEN, 2 * HIDDEN), torch.ones(HIDDEN))
+    plain, given = (build_engine(ComputeSettings(heads=heads, **SETTINGS), FILES) for heads in ("", str(head)))
+    assert [each.name for each in given.proposers] == ["eagle"] and given.fingerprint == plain.fingerprint
+    assert given.scheduler.block_manager.num_blocks < plain.scheduler.block_manager.num_blocks, "its keys and values are a part of --kv-cache-memory"
+    for kind, folder in (("medusa", head), ("eagle", useless)):
+        with pytest.raises(StartupError, match=f"--speculate {kind}: the heads in .* are of another kind, "):
+            build_engine(ComputeSettings(heads=str(folder), speculate=kind, **SETTINGS), FILES)
+    (head / "config.json").unlink()
+    with pytest.raises(StartupError, match="config.json has no"):  # an EAGLE head by its tensors
+        build_engine(ComputeSettings(heads=str(head), **SETTINGS), FILES)
 
 
 def test_heads_of_another_model_are_refused(useless: Path, tmp_path: Path) -> None:

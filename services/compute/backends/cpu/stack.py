@@ -42,17 +42,17 @@ class NativeStack:
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.eps, attention.query_stride = self.wiring.eps, qkv.shape[1]
         tables = [(Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)]
-        for first, last in [(0, len(self.layers))] if taps is None else taps.pieces(len(self.layers)):
-            if taps is not None:
-                taps.keep(first, x)
-            self.context.run_layers(
-                Layers(
-                    ctypes.pointer(self.layers[first]), last - first, x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables,
-                    rotation, attention,
-                )
-            )  # fmt: skip
-        if taps is not None:
-            taps.keep(len(self.layers), x)
+        called = Layers(
+            self.layers, len(self.layers), x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables, rotation, attention,
+        )  # fmt: skip
+        if taps is None:
+            self.context.run_layers(called)
+            return x
+        for first, last in taps.pieces(len(self.layers)):
+            taps.keep(first, x)
+            called.layers, called.num_layers = ctypes.pointer(self.layers[first]), last - first
+            self.context.run_layers(called)
+        taps.keep(len(self.layers), x)
         return x
 
     def reserve(self, num_tokens: int) -> None:
