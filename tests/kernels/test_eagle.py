@@ -205,7 +205,9 @@ TABLES = [(3, 9, 1, 20), (8, 2, 30), (7,)]
 @pytest.mark.usefixtures("sure")
 @pytest.mark.parametrize(("layout", "taps"), LAYOUTS, ids=[layout.__name__ for layout, _ in LAYOUTS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["torch", "native"])
-def test_chains_are_those_of_plain_torch(tmp_path: Path, model: tuple[PreTrainedModel, Path], layout: Any, taps: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_chains_are_those_of_plain_torch(
+    tmp_path: Path, model: tuple[PreTrainedModel, Path], layout: Any, taps: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever steps the target has taken: chunks, single tokens, some read at once and some when drafts are wanted, drafts that stood and that did not."""
     torch.manual_seed(len(layout.__name__))
     tensors, config = layout()
@@ -239,6 +241,9 @@ def test_chains_are_those_of_plain_torch(tmp_path: Path, model: tuple[PreTrained
     made.forget(1)
     made.forget(77)
     assert set(made._unread) == {2, 3}
+    monkeypatch.setattr(eagle, "MOST_SEQUENCES", 2)
+    step(engine, made, [row(2, [*two, 7], 29, 30, TABLES[1], is_last=True), row(4, three, 0, 4, (50,))], {2: 1})
+    assert set(made._unread) == {2, 4}, "the one that was heard of longest ago goes"
 
 
 @pytest.mark.usefixtures("sure")

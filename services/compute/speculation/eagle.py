@@ -26,6 +26,8 @@ from services.compute.speculation.proposer import Drafts, Wanted
 # head's run and a token of the step
 LEAST_CHANCE = 0.2
 MOST_UNREAD = 16  # places of a sequence that wait for drafts to be wanted; more are read at once
+# sequences of which states are kept: a chunk in flight may be of one that has just been forgotten
+MOST_SEQUENCES = 1024
 
 
 @dataclass(slots=True)
@@ -110,7 +112,7 @@ class EagleProposer:
             found = torch.split(self.executor.tapped_states(batch, hidden, places), [count for _, count in parts])
             for (row, _), states in zip(parts, found, strict=True):
                 self._hear(row, states)
-            many = [unread for row, _ in parts if len((unread := self._unread[row.handle]).token_ids) > MOST_UNREAD]
+            many = [unread for row, _ in parts if (unread := self._unread.get(row.handle)) and len(unread.token_ids) > MOST_UNREAD]
             for at in range(0, len(many), AT_ONCE):
                 self._read(many[at : at + AT_ONCE])
 
@@ -129,10 +131,13 @@ class EagleProposer:
 
     def _hear(self, row: BatchRow, states: Tensor) -> None:
         """states: of the row's first tokens, those that stand."""
-        unread = self._unread.get(row.handle)
+        unread = self._unread.pop(row.handle, None)
         if unread is None or unread.end != row.num_computed_tokens:  # it is new, or computed again
-            unread = self._unread[row.handle] = Unread(row.num_computed_tokens, row.block_table)
+            unread = Unread(row.num_computed_tokens, row.block_table)
         unread.add(row, states.clone())
+        self._unread[row.handle] = unread  # the last, now
+        if len(self._unread) > MOST_SEQUENCES:
+            del self._unread[next(iter(self._unread))]
 
     def _read(self, some: list[Unread]) -> None:
         """Write keys and values of all places whose next token is known: all but the last."""
