@@ -242,7 +242,7 @@ def main() -> None:
     parser.add_argument("--speculate", default="auto", help="as compute takes it (default: %(default)s)")
     parser.add_argument("--self-draft", default="", help="as compute takes it")
     parser.add_argument("--draft-model", default="", help="as compute takes it")
-    parser.add_argument("--heads", default="", metavar="FOLDER", help="of Medusa heads, which propose, too")
+    parser.add_argument("--heads", default="", metavar="FOLDER", help="of Medusa heads or an EAGLE-3 head, which propose, too")
     parser.add_argument("--num-speculative-tokens", type=int, default=16)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8, 64])
     parser.add_argument("--kinds", nargs="+", help="some of the kinds, by the first word of their names (default: all)")

@@ -4,7 +4,6 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Literal, overload
 
 import torch
@@ -22,8 +21,8 @@ from services.compute.models.decoder import Decoder
 from services.compute.scheduling.admission import make_admission
 from services.compute.scheduling.scheduler import Scheduler
 from services.compute.speculation.draft_models import load_draft_models, make_chain_proposer
-from services.compute.speculation.medusa import MedusaHeads, MedusaProposer
-from services.compute.speculation.medusa_file import read_medusa
+from services.compute.speculation.eagle_head import EagleHead
+from services.compute.speculation.heads import load_heads, make_head_proposer
 from services.compute.speculation.proposer import Proposer
 from services.compute.warm_up import check_numbers, first_kernels, warm_up
 from services.compute.weights.loader import load_weights
@@ -89,19 +88,6 @@ def choose_speculators(settings: ComputeSettings, model: Model) -> tuple[str, ..
     return tuple(settings.speculate.split(","))
 
 
-def load_heads(settings: ComputeSettings, speculators: tuple[str, ...], model: Model) -> MedusaHeads | None:
-    """The heads that --heads names, for a model whose drafts are asked for. Raises
-    StartupError."""
-    if not settings.heads or not speculators:
-        return None
-    if not isinstance(model, Decoder):
-        raise StartupError(f"--heads {settings.heads}: heads are for models that run on our own executor (--model-impl)")
-    config, backend = model.config, model.backend
-    weights = read_medusa(Path(settings.heads).expanduser(), config.hidden_size, config.vocab_size, backend.dtype, backend.device)
-    log.info("heads loaded", heads=settings.heads, num_heads=len(weights.blocks), mib=weights.num_bytes >> 20)
-    return MedusaHeads(weights, model.weights.lm_head, config.vocab_size, backend)
-
-
 def is_native_model(settings: ComputeSettings, files: ModelFiles) -> bool:
     """Whether our own executor runs the model, rather than transformers' modules."""
     if settings.model_impl != "auto":
@@ -162,9 +148,9 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
     with first_kernels(device):
         max_sampled = max(settings.max_num_seqs, PROMPT_ROWS)
         workspace_bytes = sum(each.workspace_bytes(settings.max_batched_tokens, max_sampled, limit or settings.max_batched_tokens) for each in models)
-    workspace_bytes += 0 if heads is None else heads.workspace_bytes
+        workspace_bytes += 0 if heads is None else heads.workspace_bytes(settings.max_batched_tokens, limit or settings.max_batched_tokens)
     is_encoder = not model.splits_prompts
-    caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv)]
+    caches = [model.config, *(each.model.config for each in drafting if each.has_own_kv), *([heads.config] if isinstance(heads, EagleHead) else [])]
     size = size_encoder_cache(settings, model, limit) if is_encoder else size_cache(settings, caches, limit, backend, workspace_bytes)
     kv_cache = KVCache(model.config, model.backend, num_blocks=size.num_blocks, block_size=settings.block_size, group=choose_group(settings, model.config))
     runner = ModelRunner(model, kv_cache, backend.row_search)
@@ -183,7 +169,7 @@ def load_engine(settings: ComputeSettings, files: ModelFiles) -> Engine:
         load_vocabulary=partial(load_vocabulary, files.folder, model.config.vocab_size, files.eos_token_ids), max_model_len=size.max_model_len,
         pooling=files.pooling or ("mean" if is_encoder else "last"), fingerprint=found.name, is_encoder=is_encoder,
         speculators=speculators, proposers=(
-            *(MedusaProposer(each, runner, backend.row_search) for each in (heads,) if each is not None),
+            *(make_head_proposer(each, runner, settings) for each in (heads,) if each is not None),
             *(make_chain_proposer(each, runner, settings, size.max_model_len) for each in drafting),
         ),
         max_sampled=max_sampled,

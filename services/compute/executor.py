@@ -4,7 +4,7 @@ It gets a ScheduledBatch, frozen and without a tensor, which may be copied or se
 can be this process's ModelRunner, or one rank of several that all get the same batch.
 """
 
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -47,6 +47,11 @@ class Executor(Protocol):
 
     def sampled_states(self, batch: ScheduledBatch, hidden: Any, keys: Container[RowKey] | None = None) -> torch.Tensor:
         """The last hidden states of the sampled rows, as `logits` has them: [R, hidden] float32."""
+        ...
+
+    def tapped_states(self, batch: ScheduledBatch, hidden: Any, rows: Sequence[int]) -> torch.Tensor:
+        """What enters those of the model's layers that are tapped, of some of the batch's tokens, by
+        their places in it: [rows, layers * hidden] in the model's dtype, a copy."""
         ...
 
     def prompt_logits(self, batch: ScheduledBatch, hidden: Any) -> Iterator[torch.Tensor]:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from services.compute.backends.backend import Backend, RowSearch
-from services.compute.backends.buffers import to_device
+from services.compute.backends.buffers import Taps, to_device
 from services.compute.batch import ScheduledBatch
 from services.compute.cache.kv_cache import CacheShape, KVCache
 from services.compute.executor import DrawnTokens
@@ -53,6 +53,11 @@ class Model(Protocol):
     def longest_text(self) -> int | None:
         """The longest text in tokens, where the model itself bounds it otherwise than config.json
         says."""
+        ...
+
+    @property
+    def taps(self) -> Taps | None:
+        """The copies of what flows between the layers, if any are taken."""
         ...
 
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
@@ -130,6 +135,12 @@ class ModelRunner:
     def sampled_states(self, batch: ScheduledBatch, hidden: torch.Tensor, keys: Container[RowKey] | None = None) -> torch.Tensor:
         """The last hidden states of the sampled rows, as `logits` has them: [R, hidden] float32."""
         return self.model.states(hidden, self._wanted(_wanted_rows(batch, keys)))
+
+    def tapped_states(self, batch: ScheduledBatch, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:  # noqa: ARG002
+        """What enters those of the model's layers that are tapped, of some of the batch's tokens:
+        [rows, layers * hidden], a copy. Of the last step: `hidden` says which."""
+        assert self.model.taps is not None
+        return self.model.taps.take(batch.num_tokens)[to_device(np.array(rows, np.int64), self.buffers.device)]
 
     def pooled_states(self, batch: ScheduledBatch, hidden: torch.Tensor) -> torch.Tensor:
         """The last hidden states of the rows' pooled tokens, in their order, [R, hidden]

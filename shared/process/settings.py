@@ -15,7 +15,7 @@ from shared.process.errors import StartupError
 
 ToolCallParser = Literal["auto", "none", "hermes", "llama3_json", "mistral", "granite", "pythonic", "gemma", "qwen3_coder"]
 ReasoningParser = Literal["auto", "none", "deepseek_r1", "qwen3", "granite", "mistral", "gemma4"]
-SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "self", "draft")
+SPECULATORS = ("auto", "off", "lookup", "grammar", "prediction", "medusa", "eagle", "self", "draft")
 ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 DEFAULT_DATA_DIR = Path.home() / ".penstock"
 DEFAULT_KEYS_FILE = DEFAULT_DATA_DIR / "api-keys.json"
@@ -193,10 +193,12 @@ class EngineSettings(StageSettings):
     run_ahead: int = Field(4, ge=0, le=8, description="steps of a sequence that may be computed on before the log holds their tokens; 0: wait for each")
     speculate: str = Field(
         "auto", description="who guesses tokens that a step computes at once, joined by commas: lookup (what followed before), grammar (what a schema "
-        "forces), prediction (what the client expects), medusa (--heads), self (the model itself in four bits), draft (--draft-model); auto: lookup, "
+        "forces), prediction (what the client expects), medusa or eagle (--heads), self (the model itself in four bits), draft (--draft-model); auto: lookup, "
         "grammar, prediction and heads, where they pay; off: nobody. No text depends on it: docs/understand/speculation.md"
     )  # fmt: skip
-    heads: str = Field("", description="a folder of Medusa heads, which guess the model's next tokens: penstock train-heads makes them; auto uses them, too")
+    heads: str = Field(
+        "", description="a folder of heads, which guess the model's next tokens: Medusa's (penstock train-heads makes them), or EAGLE-3's; auto uses them, too"
+    )
     self_draft: str = Field(
         "", description="for --speculate self, the same model as penstock quantize wrote it, calibrated: it guesses better than weights rounded at load"
     )
@@ -225,10 +227,10 @@ class EngineSettings(StageSettings):
             raise ValueError("--speculate draft and --draft-model PATH need each other")
         if self.self_draft and "self" not in names:
             raise ValueError("--self-draft is for --speculate self")
-        if "medusa" in names and not self.heads:
-            raise ValueError("--speculate medusa needs --heads FOLDER")
-        if self.heads and not {"medusa", "auto", "off"} & set(names):
-            raise ValueError(f"--speculate {self.speculate} does not use --heads: add medusa")
+        if (head := next((name for name in names if name in ("medusa", "eagle")), None)) and not self.heads:
+            raise ValueError(f"--speculate {head} needs --heads FOLDER")
+        if self.heads and not {"medusa", "eagle", "auto", "off"} & set(names):
+            raise ValueError(f"--speculate {self.speculate} does not use --heads: add medusa or eagle, whichever they are")
         return self
 
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from services.compute.backends.buffers import Buffers
+from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.matrix import Matrix
 from services.compute.backends.torch.attention import AttentionInputs, Heads, Scores
 from shared.model.arrays import Array
@@ -104,9 +104,10 @@ class Wiring:
 
 
 class Stack(Protocol):
-    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any) -> Tensor:
+    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: Any, taps: Taps | None = None) -> Tensor:
         """Run all layers of a step. x: [T, hidden], of the embedding; it may be overwritten, and
-        returned. plan: attention's, of this step."""
+        returned. plan: attention's, of this step; taps: who gets a copy on the way, the same in all
+        calls."""
         ...
 
     def reserve(self, num_tokens: int) -> None:

@@ -2,6 +2,7 @@
 so that a pass can be recorded once and run again."""
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -54,3 +55,29 @@ class Buffers:
     @property
     def num_bytes(self) -> int:
         return sum(held.nbytes for held in self._held.values())
+
+
+class Taps:
+    """Copies of what flows between a decoder's layers, in a step: the residual, whole, as it enters
+    some of them. They are good until the next step, and change nothing of it."""
+
+    def __init__(self, layers: tuple[int, ...], hidden_size: int, dtype: torch.dtype, buffers: Buffers) -> None:
+        """layers: by number; the number of layers itself stands for what the last one makes."""
+        self.layers = layers
+        self.hidden_size = hidden_size
+        self.dtype = dtype
+        self.buffers = buffers
+
+    def pieces(self, num_layers: int) -> list[tuple[int, int]]:
+        """The layers [first, last) that run without a look between them."""
+        return list(pairwise(sorted({0, *self.layers, num_layers})))
+
+    def keep(self, number: int, x: Tensor) -> None:
+        """Copy x [T, hidden], which enters the layer of this number, if it is one of them."""
+        for place, layer in enumerate(self.layers):
+            if layer == number:
+                self.take(len(x))[:, place * self.hidden_size : (place + 1) * self.hidden_size].copy_(x)
+
+    def take(self, num_tokens: int) -> Tensor:
+        """What is held of a step's first tokens, [num_tokens, layers * hidden]."""
+        return self.buffers.take("taps", (num_tokens, len(self.layers) * self.hidden_size), self.dtype)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import Backend, LargestStep, LayerWeights, Linear, Wiring
+from services.compute.backends.buffers import Taps
 from services.compute.backends.torch.attention import AttentionInputs, CosSin, Heads, Scores
 from services.compute.backends.torch.reference import rms_norm
 from services.compute.models.config import ModelConfig
@@ -58,6 +59,11 @@ class Decoder:
         self.embedding_multiplier = torch.tensor(multiplier, dtype=backend.dtype, device=backend.device)
         self.wiring = Wiring(config.rms_norm_eps, config.residual_multiplier, config.has_post_norms, config.sliding_windows, config.rope_of_layer)
         self.stack = backend.stack(weights.layers, self.attention, self.wiring)
+        self.taps: Taps | None = None
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """From now on `taps` has what enters these layers, of each step; see Taps."""
+        self.taps = Taps(layers, self.config.hidden_size, self.backend.dtype, self.backend.buffers)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, plan: Any, kv_layers: Sequence[Tensor]) -> Tensor:
@@ -66,9 +72,13 @@ class Decoder:
         differs from step to step is read from the backend's buffers."""
         x = self.embed(batch.input_ids)
         if self.stack is not None:
-            return self.stack(x, kv_layers, plan)
+            return self.stack(x, kv_layers, plan, self.taps)
         for number, (layer, kv) in enumerate(zip(self.weights.layers, kv_layers, strict=True)):
+            if self.taps is not None:
+                self.taps.keep(number, x)
             x = self.run_layer(number, layer, x, kv, plan)
+        if self.taps is not None:
+            self.taps.keep(self.config.num_layers, x)
         return x
 
     @torch.inference_mode()
@@ -108,6 +118,8 @@ class Decoder:
     def workspace_bytes(self, num_tokens: int, num_logits: int, max_model_len: int) -> int:
         """Bytes that a step takes beside weights and cache; num_logits of its tokens get logits."""
         self._take_rotary_tables(max(num_tokens, num_logits))
+        if self.taps is not None:
+            self.taps.take(max(num_tokens, num_logits))
         mlps = [layer.mlp for layer in self.weights.layers]
         linears = [each for layer in self.weights.layers for each in (layer.qkv, layer.output, *layer.mlp.linears.values())]
         step = LargestStep(linears, mlps, self.weights.lm_head, self.attention, self.stack, num_tokens, num_logits, max_model_len)

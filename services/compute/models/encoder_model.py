@@ -36,6 +36,7 @@ class EncoderModel:
 
     implementation = "transformers (encoder)"
     splits_prompts = False
+    taps = None
     is_row_invariant = False
 
     def __init__(self, model: Any, backend: TorchBackend) -> None:

@@ -55,6 +55,7 @@ class TransformersModel:
     splits_prompts = True
     is_row_invariant = False
     longest_text = None
+    taps = None
 
     def __init__(self, model: Any, backend: TorchBackend, *, is_ragged: bool) -> None:
         """Raises Unsupported if the model can't run in this way."""

@@ -46,8 +46,7 @@ class MedusaHeads:
     def __len__(self) -> int:
         return len(self.blocks)
 
-    @property
-    def workspace_bytes(self) -> int:
+    def workspace_bytes(self, num_tokens: int, max_model_len: int) -> int:  # noqa: ARG002
         """Bytes of the logits and, once more, of what is made of them."""
         return 2 * AT_ONCE * len(self) * self.num_rows * 4
 

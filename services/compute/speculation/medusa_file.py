@@ -57,17 +57,24 @@ def read_medusa(folder: Path, hidden_size: int, vocab_size: int, dtype: torch.dt
 
 def check_config(folder: Path, hidden_size: int, vocab_size: int) -> None:
     """Raises StartupError if config.json says that the heads are another model's."""
+    config = read_json(folder)
+    for name, wanted in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
+        if config.get(name, wanted) != wanted:
+            raise StartupError(f"--heads {folder}: {name} is {str(config[name])[:80]}, the model's is {wanted}: these are another model's heads")
+
+
+def read_json(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; empty, if it has none: the tensors say what is needed. Raises
+    StartupError."""
     try:
         config: Any = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return  # the tensors say what is needed
+        return {}
     except (OSError, ValueError, RecursionError) as error:
         raise StartupError(f"{folder / 'config.json'}: {error}") from None
     if not isinstance(config, dict):
         raise StartupError(f"{folder / 'config.json'}: expected an object")
-    for name, wanted in (("hidden_size", hidden_size), ("vocab_size", vocab_size)):
-        if config.get(name, wanted) != wanted:
-            raise StartupError(f"--heads {folder}: {name} is {str(config[name])[:80]}, the model's is {wanted}: these are another model's heads")
+    return config
 
 
 class _HeadReader:

@@ -46,9 +46,11 @@ def test_tokens_are_the_same_with_a_step_in_flight(model: Path) -> None:
 
 
 def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(model: Path) -> None:
-    """Three sequences are padded to four. From the second step on, the recording of the first computes them."""
+    """Three sequences are padded to four. From the second step on, the recording of the first computes them, and what is tapped."""
     backend = CudaBackend(torch.float32, CPU)
-    loaded = LoadedModel(model, backend)
+    loaded, plain = LoadedModel(model, backend), LoadedModel(model, FLOAT32)
+    for each in (loaded, plain):
+        each.model.tap((1, 0))
     stack = loaded.model.stack
     assert isinstance(stack, CudaStack)
     runs = []
@@ -59,8 +61,10 @@ def test_steps_of_single_tokens_are_recorded_by_bucket_and_filled_in_one_piece(m
     assert backend.buffers.generation == generation
     assert backend.buffers.num_uploads - uploads == 4  # one a step: the prompts, then three of single tokens
     assert len(stack.recordings) == 1 and len(runs) == 2
-    expected = LoadedModel(model, FLOAT32).answer(make_prompts(64, (3, 4, 5)), 4)
+    expected = plain.answer(make_prompts(64, (3, 4, 5)), 4)
     assert [each.tokens for each in found] == [each.tokens for each in expected]
+    assert loaded.model.taps is not None and plain.model.taps is not None
+    torch.testing.assert_close(loaded.model.taps.take(3), plain.model.taps.take(3), atol=1e-4, rtol=1e-4)
 
 
 def test_a_recording_belongs_to_its_cache(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

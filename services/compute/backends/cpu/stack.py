@@ -1,5 +1,5 @@
 """A decoder's layers in native code, as one call: one parallel region a step, in which threads wait
-for each other only."""
+for each other only. With taps the call ends where a copy is taken, and another goes on."""
 
 import ctypes
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from services.compute.backends.backend import LayerWeights, Wiring
-from services.compute.backends.buffers import Buffers
+from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cpu.attention import NativePlan, cache_rows, is_joint
 from services.compute.backends.cpu.library import Context, Layer, Layers, Norms, Pointer, pointer
 from services.compute.backends.cpu.linear import NativeLinear, NativeMlp
@@ -34,7 +34,7 @@ class NativeStack:
             each.norms = Norms(*map(pointer, (norms.before_attention, norms.after_attention, norms.before_mlp, norms.after_mlp, norms.q, norms.k)))
             each.window, each.rope = window or 0, rope
 
-    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: NativePlan) -> Tensor:
+    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: NativePlan, taps: Taps | None = None) -> Tensor:
         rotation, attention = plan.rotation, plan.attention
         if kv_layers is not self.kv_layers:
             self._point_to(kv_layers, rotation.head_dim)
@@ -42,11 +42,17 @@ class NativeStack:
         rotation.qkv = attention.queries = qkv.data_ptr()
         rotation.eps, attention.query_stride = self.wiring.eps, qkv.shape[1]
         tables = [(Pointer * len(plan.ropes))(*(table.data_ptr() for table in each)) for each in zip(*plan.ropes, strict=True)]
-        self.context.run_layers(
-            Layers(
-                self.layers, len(self.layers), x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables, rotation, attention,
-            )
+        called = Layers(
+            self.layers, len(self.layers), x.data_ptr(), pointer(h), self.wiring.eps, self.wiring.residual_multiplier, *tables, rotation, attention,
         )  # fmt: skip
+        if taps is None:
+            self.context.run_layers(called)
+            return x
+        for first, last in taps.pieces(len(self.layers)):
+            taps.keep(first, x)
+            called.layers, called.num_layers = ctypes.pointer(self.layers[first]), last - first
+            self.context.run_layers(called)
+        taps.keep(len(self.layers), x)
         return x
 
     def reserve(self, num_tokens: int) -> None:

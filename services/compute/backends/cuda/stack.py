@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from services.compute.backends.backend import LayerWeights, RowMath, Wiring
-from services.compute.backends.buffers import Buffers
+from services.compute.backends.buffers import Buffers, Taps
 from services.compute.backends.cuda.attention import CudaAttention, CudaPlan
 from services.compute.backends.cuda.graphs import Record, Recordings
 from services.compute.backends.cuda.linear import CudaLinear
@@ -26,19 +26,21 @@ class CudaStack:
         self.wiring = wiring
         self.recordings = Recordings(make_recorder)
 
-    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan) -> Tensor:
+    def __call__(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan, taps: Taps | None = None) -> Tensor:
         if not plan.is_recordable:
-            return self.run(x, kv_layers, plan)
+            return self.run(x, kv_layers, plan, taps)
         held = self.buffers.take("stack", (plan.shape[0], x.shape[1]), x.dtype)
         held[: len(x)].copy_(x)
         key = (*plan.shape, kv_layers[0].shape, *[kv.data_ptr() for kv in kv_layers])
-        return self.recordings.run(key, lambda: self.run(held, kv_layers, plan), lambda: self.buffers.generation)[: len(x)]
+        return self.recordings.run(key, lambda: self.run(held, kv_layers, plan, taps), lambda: self.buffers.generation)[: len(x)]
 
-    def run(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan) -> Tensor:
+    def run(self, x: Tensor, kv_layers: Sequence[Tensor], plan: CudaPlan, taps: Taps | None = None) -> Tensor:
         """Launch all kernels of the step. x, which stays as it is: [T, hidden]. Returns [T,
         hidden]."""
         wiring = self.wiring
-        for layer, kv, window, rope in zip(self.layers, kv_layers, wiring.windows, wiring.ropes, strict=True):
+        for number, (layer, kv, window, rope) in enumerate(zip(self.layers, kv_layers, wiring.windows, wiring.ropes, strict=True)):
+            if taps is not None:
+                taps.keep(number, x)
             norms = layer.norms
             qkv = layer.qkv(x, norm=norms.before_attention, eps=wiring.eps)
             h = self.attention(qkv, kv, plan, window=window, norms=(norms.q, norms.k), eps=wiring.eps, rope=rope)
@@ -48,6 +50,8 @@ class CudaStack:
             else:
                 x = self._add(x, layer.output(h), norms.after_attention)
                 x = self._add(x, layer.mlp(x, norm=norms.before_mlp, eps=wiring.eps, has_residual=False), norms.after_mlp)
+        if taps is not None:
+            taps.keep(len(self.layers), x)
         return x
 
     def reserve(self, num_tokens: int) -> None:
